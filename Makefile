@@ -1,0 +1,49 @@
+# Everything a newcomer needs: each target sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# CPU runs use one thread a process: the processes are many and the cores few.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo test lint bench clean
+
+help:
+	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
+	@echo "make test    lint, types and the whole test suite"
+	@echo "make bench   tokens per second of every stage, and of TRL side by side"
+	@echo "make install only set up $(VENV)"
+
+install: $(STAMP)
+
+# torch comes first and pinned: other packages then keep the build that is there.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "isotherm needs Python 3.11 or newer"'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m cluster.demo out=outputs/demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP) .venv-peer/.installed
+	$(BIN)/python -m tests.bench out=outputs/bench
+
+# The peer lives apart: its dependencies are its own.
+.venv-peer/.installed: tests/bench/peer-requirements.txt
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-peer outputs build *.egg-info
