@@ -1,0 +1,147 @@
+"""The demo's task: two-digit sums, and a careless book to learn them badly from.
+
+    prompt "47+85="   answer "231"      47 + 85 = 132, written units first
+
+Operands are zero-padded to two digits and the sum has three digits, written in the order in which
+one adds by hand: units, tens, hundreds. A model writes a digit once it knows the carry into it,
+so a tiny one learns the task in seconds. There are 100 x 100 problems; the seeded held-out share
+appears in no training file, so accuracy on it is carrying learnt, not sums remembered.
+
+The careless book forgets to carry: at each column that carries it drops the 1 with a given
+probability. Whoever learns from it adds digits perfectly and carries too rarely.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from distill.errors import ConfigError
+
+OPERAND_DIGITS = 2
+ANSWER_TOKENS = OPERAND_DIGITS + 2  # the sum's digits and EOS: max_new_tokens of this task
+ALPHABET = "0123456789+="
+
+# Messages are joined as they stand, so one user message renders to the plain prompt.
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """`left` + `right`, each in [0, 100)."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left:0{OPERAND_DIGITS}d}+{self.right:0{OPERAND_DIGITS}d}="
+
+    @property
+    def answer(self) -> str:
+        """The sum, units first."""
+        return f"{self.left + self.right:0{OPERAND_DIGITS + 1}d}"[::-1]
+
+    def careless_answer(self, forget_carry: float, rng: np.random.Generator) -> str:
+        """The sum, units first, where each carry was forgotten with probability `forget_carry`."""
+        digits, carry = "", 0
+        for column in range(OPERAND_DIGITS):
+            total = self.left // 10**column % 10 + self.right // 10**column % 10 + carry
+            digits += str(total % 10)
+            carry = int(total >= 10 and rng.random() >= forget_carry)
+        return digits + str(carry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    """Every problem once, in a seeded order: some to train on, the others held out."""
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+    @classmethod
+    def split(cls, *, held_out: int, seed: int) -> Problems:
+        """`held_out` problems by a seeded permutation; the rest are for training.
+
+        Raises:
+            ConfigError: a size that leaves one of the two empty.
+        """
+        count = 10 ** (2 * OPERAND_DIGITS)
+        if not 0 < held_out < count:
+            raise ConfigError(f"held_out={held_out} must be in [1, {count - 1}]")
+        order = np.random.default_rng(seed).permutation(count).tolist()
+        problems = tuple(Problem(*divmod(index, 10**OPERAND_DIGITS)) for index in order)
+        return cls(train=problems[held_out:], held_out=problems[:held_out])
+
+
+def write_prompts(path: str | Path, problems: Iterable[Problem]) -> None:
+    """JSONL of `prompt` and its reference `answer`."""
+    _write_jsonl(path, ({"prompt": p.prompt, "answer": p.answer} for p in problems))
+
+
+def write_sft(path: str | Path, problems: Iterable[Problem]) -> None:
+    """JSONL of `prompt` and the right `completion`, without EOS: training appends it."""
+    _write_jsonl(path, ({"prompt": p.prompt, "completion": p.answer} for p in problems))
+
+
+def write_careless_sft(
+    path: str | Path,
+    problems: Iterable[Problem],
+    *,
+    forget_carry: float,
+    seed: int,
+    editions: int = 1,
+) -> None:
+    """`write_sft` from the careless book: `editions` answers to each problem, drawn apart.
+
+    With one edition its slips are facts that a student learns by heart instead of the digits.
+
+    Raises:
+        ConfigError: `forget_carry` is not a probability, or there is no edition.
+    """
+    if not 0 <= forget_carry <= 1:
+        raise ConfigError(f"forget_carry={forget_carry} must be in [0, 1]")
+    if editions < 1:
+        raise ConfigError(f"editions={editions} must be at least 1")
+    rng = np.random.default_rng(seed)
+    _write_jsonl(
+        path,
+        (
+            {"prompt": p.prompt, "completion": p.careless_answer(forget_carry, rng)}
+            for p in problems
+            for _ in range(editions)
+        ),
+    )
+
+
+def train_tokenizer(directory: str | Path, problems: Sequence[Problem]) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer of single characters on the problems' text and saves it in `directory`.
+
+    Special tokens come first (pad 0, eos 1, unk 2), then `ALPHABET` in the order of its code
+    points, whatever problems are given: no token is longer than a character.
+    """
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<pad>", "<eos>", "<unk>"],
+        initial_alphabet=list(ALPHABET),
+        show_progress=False,
+    )
+    backend.train_from_iterator([p.prompt + p.answer for p in problems], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def _write_jsonl(path: str | Path, rows: Iterable[Mapping[str, str]]) -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

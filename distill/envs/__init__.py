@@ -1,0 +1,1 @@
+"""Environments: what a policy acts in. Each is single use and lives for one episode."""

@@ -1,0 +1,135 @@
+"""What an engine is. Policy and teacher speak this, embedded or served, near or behind Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from distill.errors import DataError
+from distill.sampling import Sampling, check_temperature
+from distill.tensors import PackedTensors
+from distill.types import FloatArray, StopReason, TokenArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """Sample `num_samples` continuations of one prompt.
+
+    `seed` makes the samples a function of (weights, prompt, sampling, seed), whatever else the
+    engine is doing at the time; sample g of the request uses (seed, g).
+    """
+
+    prompt_tokens_T: TokenArray
+    sampling: Sampling
+    num_samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_tokens_T) == 0:
+            raise DataError("GenerateRequest.prompt_tokens_T is empty: give at least one token")
+        if self.num_samples < 1:
+            raise DataError(f"GenerateRequest.num_samples = {self.num_samples} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One continuation. All `_T` arrays cover the new tokens only, the stop token included.
+
+    `logprobs_T` are log softmax(z / T) of the distribution before any truncation, at the request's
+    temperature (at temperature 0: of the unscaled distribution; evaluation never trains on them).
+    """
+
+    tokens_T: TokenArray
+    logprobs_T: FloatArray
+    versions_T: TokenArray
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """Score given tokens: log softmax(z / T)[token] for positions `start` to the end.
+
+    Attributes:
+        tokens_T: the whole chain, context and scored tokens.
+        start: first position scored, at least 1 (position 0 has no context).
+        temperatures: the T's to score at; the forward pass is shared among them.
+    """
+
+    tokens_T: TokenArray
+    start: int
+    temperatures: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start < len(self.tokens_T):
+            raise DataError(
+                f"ScoreRequest.start = {self.start} must be in [1, {len(self.tokens_T)}): "
+                "position 0 has no context, and at least one token must be scored"
+            )
+        if not self.temperatures:
+            raise DataError("ScoreRequest.temperatures is empty")
+        for temperature in self.temperatures:
+            check_temperature(temperature, "ScoreRequest.temperatures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """Log-probs of positions `start` to the end, one array a temperature of the request."""
+
+    logprobs_by_temperature: tuple[FloatArray, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself; compared across parties before a run starts."""
+
+    kind: str
+    model: str
+    vocab_size: int
+    context_length: int
+    weight_version: int
+    dtype: str
+
+
+class Engine(Protocol):
+    """A model that generates and scores. Every method may be called concurrently.
+
+    Raises (all methods): EngineError when the engine cannot do what was asked; DataError for a
+    request it refuses (a token id outside the vocabulary, a prompt that fills the context).
+    """
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """`num_samples` samples; requests in flight at the same time are batched together."""
+        ...
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Log-probs of given tokens, one `Score` a request, in order."""
+        ...
+
+    async def load_weights(self, weights: PackedTensors, version: int) -> None:
+        """Replace the weights and drop every cached prefix. Returning is the acknowledgement.
+
+        Requests in flight go on under the new weights with their context recomputed; the version
+        of each token tells which weights sampled it.
+        """
+        ...
+
+    async def info(self) -> EngineInfo:
+        """Answers only if the engine is healthy."""
+        ...
+
+    async def abort(self) -> int:
+        """End every request in flight with StopReason.ABORTED; returns how many samples."""
+        ...
+
+
+def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:
+    """Raises DataError if an id lies outside the vocabulary (a served engine would die of it)."""
+    highest = int(np.max(tokens_T))
+    if highest >= vocab_size or int(np.min(tokens_T)) < 0:
+        raise DataError(
+            f"{what} holds token id {highest if highest >= vocab_size else int(np.min(tokens_T))}, "
+            f"outside the engine's vocabulary of {vocab_size}; was it encoded by another tokenizer?"
+        )

@@ -1,0 +1,122 @@
+"""Causal language models: load one, make a tiny one, and find its vocabulary projection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.errors import CheckpointError, ConfigError
+
+# Per-tensor progress bars of loading and saving would fill a log that several actors share.
+transformers.utils.logging.disable_progress_bar()
+
+
+def load_config(path: str) -> Any:
+    """The checkpoint's Hugging Face config, with no weights read.
+
+    Raises:
+        CheckpointError: there is no readable config at `path`.
+    """
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
+        raise CheckpointError(
+            f"cannot read a model config from {path!r}: {_first_line(error)}. Give a Hugging Face "
+            "checkpoint directory, or a hub name this machine can reach"
+        ) from error
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Loads weights and config; never runs code that the checkpoint brings along.
+
+    Raises:
+        CheckpointError: missing, corrupt or incomplete weights.
+    """
+    load_config(path)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
+        raise CheckpointError(f"cannot load weights from {path!r}: {_first_line(error)}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path!r} lacks {len(missing)} of the model's tensors, {missing[0]!r} first; "
+            "they would have been random. Is the checkpoint complete?"
+        )
+    return cast(PreTrainedModel, model.to(device))
+
+
+def new_qwen3(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    context_length: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    seed: int,
+) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3-shaped model (head_dim 64, tied embeddings), fp32.
+
+    Raises:
+        ConfigError: a hidden size that served kernels do not take (not a multiple of 32).
+    """
+    if hidden_size % 32:
+        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 32")
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=64,
+        max_position_embeddings=context_length,
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def context_length(config: Any) -> int:
+    """Positions the model was made for.
+
+    Raises:
+        CheckpointError: the config does not say.
+    """
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise CheckpointError(f"{config.model_type} config has no max_position_embeddings")
+    return int(length)
+
+
+def vocab_size(config: Any) -> int:
+    """Width of the vocabulary projection, which may exceed the tokenizer's length (padding)."""
+    return int(config.get_text_config().vocab_size)
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,74 @@
+"""How tokens are sampled. Two types on purpose: one that losses accept, one that they do not.
+
+`TrainSampling.temperature` is the one home of the rollout temperature T (T > 0, no truncation).
+It is copied into every `Segment`; teacher, learner and calibration read it from the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distill.errors import ConfigError
+
+
+def check_temperature(temperature: float, field: str) -> None:
+    """Raises ConfigError unless `temperature` is a finite number above zero."""
+    if not (isinstance(temperature, int | float) and math.isfinite(temperature)):
+        raise ConfigError(f"{field}={temperature!r} is not a finite number; give one above 0")
+    if temperature <= 0:
+        raise ConfigError(
+            f"{field}={temperature} cannot be trained at: rollouts are sampled from softmax(z/T), "
+            "so T must be above 0. Greedy decoding (0) is for evaluation: eval_temperature=0"
+        )
+
+
+def _check_max_new_tokens(max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSampling:
+    """Sampling of rollouts that are trained on: softmax(z / T), nothing truncated.
+
+    There is deliberately no top_p, top_k or min_p: truncated rollouts are not samples of p_T.
+
+    Raises:
+        ConfigError: T is not finite and above 0, or max_new_tokens is below 1.
+    """
+
+    temperature: float
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature, "temperature")
+        _check_max_new_tokens(self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSampling:
+    """Sampling of your serving decoder, for evaluation only: no loss accepts what it produced.
+
+    temperature 0 is greedy. top_p = 1 and top_k = 0 truncate nothing.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.temperature) or self.temperature < 0:
+            raise ConfigError(f"eval_temperature={self.temperature} must be 0 (greedy) or above")
+        _check_max_new_tokens(self.max_new_tokens)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"eval_top_p={self.top_p} must be in (0, 1]; 1 truncates nothing")
+        if self.top_k < 0:
+            raise ConfigError(f"eval_top_k={self.top_k} must be 0 (off) or above")
+
+
+Sampling = TrainSampling | EvalSampling

@@ -1,0 +1,345 @@
+"""A causal LM's forward pass in which a prefix is computed and stored once, whoever continues it.
+
+Hugging Face models look their attention up by name, so one registered function replaces both the
+KV cache and the masks, and no model code is copied:
+
+    base_model(..., isotherm_pass=p)  ->  every attention layer  ->  p.attend(layer, q, k, v)
+
+A *pass* says what the new tokens may see. `CausalPass`: their own row only (prefill, scoring).
+`SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. What is visible is
+decided by positions alone: a key is seen if it is not later than the query and inside the layer's
+window; keys that are padding sit at position `NOWHERE`. Rows never see one another.
+
+For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
+("cascade" attention): the prompt is read once a group, not once a sample. Memory bandwidth is what
+decoding is made of, so this is most of its speed; grouped-query heads are never expanded either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from distill.errors import EngineError
+from distill.types import TokenArray
+
+ATTENTION = "isotherm_shared_prefix"
+PASS_KEYWORD = "isotherm_pass"
+
+# The position of a key that nobody may see: later than any query.
+NOWHERE = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one layer attends: score scale, sliding window in tokens, tanh cap of the scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Pass(Protocol):
+    """What the new tokens of one forward pass may attend to."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' AttentionInterface; output (N, S, heads, D)."""
+    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown:
+        raise EngineError(f"attention with {unknown[0]} is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, sliding_window, softcap)
+    layer: Any = module.layer_idx
+    current: Pass = kwargs[PASS_KEYWORD]
+    return current.attend(layer, query, key, value, rule).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+def visibility_bias(
+    query_positions_NS: Tensor, key_positions_NK: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """0 where a query may see a key, -inf elsewhere; shape (N, 1, S, K)."""
+    distance_NSK = query_positions_NS[:, :, None] - key_positions_NK[:, None, :]
+    hidden_NSK = distance_NSK < 0
+    if window is not None:
+        hidden_NSK |= distance_NSK >= window
+    bias_NSK = torch.zeros(hidden_NSK.shape, dtype=dtype, device=hidden_NSK.device)
+    return bias_NSK.masked_fill_(hidden_NSK, float("-inf"))[:, None]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+    grouped = query.shape[1] // key.shape[1]
+    if rule.softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=rule.scale,
+            enable_gqa=grouped > 1,
+        )
+    assert bias is not None
+    key, value = key.repeat_interleave(grouped, 1), value.repeat_interleave(grouped, 1)
+    scores = query @ key.transpose(2, 3) * rule.scale
+    scores = torch.tanh(scores / rule.softcap) * rule.softcap + bias
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+class CausalPass:
+    """Right-padded rows that start at position 0; keeps each layer's keys and values if asked."""
+
+    def __init__(self, length: int, *, keep: bool) -> None:
+        self._length = length
+        self._keep = keep
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if self._keep:
+            self.keys[layer], self.values[layer] = key, value
+        bias = None
+        if rule.softcap is not None or (rule.window is not None and rule.window < self._length):
+            positions_1T = torch.arange(self._length, device=query.device)[None]
+            bias = visibility_bias(positions_1T, positions_1T, rule.window, query.dtype)
+        return _dense(query, key, value, bias, rule)
+
+
+class SlotMap:
+    """Rows <-> (prefix, place among the rows of that prefix), to multiply rows of a prefix at once.
+
+    `spread` puts N rows into U x G slots, G the most rows any prefix has; `collect` is its inverse.
+    Both are views when every slot is taken in order, as in a batch of whole groups.
+    """
+
+    def __init__(self, prefix_of_row: Sequence[int], prefixes: int, device: torch.device) -> None:
+        places = [0] * prefixes
+        place_of_row = []
+        for prefix in prefix_of_row:
+            place_of_row.append(places[prefix])
+            places[prefix] += 1
+        self._prefixes, self._places = prefixes, max(places)
+        slot_of_row = np.asarray(prefix_of_row) * self._places + place_of_row
+        row_of_slot = np.zeros(prefixes * self._places, dtype=np.int64)
+        row_of_slot[slot_of_row] = np.arange(len(slot_of_row))
+        self._ordered = np.array_equal(slot_of_row, np.arange(len(row_of_slot)))
+        self.prefix_of_row = torch.tensor(prefix_of_row, device=device)
+        self._slot_of_row = torch.from_numpy(slot_of_row).to(device)
+        self._row_of_slot = torch.from_numpy(row_of_slot).to(device)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """(N, kv_heads, R, E) -> (U, kv_heads, G * R, E); a slot without a row repeats row 0."""
+        if not self._ordered:
+            rows = rows.index_select(0, self._row_of_slot)
+        slots = rows.unflatten(0, (self._prefixes, self._places)).transpose(1, 2)
+        return slots.flatten(2, 3)
+
+    def collect(self, slots: Tensor) -> Tensor:
+        """(U, kv_heads, G * R, E) -> (N, kv_heads, R, E)."""
+        rows = slots.unflatten(2, (self._places, -1)).transpose(1, 2).flatten(0, 1)
+        return rows if self._ordered else rows.index_select(0, self._slot_of_row)
+
+
+Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class SuffixPass:
+    """S new tokens a row after a stored prefix and, if `append` keeps one, the row's suffix so far.
+
+    Args:
+        prefix_keys, prefix_values: per layer (U, kv_heads, P, D), right-padded.
+        slots: which prefix each row continues.
+        query_positions_NS: positions of the new tokens; any real position for padding.
+        key_positions_NK: positions of prefix, earlier suffix and new keys; NOWHERE for padding.
+        append: stores a layer's new keys and values, returns all of the suffix's; None keeps none.
+    """
+
+    def __init__(
+        self,
+        prefix_keys: dict[int, Tensor],
+        prefix_values: dict[int, Tensor],
+        slots: SlotMap,
+        query_positions_NS: Tensor,
+        key_positions_NK: Tensor,
+        append: Append | None,
+    ) -> None:
+        self._keys, self._values, self._slots = prefix_keys, prefix_values, slots
+        self._query_positions_NS, self._key_positions_NK = query_positions_NS, key_positions_NK
+        self._append = append
+        self._bias_by_window: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if self._append is not None:
+            key, value = self._append(layer, key, value)
+        bias = self._bias_by_window.get(rule.window)
+        if bias is None:
+            bias = self._bias_by_window[rule.window] = visibility_bias(
+                self._query_positions_NS, self._key_positions_NK, rule.window, query.dtype
+            )
+        prefix_key, prefix_value = self._keys[layer], self._values[layer]
+        if query.shape[2] == 1:
+            return self._attend_step(query, prefix_key, prefix_value, key, value, bias, rule)
+        rows = self._slots.prefix_of_row
+        key = torch.cat([prefix_key.index_select(0, rows), key], dim=2)
+        value = torch.cat([prefix_value.index_select(0, rows), value], dim=2)
+        return _dense(query, key, value, bias, rule)
+
+    def _attend_step(
+        self,
+        query: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        rule: Rule,
+    ) -> Tensor:
+        prefix_length, slots = prefix_key.shape[2], self._slots
+        query = (query * rule.scale).reshape(len(query), key.shape[1], -1, query.shape[3])
+        prefix_scores = slots.collect(slots.spread(query) @ prefix_key.transpose(2, 3))
+        scores = torch.cat([prefix_scores, query @ key.transpose(2, 3)], dim=3)
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        weights = torch.softmax(scores.add_(bias), dim=3, dtype=torch.float32).to(value.dtype)
+        out = slots.collect(slots.spread(weights[..., :prefix_length]) @ prefix_value)
+        out = out + weights[..., prefix_length:] @ value
+        return out.reshape(len(out), -1, 1, out.shape[3])
+
+
+def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) -> Tensor:
+    """Token rows -> (N, longest) int64 on `device`, padded with id 0 at the end."""
+    tokens_NT = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for row_T, tokens_T in zip(tokens_NT, rows, strict=True):
+        row_T[: len(tokens_T)] = tokens_T
+    return torch.from_numpy(tokens_NT).to(device)
+
+
+# Most elements of one attention mask.
+MOST_MASK = 1 << 26
+# Sharing prefixes pays if it saves at least this many tokens of forward pass.
+WORTH_SHARING = 64
+
+
+class SharedPrefixModel:
+    """The base model (no vocabulary head), called with a pass. Switches its attention function."""
+
+    shares_prefixes = True
+
+    def __init__(self, model: Any) -> None:
+        model.set_attn_implementation(ATTENTION)
+        self.base = model.base_model
+        self.device: torch.device = model.device
+
+    def run(self, tokens_NS: Tensor, positions_NS: Tensor, current: Pass) -> Tensor:
+        """Final hidden states, (N, S, H)."""
+        return self.base(
+            input_ids=tokens_NS,
+            position_ids=positions_NS,
+            use_cache=False,
+            **{PASS_KEYWORD: current},
+        ).last_hidden_state
+
+    def prefill(self, tokens_NT: Tensor, *, keep: bool) -> tuple[Tensor, CausalPass]:
+        """Right-padded rows from position 0: hidden states (N, T, H), and the pass that was run."""
+        length = tokens_NT.shape[1]
+        current = CausalPass(length, keep=keep)
+        positions_1T = torch.arange(length, device=self.device)[None]
+        return self.run(tokens_NT, positions_1T, current), current
+
+    def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states of independent rows, (N, longest, H); rubbish beyond a row's end."""
+        return self.hidden_padded(pad_right(rows, self.device))
+
+    def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
+        """`hidden` of rows that are right-padded already."""
+        return self.prefill(tokens_NT, keep=False)[0]
+
+    def hidden_after(
+        self,
+        prefixes: Sequence[TokenArray],
+        prefix_of_row: Sequence[int],
+        suffixes: Sequence[TokenArray],
+    ) -> Tensor:
+        """Hidden states of the suffix tokens, (N, longest suffix, H); each prefix is run once."""
+        prefix_tokens_UP = pad_right(prefixes, self.device)
+        _, prefix_pass = self.prefill(prefix_tokens_UP, keep=True)
+        rows = range(len(suffixes))
+        query_positions_NS, suffix_positions_NS = (
+            pad_positions([len(prefixes[prefix_of_row[row]]) for row in rows], suffixes, filler)
+            for filler in (0, NOWHERE)
+        )
+        slots = SlotMap(prefix_of_row, len(prefixes), self.device)
+        prefix_positions_UP = prefix_positions(
+            [len(p) for p in prefixes], prefix_tokens_UP.shape[1]
+        )
+        key_positions_NK = torch.cat(
+            [prefix_positions_UP[list(prefix_of_row)], suffix_positions_NS], dim=1
+        ).to(self.device)
+        query_positions_NS = query_positions_NS.to(self.device)
+        current = SuffixPass(
+            prefix_pass.keys, prefix_pass.values, slots, query_positions_NS, key_positions_NK, None
+        )
+        return self.run(pad_right(suffixes, self.device), query_positions_NS, current)
+
+
+def last_of_each(hidden_NTH: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N, H): the hidden state of each right-padded row's last token."""
+    last_N = torch.tensor(lengths, device=hidden_NTH.device) - 1
+    return hidden_NTH[torch.arange(len(lengths), device=hidden_NTH.device), last_N]
+
+
+def prefix_positions(lengths: Sequence[int], longest: int) -> Tensor:
+    """(U, longest) int64: 0, 1, ... up to each prefix's length, then NOWHERE."""
+    positions_P = torch.arange(longest)
+    beyond_UP = positions_P[None] >= torch.tensor(lengths)[:, None]
+    return positions_P[None].expand(len(lengths), -1).masked_fill(beyond_UP, NOWHERE)
+
+
+def pad_positions(firsts: Sequence[int], rows: Sequence[TokenArray], filler: int) -> Tensor:
+    """(N, longest) int64: first, first + 1, ... for each row's tokens, then `filler`."""
+    positions_NS = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
+    for row_S, first, tokens in zip(positions_NS, firsts, rows, strict=True):
+        row_S[: len(tokens)] = np.arange(first, first + len(tokens))
+    return torch.from_numpy(positions_NS)
+
+
+class PlainModel:
+    """The base model with its own attention, for models that cannot take ours. Never caches."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: Any) -> None:
+        self.base = model.base_model
+        self.device: torch.device = model.device
+
+    def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states, (N, longest, H). Right padding is invisible to a causal model."""
+        return self.hidden_padded(pad_right(rows, self.device))
+
+    def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
+        """`hidden` of rows that are right-padded already."""
+        return self.base(input_ids=tokens_NT, use_cache=False).last_hidden_state

@@ -1,0 +1,93 @@
+"""Tokenizers: load one, fingerprint it, and say where two differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import CheckpointError, ConfigError
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer; never runs code that the checkpoint brings along.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # json, OSError, ValueError, KeyError: a corrupt file has many faces
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"cannot load a tokenizer from {path!r}: {reason}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of the model's kind where the files are missing
+        raise CheckpointError(f"cannot load a tokenizer from {path!r}: it holds no vocabulary")
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What must agree between two tokenizers for their token ids to mean the same."""
+
+    vocab_hash: str
+    vocab_len: int
+    eos_token_id: object
+    chat_template_hash: str | None
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
+    template = tokenizer.chat_template
+    return Fingerprint(
+        vocab_hash=_hash(vocabulary),
+        vocab_len=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        chat_template_hash=None if template is None else _hash(json.dumps(template)),
+    )
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Text whose pieces exercise merges, digits, spaces, newlines and non-ASCII.
+_PROBE_TEXTS = ("Hello, world!\n  12 + 345 = 357\n", "naïve café 你好 -> x_1 != x_2;  \t(end)")
+
+
+def check_same_tokenizer(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase
+) -> None:
+    """A teacher scores the student's token ids as they are, so both must mean the same by them.
+
+    Raises:
+        ConfigError: names the first difference.
+    """
+    difference = first_difference(student, teacher)
+    if difference:
+        raise ConfigError(
+            f"student and teacher do not share a tokenizer: {difference}. On-policy distillation "
+            "scores the student's token ids with the teacher, so the two must share a vocabulary"
+        )
+
+
+def first_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
+    """The first way in which the student's (a) and the teacher's (b) tokenizers differ, or None."""
+    ids_a, ids_b = _tokens_by_id(a), _tokens_by_id(b)
+    for token_id in sorted(ids_a.keys() | ids_b.keys()):
+        token_a, token_b = ids_a.get(token_id), ids_b.get(token_id)
+        if token_a != token_b:
+            return f"id {token_id} is {token_a!r} to the student and {token_b!r} to the teacher"
+    if a.eos_token_id != b.eos_token_id:
+        return f"eos_token_id is {a.eos_token_id} (student) and {b.eos_token_id} (teacher)"
+    for text in _PROBE_TEXTS:
+        if a(text)["input_ids"] != b(text)["input_ids"]:
+            return f"the text {text!r} is encoded differently (merges or normalisation differ)"
+    return None
+
+
+def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}

@@ -1,0 +1,225 @@
+"""What travels: Segment -> Trajectory -> TrajectoryGroup. They cannot hold nonsense.
+
+Legend of shape suffixes, the same letters everywhere in this project:
+
+    _P  problems (prompts)     _G  members of one group      _T  tokens of one segment
+    _D  training rows          _B  rows packed in a batch    _V  vocabulary
+    _K  top-k                  _N  positions, flattened      _H  hidden size
+
+`tokens_P_G_T[p][g][t]` is one token. All log-probs are natural logarithms (nats). Arrays are numpy,
+read-only after construction, so a group is a handful of buffers on the wire.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.errors import DataError
+from distill.sampling import check_temperature
+
+TokenArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+# A log-prob is at most 0; float rounding in log_softmax may put it this much above.
+LOGPROB_SLACK = 1e-3
+
+
+class StopReason(StrEnum):
+    """Why an episode, or a sample, ended."""
+
+    EOS = "eos"  # the model sampled one of its end-of-sequence tokens
+    LENGTH = "length"  # max_new_tokens or the context's end
+    ABORTED = "aborted"  # cancelled from outside; the tokens so far are kept
+
+
+def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise DataError(f"{name} has shape {array.shape}; it must be one-dimensional")
+    if array.dtype != dtype:
+        if np.issubdtype(dtype, np.integer) and not np.issubdtype(array.dtype, np.integer):
+            raise DataError(f"{name} has dtype {array.dtype}; it must hold integers")
+        given, array = array, array.astype(dtype)
+        if not np.issubdtype(dtype, np.floating) and not np.array_equal(array, given):
+            raise DataError(f"{name} holds values that {np.dtype(dtype)} cannot hold")
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def _check_logprobs(name: str, logprobs_T: FloatArray, mask_T: BoolArray) -> None:
+    on_action_N = logprobs_T[mask_T]
+    bad_N = ~np.isfinite(on_action_N) | (on_action_N > LOGPROB_SLACK)
+    if bad_N.any():
+        where = int(np.flatnonzero(mask_T)[np.argmax(bad_N)])
+        raise DataError(
+            f"{name}[{where}] = {logprobs_T[where]} on an action token: a log-prob must be finite "
+            f"and at most 0 ({int(bad_N.sum())} of {len(on_action_N)} are not)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segment:
+    """One flat token chain, exactly as the model saw it. All `_T` arrays have the same length.
+
+    Attributes:
+        tokens_T: int32 token ids: what was observed and what was sampled, in order.
+        action_mask_T: True where the policy sampled the token. Position 0 is never an action.
+        behaviour_logprobs_T: float32 log p_T(y_t | y_<t) of the sampling engine; 0 elsewhere.
+        versions_T: int32 weight version that sampled the token; -1 elsewhere.
+        temperature: the T of both log-prob arrays, and of the loss. Its only home in the data.
+        teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
+        teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
+            only; no loss touches it. None where it was not asked for.
+
+    Raises:
+        DataError: names the field that breaks a rule.
+    """
+
+    tokens_T: TokenArray
+    action_mask_T: BoolArray
+    behaviour_logprobs_T: FloatArray
+    versions_T: TokenArray
+    temperature: float
+    teacher_logprobs_T: FloatArray | None = None
+    teacher_logprobs_q1_T: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        check_temperature(self.temperature, "Segment.temperature")
+        set_(self, "temperature", float(self.temperature))
+        set_(self, "tokens_T", _freeze("tokens_T", self.tokens_T, np.int32))
+        mask_T = _freeze("action_mask_T", self.action_mask_T, np.bool_)
+        set_(self, "action_mask_T", mask_T)
+        set_(self, "versions_T", _freeze("versions_T", self.versions_T, np.int32))
+        logprob_names = ["behaviour_logprobs_T"]
+        for name in ("teacher_logprobs_T", "teacher_logprobs_q1_T"):
+            if getattr(self, name) is not None:
+                logprob_names.append(name)
+        for name in logprob_names:
+            set_(self, name, _freeze(name, getattr(self, name), np.float32))
+        for name in ("action_mask_T", "versions_T", *logprob_names):
+            if len(getattr(self, name)) != len(self.tokens_T):
+                raise DataError(
+                    f"{name} has {len(getattr(self, name))} entries for {len(self.tokens_T)} tokens"
+                )
+        self._check_values(logprob_names)
+
+    def _check_values(self, logprob_names: list[str]) -> None:
+        if len(self.tokens_T) == 0:
+            raise DataError("tokens_T is empty")
+        if self.tokens_T.min() < 0:
+            raise DataError(f"tokens_T holds a negative id, {self.tokens_T.min()}")
+        if self.action_mask_T[0]:
+            raise DataError(
+                "action_mask_T[0] is True: the first token has no context to sample from"
+            )
+        if not self.action_mask_T.any():
+            raise DataError("action_mask_T is False everywhere: there is nothing to train on")
+        if self.versions_T[self.action_mask_T].min() < 0:
+            raise DataError("versions_T is negative on an action token")
+        for name in logprob_names:
+            _check_logprobs(name, getattr(self, name), self.action_mask_T)
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for attribute, value in zip(fields(self), state, strict=True):
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False  # pickle protocols below 5 forget that it was
+            object.__setattr__(self, attribute.name, value)
+
+    def __len__(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.action_mask_T.sum())
+
+    @property
+    def first_action(self) -> int:
+        """Index of the first action token, at least 1."""
+        return int(np.argmax(self.action_mask_T))
+
+    def with_teacher(
+        self, teacher_logprobs_T: FloatArray, teacher_logprobs_q1_T: FloatArray | None
+    ) -> Segment:
+        """The same segment, scored."""
+        return replace(
+            self,
+            teacher_logprobs_T=teacher_logprobs_T,
+            teacher_logprobs_q1_T=teacher_logprobs_q1_T,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """One episode: its segments in order, its reward, and why it ended.
+
+    Raises:
+        DataError: no segments, segments at different temperatures, or a non-finite reward.
+    """
+
+    segments: tuple[Segment, ...]
+    reward: float
+    stop_reason: StopReason
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segments", tuple(self.segments))
+        if not self.segments:
+            raise DataError("Trajectory.segments is empty")
+        temperatures = {segment.temperature for segment in self.segments}
+        if len(temperatures) > 1:
+            raise DataError(f"Trajectory.segments mixes temperatures {sorted(temperatures)}")
+        if not math.isfinite(self.reward):
+            raise DataError(f"Trajectory.reward = {self.reward} is not finite")
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                raise DataError(f"Trajectory.metrics[{name!r}] = {value} is not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrajectoryGroup:
+    """The G trajectories of one prompt: the unit of delivery and of advantage.
+
+    `group_id` is the prompt's place in the run's seeded prompt stream. It is the same in every
+    attempt and after every resume, which is what lets delivery be exactly once. `metrics` are
+    measurements of the group as a whole, such as the seconds its rollout took.
+
+    Raises:
+        DataError: a negative id, no trajectories, or mixed temperatures.
+    """
+
+    group_id: int
+    trajectories_G: tuple[Trajectory, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))
+        if self.group_id < 0:
+            raise DataError(f"TrajectoryGroup.group_id = {self.group_id} is negative")
+        if not self.trajectories_G:
+            raise DataError(f"group {self.group_id} has no trajectories")
+        temperatures = {segment.temperature for segment in self.segments()}
+        if len(temperatures) > 1:
+            raise DataError(f"group {self.group_id} mixes temperatures {sorted(temperatures)}")
+
+    def segments(self) -> Iterator[Segment]:
+        for trajectory in self.trajectories_G:
+            yield from trajectory.segments
+
+    @property
+    def temperature(self) -> float:
+        return self.trajectories_G[0].segments[0].temperature
+
+    @property
+    def num_actions(self) -> int:
+        return sum(segment.num_actions for segment in self.segments())
