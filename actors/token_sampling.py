@@ -1,0 +1,106 @@
+"""From logits to the next token: exact softmax(z / T) by inverse CDF, greedy, and truncation.
+
+One uniform number decides a row, so a row's samples depend on its own logits and generator only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from distill.sampling import EvalSampling, Sampling
+
+
+class SamplingPlan:
+    """How each of N rows is sampled, as tensors. Rows may mix training and evaluation freely."""
+
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+        # A greedy row is left unscaled: nothing is ever divided by a temperature of 0.
+        temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+        self._unscaled = all(temperature == 1.0 for temperature in temperatures)
+        self._temperature_N1 = torch.tensor(temperatures, device=device)[:, None]
+        greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
+        self._greedy = torch.tensor(greedy, dtype=torch.int64, device=device)
+        cut = [
+            (row, sampling)
+            for row, sampling in enumerate(samplings)
+            if isinstance(sampling, EvalSampling)
+            and sampling.temperature > 0
+            and (sampling.top_p < 1 or sampling.top_k > 0)
+        ]
+        self._cut = torch.tensor([row for row, _ in cut], dtype=torch.int64, device=device)
+        self._top_p_C = torch.tensor([s.top_p for _, s in cut], device=device)
+        self._top_k_C = torch.tensor([s.top_k or 1 << 62 for _, s in cut], device=device)
+
+    def sample(
+        self, logits_NV: Tensor, uniforms_N: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Tokens, and their log softmax(z / T) before truncation (T = 0: unscaled).
+
+        Non-finite logits give a non-finite log-prob and an arbitrary token; the caller checks.
+        """
+        scaled_NV = logits_NV if self._unscaled else logits_NV / self._temperature_N1
+        p_NV = torch.softmax(scaled_NV, dim=1, dtype=torch.float32)
+        weights_NV = p_NV
+        if len(self._cut):
+            weights_NV = p_NV.clone()
+            weights_NV[self._cut] = truncate(p_NV[self._cut], self._top_p_C, self._top_k_C)
+        tokens_N = draw(weights_NV, torch.from_numpy(uniforms_N).to(p_NV.device))
+        if len(self._greedy):
+            tokens_N[self._greedy] = logits_NV[self._greedy].argmax(dim=1)
+        logprobs_N = p_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
+
+
+def truncate(p_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:
+    """Zeroes what top_k, then top_p of the remaining mass, cut off; rows are not renormalised.
+
+    top_p keeps the fewest most likely tokens whose mass reaches top_p, the first one always.
+    """
+    sorted_NV, order_NV = p_NV.sort(dim=1, descending=True, stable=True)
+    rank_V = torch.arange(p_NV.shape[1], device=p_NV.device)
+    sorted_NV = sorted_NV.masked_fill(rank_V[None] >= top_k_N[:, None], 0.0)
+    mass_NV = sorted_NV.cumsum(dim=1, dtype=torch.float64)
+    before_NV = mass_NV - sorted_NV
+    limit_N1 = top_p_N[:, None] * mass_NV[:, -1:]
+    # top_p = 1 cuts nothing: rounding in the sum must not drop the tail.
+    sorted_NV = sorted_NV.masked_fill((before_NV >= limit_N1) & (top_p_N[:, None] < 1), 0.0)
+    return torch.zeros_like(p_NV).scatter_(1, order_NV, sorted_NV)
+
+
+def draw(weights_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """One index a row, in proportion to its non-negative weights; never one of weight 0.
+
+    Inverse CDF in two levels, blocks then tokens of one block, so that only about 2 sqrt(V) of V
+    values are accumulated; sums over blocks and within the block are in fp64.
+    """
+    vocab_size = weights_NV.shape[1]
+    size = 1 << ((vocab_size - 1).bit_length() // 2)
+    whole = vocab_size // size
+    sums_NB = weights_NV[:, : whole * size].unflatten(1, (whole, size)).sum(dim=2)
+    if whole * size < vocab_size:
+        sums_NB = torch.cat([sums_NB, weights_NV[:, whole * size :].sum(1, keepdim=True)], dim=1)
+    cdf_NB = sums_NB.cumsum(dim=1, dtype=torch.float64)
+    target_N1 = uniforms_N[:, None] * cdf_NB[:, -1:]
+    block_N1 = _first_above(cdf_NB, target_N1)
+    rest_N1 = target_N1 - torch.where(block_N1 > 0, cdf_NB.gather(1, (block_N1 - 1).clamp_(0)), 0.0)
+    index_NS = block_N1 * size + torch.arange(size, device=weights_NV.device)
+    inside_NS = weights_NV.gather(1, index_NS.clamp(max=vocab_size - 1))
+    inside_NS.masked_fill_(index_NS >= vocab_size, 0.0)
+    place_N1 = _first_above(inside_NS.cumsum(dim=1, dtype=torch.float64), rest_N1)
+    return (block_N1 * size + place_N1).clamp_(max=vocab_size - 1).squeeze(1)
+
+
+def _first_above(cdf_NK: Tensor, target_N1: Tensor) -> Tensor:
+    """Index of the first value above the target, which is first put just below the row's total.
+
+    The value there exceeds the one before it, so its weight is above 0 whatever was rounded.
+    """
+    below_total_N1 = torch.nextafter(cdf_NK[:, -1:], torch.zeros_like(target_N1))
+    target_N1 = torch.minimum(target_N1, below_total_N1)
+    index_N1 = torch.searchsorted(cdf_NK, target_N1, right=True)
+    return index_N1.clamp_(max=cdf_NK.shape[1] - 1)  # only a NaN row gets past the end
