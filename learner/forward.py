@@ -1,0 +1,68 @@
+"""The learner's own log-probs: one forward pass over a batch, projected at trained tokens only.
+
+The samples of a group continue one prompt. Where that saves enough, the prompt is run once for all
+of them, forward and backward: their gradients meet in its keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.batching import Batch, TrainingRow
+from distill.logprobs import TokenStats, VocabularyHead
+from distill.prefix_probe import choose_model
+from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
+
+
+class Forward:
+    """`Batch` -> log p_T and entropy of its trained tokens, at each row's own temperature."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes the model over: its attention function is switched, run it through this only.
+
+        Raises:
+            ConfigError: its logits cannot be reproduced.
+        """
+        model.eval()
+        self._head = VocabularyHead(model)
+        # Ours has no dropout in attention; a model that trains with one keeps its own.
+        dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+        self._model = PlainModel(model) if dropout else choose_model(model)
+        model.train()
+
+    def __call__(self, batch: Batch) -> TokenStats:
+        """fp32 tensors of shape (N,), N the batch's trained tokens, in the order of `batch`."""
+        hidden_NH = self._with_shared_prefixes(batch.rows)
+        if hidden_NH is None:
+            hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
+            hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
+        return self._head.token_stats(hidden_NH, batch.tokens_N, batch.temperature_N)
+
+    def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor | None:
+        """Hidden states that predict the trained tokens; None where sharing does not pay."""
+        if not isinstance(self._model, SharedPrefixModel):
+            return None
+        place_of_prefix: dict[bytes, int] = {}
+        prefixes, prefix_of_row, suffixes, positions = [], [], [], []
+        for row in rows_B:
+            # The last context token predicts the first trained one, so it belongs to the suffix.
+            end = row.first_trained - 1
+            prefix_T = row.tokens_T[:end]
+            place = place_of_prefix.setdefault(prefix_T.tobytes(), len(prefixes))
+            if place == len(prefixes):
+                prefixes.append(prefix_T)
+            prefix_of_row.append(place)
+            suffixes.append(row.tokens_T[end:-1])
+            positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
+        saved = sum(row.first_trained - 1 for row in rows_B) - sum(map(len, prefixes))
+        width = max(map(len, suffixes))
+        mask = len(rows_B) * width * (width + max(map(len, prefixes)))
+        if saved < WORTH_SHARING or mask > MOST_MASK or not all(map(len, prefixes)):
+            return None
+        hidden_BSH = self._model.hidden_after(prefixes, prefix_of_row, suffixes)
+        flat_N = torch.cat([b * width + position_S for b, position_S in enumerate(positions)])
+        return hidden_BSH.flatten(0, 1).index_select(0, flat_N.to(hidden_BSH.device))

@@ -1,0 +1,153 @@
+"""One model, its optimizer, and the optimizer step. Knows nothing of where rows come from."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.batching import Batch, TrainingRow, collate, split_by_token_budget
+from distill.cpu_linear import use_onednn
+from distill.errors import CheckpointError, NonFiniteError
+from distill.logprobs import TokenStats
+from distill.losses import Metrics
+from distill.models import load_causal_lm, resolve_device
+from distill.tensors import PackedTensors
+from learner.config import TOKEN_BUDGET, LearnerConfig
+from learner.forward import Forward
+from learner.optimizer import build_optimizer, build_schedule
+
+# (log-probs and entropy, the batch they belong to, trained tokens of the whole step) -> loss
+LossFunction = Callable[[TokenStats, Batch, int], tuple[Tensor, Metrics]]
+
+
+class Learner:
+    """Applies losses to rows. fp32 weights.
+
+    Raises:
+        CheckpointError: the starting checkpoint cannot be loaded.
+    """
+
+    def __init__(self, config: LearnerConfig, dump_dir: str) -> None:
+        """`dump_dir` receives the rows of a step that turned non-finite."""
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self.device = resolve_device(config.device)
+        self.model = load_causal_lm(config.model, dtype=torch.float32, device=self.device)
+        use_onednn(self.model)
+        self.model.train()
+        self._config = config
+        self._token_budget = config.token_budget or TOKEN_BUDGET[self.device.partition(":")[0]]
+        self._dump_dir = Path(dump_dir)
+        self._forward = Forward(self.model)
+        self._optimizer = build_optimizer(self.model, config.optimizer)
+        self._schedule = build_schedule(self._optimizer, config.optimizer, config.total_steps)
+
+    def step(self, rows_D: Sequence[TrainingRow], loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step over all rows, accumulated in micro-batches under the token budget.
+
+        Returns `train/*` metrics; means are per trained token.
+
+        Raises:
+            NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
+                before the step, and the offending rows are in `dump_dir`.
+        """
+        num_tokens = sum(row.num_trained for row in rows_D)
+        sums: dict[str, float] = defaultdict(float)
+        padded = 0
+        self._optimizer.zero_grad(set_to_none=True)
+        for rows_B in split_by_token_budget(rows_D, self._token_budget):
+            batch = collate(rows_B, self.device)
+            stats = self._forward(batch)
+            loss, metrics = loss_function(stats, batch, num_tokens)
+            if not math.isfinite(loss.item()):
+                raise self._non_finite(f"the loss is {loss.item()}", rows_B)
+            loss.backward()
+            padded += batch.tokens_BT.numel()
+            sums["train/loss"] += loss.item() * num_tokens
+            sums["train/entropy"] += stats.entropy_N.sum().item()
+            for name, value in metrics.items():
+                sums[name] += value.item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._config.optimizer.max_grad_norm
+        ).item()
+        if not math.isfinite(grad_norm):
+            raise self._non_finite(f"the gradient norm is {grad_norm}", rows_D)
+        lr = self._optimizer.param_groups[0]["lr"]
+        self._optimizer.step()
+        self._schedule.step()
+        return {name: total / num_tokens for name, total in sums.items()} | {
+            "train/grad_norm": grad_norm,
+            "train/lr": lr,
+            "train/tokens": num_tokens,
+            # of the padded micro-batches, before shared contexts are taken out of them
+            "train/padding_share": 1 - sum(len(row) for row in rows_D) / padded,
+        }
+
+    @torch.no_grad()
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+        """log p_T of each row's trained tokens under the present weights, one array a row."""
+        self.model.eval()
+        by_row: dict[int, np.ndarray] = {}
+        for rows_B in split_by_token_budget(rows_D, self._token_budget):
+            logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
+            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
+            for row, part_N in zip(rows_B, np.split(logprobs_N, ends), strict=True):
+                by_row[id(row)] = part_N
+        self.model.train()
+        return [by_row[id(row)] for row in rows_D]
+
+    def weights(self) -> PackedTensors:
+        """The present weights, each stored tensor once: a tied lm_head is left to its embedding."""
+        tensors, seen = {}, set()
+        for name, parameter in self.model.state_dict().items():
+            if parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                tensors[name] = parameter
+        return PackedTensors.pack(tensors)
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Everything besides the weights that the next step depends on."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError if the state was written for another model."""
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._schedule.load_state_dict(state["schedule"])
+            torch.set_rng_state(state["torch_rng"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the optimizer state does not fit this model: {error}"
+            ) from error
+        for parameter, moments in self._optimizer.state.items():  # torch does not look at shapes
+            if moments["exp_avg"].shape != parameter.shape:
+                raise CheckpointError(
+                    f"the optimizer state does not fit this model: moments of shape "
+                    f"{tuple(moments['exp_avg'].shape)} for weights of {tuple(parameter.shape)}"
+                )
+
+    def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
+        self._dump_dir.mkdir(parents=True, exist_ok=True)
+        path = self._dump_dir / "non_finite_rows.npz"
+        arrays = {}
+        for i, row in enumerate(rows):
+            for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T"):
+                arrays[f"row{i}/{name}"] = getattr(row, name)
+            arrays[f"row{i}/temperature"] = np.array(row.temperature)
+            arrays[f"row{i}/source"] = np.array(row.source)
+        np.savez(path, **arrays)
+        return NonFiniteError(
+            f"{what}; training stops before the weights are touched. The {len(rows)} rows are in "
+            f"{path} (numpy.load); a lower lr or an earlier checkpoint is the usual remedy"
+        )
