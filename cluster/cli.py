@@ -1,0 +1,28 @@
+"""The `isotherm` console script: `isotherm train|evaluate|calibrate ...`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# Imported only when asked for: a command's imports are most of its start-up time.
+_COMMANDS = {
+    "train": ("cluster.train", "run a recipe: recipe=opd, recipe=sft"),
+    "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
+    "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
+}
+
+
+def main() -> int:
+    """Returns the exit code."""
+    if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
+        lines = [f"  {name:10}{text}" for name, (_, text) in _COMMANDS.items()]
+        print("usage: isotherm COMMAND key=value ...\n\ncommands:\n" + "\n".join(lines))
+        print("\nisotherm COMMAND --help explains its settings")
+        return 0 if sys.argv[1:] in ([], ["--help"]) else 2
+    module, _ = _COMMANDS[sys.argv[1]]
+    return importlib.import_module(module).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

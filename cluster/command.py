@@ -1,0 +1,66 @@
+"""What the commands share: settings from `key=value`, and errors turned into exit codes.
+
+0 the command did what it was asked; 1 it failed; 2 bad input, nothing was started; 3 the handshake
+refused; 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import chz
+from chz.blueprint import EntrypointHelpException
+from chz.blueprint._entrypoint import EntrypointException
+from rich.console import Console
+
+from cluster.run import Interrupted, RunFailed
+from cluster.tracking import make_console
+from distill.errors import EngineError, IsothermError, NonFiniteError
+
+Config = TypeVar("Config")
+
+
+def run_command(
+    config_class: type[Config], run: Callable[[Config, Console], None], argv: list[str] | None
+) -> int:
+    """Parses `argv` into the settings, runs, and returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda console: run(parse(config_class, arguments), console))
+
+
+def parse(config_class: type[Config], argv: list[str]) -> Config:
+    """Settings from `key=value` arguments; chz names the nearest key for an unknown one."""
+    return chz.Blueprint(config_class).make_from_argv(argv)
+
+
+def exit_code(run: Callable[[Console], Any]) -> int:
+    """Runs, and turns what was raised into a line on stderr and a code."""
+    console = make_console()
+    try:
+        run(console)
+    except EntrypointHelpException as help_text:
+        console.print(str(help_text), markup=False, highlight=False)
+    except EntrypointException as error:
+        return _complain(str(error), 2)
+    except IsothermError as error:
+        return _complain(str(error), error.exit_code)
+    except Interrupted as error:
+        return _complain(
+            f"interrupted ({error}); every step trained so far is in a checkpoint, and the same "
+            "command resumes",
+            error.exit_code,
+        )
+    except RunFailed as error:
+        return _complain(f"{error}. The same command resumes from the newest checkpoint", 1)
+    except (EngineError, NonFiniteError) as error:
+        return _complain(str(error), 1)
+    except KeyboardInterrupt:
+        return _complain("stopped at once, without a checkpoint", 130)
+    return 0
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return code

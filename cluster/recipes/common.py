@@ -1,0 +1,118 @@
+"""What every recipe does around its training: lock, Ray, signals, records, and the ending."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import chz
+from rich.console import Console
+
+from cluster.config import CommonConfig
+from cluster.outputs import RunDirectory
+from cluster.run import Interrupted, Signals, ray_cluster
+from cluster.tracking import Progression, WandbTracker, check_wandb
+from distill.errors import ConfigError, IsothermError
+from learner.checkpoint import Checkpoint
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One run under way: its directory, its records, its signals."""
+
+    config: CommonConfig
+    directory: RunDirectory
+    resume_from: Checkpoint | None
+    console: Console
+    signals: Signals
+    progress: Progression
+    tracker: WandbTracker
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_step(self) -> int:
+        return self.resume_from.step if self.resume_from else 0
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """One optimizer step's metrics: to disk first, then to whoever watches."""
+        self.directory.append_metrics(metrics)
+        self.progress.step(metrics)
+        self.tracker.log(metrics)
+
+    def complete(self, checkpoint: Checkpoint) -> None:
+        """Exports `final/` and writes a summary that says `finished`."""
+        self.directory.finish(checkpoint)
+        steps = self.directory.read_metrics()
+        seconds = [step["time/step"] for step in steps]
+        self.summary |= {
+            "steps": checkpoint.step,
+            "final": str(self.directory.final),
+            "train_tokens": int(sum(step["train/tokens"] for step in steps)),
+            "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
+            "time/step": fmean(seconds),
+        }
+        self.directory.write_json("summary.json", {"status": "finished", **self.summary})
+        self.console.print(
+            f"finished {checkpoint.step} steps; the model is in {self.directory.final}"
+        )
+
+
+@contextmanager
+def session(
+    config: CommonConfig,
+    directory: RunDirectory,
+    resume_from: Checkpoint | None,
+    console: Console,
+) -> Iterator[Session]:
+    """All that a run needs besides its actors. However it ends, summary.json says so."""
+    check_wandb(config.wandb)
+    signals = Signals()
+    started = time.time()
+    with directory.locked(), ray_cluster(config), signals.installed():
+        directory.start(resume_from)
+        if resume_from:
+            console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
+        tracker = WandbTracker(config.wandb, directory, chz.asdict(config))
+        progress = Progression(console, resume_from.step if resume_from else 0, config.steps)
+        running = Session(
+            config=config, directory=directory, resume_from=resume_from, console=console,
+            signals=signals, progress=progress, tracker=tracker,
+        )  # fmt: skip
+        status = 1
+        try:
+            with progress:
+                yield running
+            status = 0
+        except BaseException as error:
+            interrupted = isinstance(error, Interrupted)
+            if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
+                error.exit_code = 1  # 2 promises that nothing was started
+            directory.write_json(
+                "summary.json",
+                {
+                    "status": "interrupted" if interrupted else "failed",
+                    "reason": f"{type(error).__name__}: {error}",
+                    "seconds": time.time() - started,
+                    **running.summary,
+                },
+            )
+            raise
+        finally:
+            tracker.finish(status)
+
+
+def already_complete(
+    directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
+) -> bool:
+    """Whether `out/` already holds the finished run that is asked for."""
+    done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
+    if done:
+        console.print(
+            f"{directory.path} already holds this run, finished: nothing to do. Ask for more "
+            "steps= to go on, or choose another out="
+        )
+    return done

@@ -1,0 +1,157 @@
+"""recipe=opd: on-policy distillation. The student samples at T, the teacher scores at T."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from cluster.build import OpdActors, build_opd, kill, resolve_device
+from cluster.checks import OpdInputs, check_opd
+from cluster.config import OpdConfig
+from cluster.handshake import handshake
+from cluster.outputs import RunDirectory
+from cluster.recipes.common import Session, already_complete, session
+from cluster.run import Driver, drive
+from cluster.tracking import agreement_table
+from distill.tokenizer import fingerprint
+
+
+def run_opd(config: OpdConfig, console: Console) -> None:
+    """Runs the recipe to its end.
+
+    Raises:
+        IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
+    """
+    inputs = check_opd(config)
+    directory = RunDirectory("opd", config)
+    resume_from = directory.check()
+    console.print(_plan(config, inputs, directory))
+    if config.dry_run or already_complete(directory, resume_from, config, console):
+        return
+    with session(config, directory, resume_from, console) as running:
+        run = _Run(config, inputs, running)
+        try:
+            run.to_the_end()
+        finally:
+            kill(run.actors.all.values())
+
+
+def _plan(config: OpdConfig, inputs: OpdInputs, directory: RunDirectory) -> str:
+    mode = "synchronous" if config.max_staleness == 0 else "overlapped"
+    return (
+        f"opd: {config.student} learns from {config.teacher} at T={config.temperature:g}\n"
+        f"  engine    {config.engine} ({config.dtype}); {config.policy_engines} policy, "
+        f"{config.teacher_engines} teacher, {config.rollout_workers} rollout workers\n"
+        f"  prompts   {len(inputs.train_prompts_P)} to train on, "
+        f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
+        f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
+        f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
+        f"  run       {config.steps} steps into {directory.path}"
+    )
+
+
+class _Run:
+    """One OPD run: actors, handshake, steps, evaluations."""
+
+    def __init__(self, config: OpdConfig, inputs: OpdInputs, running: Session) -> None:
+        self._config = config
+        self._running = running
+        self._fingerprint = fingerprint(inputs.tokenizer)
+        self._has_eval = bool(inputs.eval_prompts_P)
+        self.actors: OpdActors = build_opd(
+            config,
+            inputs,
+            running.directory,
+            running.resume_from,
+            resolve_device(config),
+        )
+        self._driver = Driver(actors=self.actors.all, signals=running.signals)
+
+    def to_the_end(self) -> None:
+        actors, running = self.actors, self._running
+        self._shake_hands()
+        self._driver.call("publishing the first weights", actors.learner.publish.remote())
+        if self._has_eval:
+            self._evaluate_teacher()
+            if running.first_step == 0:
+                self._evaluate("before")
+        for i, worker in enumerate(actors.workers):
+            self._driver.watch(f"rollout worker {i}", worker.run.remote())
+        checkpoint = drive(
+            driver=self._driver,
+            learner=actors.learner,
+            first_step=running.first_step,
+            steps=self._config.steps,
+            checkpoint_every=self._config.checkpoint_every,
+            on_step=self._on_step,
+            end_waits=actors.queue.close,
+        )
+        if self._has_eval:
+            self._evaluate("after")
+        running.complete(checkpoint)
+
+    def _shake_hands(self) -> None:
+        """Refuses to train unless every party scores alike; writes calibration.json either way."""
+
+        async def learner_logprobs(rows_D: Any) -> Any:
+            return await self.actors.learner.logprobs.remote(rows_D)
+
+        report = self._driver.run(
+            "the handshake",
+            handshake(
+                policy=self.actors.policy,
+                teacher=self.actors.teacher,
+                learner=learner_logprobs,
+                temperature=self._config.temperature,
+            ),
+            timeout=self._config.deadline_s,
+        )
+        self._running.directory.write_json(
+            "calibration.json", report.to_json() | {"tokenizer": asdict(self._fingerprint)}
+        )
+        if not report.agrees:
+            self._running.console.print(agreement_table(report))
+        report.require_agreement()
+        worst = max(c.max_gap for c in report.comparisons if not c.must_differ)
+        self._running.progress.note(
+            f"handshake: policy, learner and teacher agree to {worst:.1e} nats at "
+            f"T={self._config.temperature:g}"
+        )
+
+    def _on_step(self, metrics: dict[str, float]) -> None:
+        step = int(metrics["step"])
+        every = self._config.eval_every
+        try:
+            if self._has_eval and every and step % every == 0 and step < self._config.steps:
+                metrics = metrics | self._evaluate(f"step {step}")
+        finally:
+            self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+
+    def _evaluate_teacher(self) -> None:
+        """What there is to reach: the teacher at the same decoder, on the same prompts."""
+        reference = self.actors.evaluator.evaluate.remote(
+            self.actors.teacher, self._config.eval_sampling()
+        )
+        self._note_evaluation("teacher", self._driver.call("evaluating the teacher", reference))
+
+    def _evaluate(self, when: str) -> dict[str, float]:
+        """Accuracy at the serving decoder, and KL(p_T || q_T), both on held-out prompts."""
+        started = time.perf_counter()
+        evaluator, actors = self.actors.evaluator, self.actors
+        decoded = evaluator.evaluate.remote(actors.policy, self._config.eval_sampling())
+        reverse_kl = evaluator.reverse_kl.remote(
+            actors.policy, actors.teacher, self._config.train_sampling()
+        )
+        metrics = self._driver.call("evaluation", decoded)
+        metrics["eval/reverse_kl"] = self._driver.call("evaluation", reverse_kl)
+        metrics["time/eval"] = time.perf_counter() - started
+        self._note_evaluation(when, metrics)
+        return metrics
+
+    def _note_evaluation(self, when: str, metrics: dict[str, float]) -> None:
+        self._running.summary[f"eval {when}"] = metrics
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self._running.progress.note(f"evaluation, {when}: {shown}")

@@ -1,0 +1,91 @@
+"""`python -m cluster.train recipe=NAME [key=value ...]`: check, run, and exit with the truth."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from cluster.command import exit_code, parse
+from cluster.config import CommonConfig, OpdConfig, SftConfig
+from cluster.recipes.opd import run_opd
+from cluster.recipes.sft import run_sft
+from distill.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    config: type[CommonConfig]
+    run: Callable[[Any, Console], None]
+    line: str
+
+
+RECIPES = {
+    "opd": _Recipe(OpdConfig, run_opd, "on-policy distillation: student samples, teacher scores"),
+    "sft": _Recipe(SftConfig, run_sft, "supervised fine-tuning on prompt/completion rows"),
+}
+
+_USAGE = """\
+usage: python -m cluster.train recipe=NAME key=value ...       (or: isotherm train ...)
+
+recipes:
+{recipes}
+
+A recipe's settings:  python -m cluster.train recipe=opd --help
+A first run:          python -m cluster.train recipe=opd student=DIR teacher=DIR \\
+                          prompts=FILE.jsonl out=runs/first temperature=0.7
+Checked, not started: add dry_run=True
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a recipe; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+
+    def run(console: Console) -> None:
+        recipe, rest = _recipe_of(arguments)
+        if recipe is None:
+            console.print(_usage(), markup=False, highlight=False)
+        else:
+            _refuse_truncation(rest)
+            recipe.run(parse(recipe.config, rest), console)
+
+    return exit_code(run)
+
+
+def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, list[str]]:
+    """The recipe named on the command line and the other arguments; None asks for the usage."""
+    names = [
+        argument.removeprefix("recipe=") for argument in argv if argument.startswith("recipe=")
+    ]
+    rest = [argument for argument in argv if not argument.startswith("recipe=")]
+    if not names:
+        if not rest or rest == ["--help"]:
+            return None, rest
+        raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
+    if names[-1] not in RECIPES:
+        raise ConfigError(f"recipe={names[-1]} is unknown; the recipes are {', '.join(RECIPES)}")
+    return RECIPES[names[-1]], rest
+
+
+def _refuse_truncation(argv: list[str]) -> None:
+    for argument in argv:
+        name = argument.partition("=")[0]
+        if name in ("top_p", "top_k", "min_p"):
+            raise ConfigError(
+                f"{argument}: training does not truncate. Rollouts must be samples of softmax(z/T) "
+                f"over the whole vocabulary, or the reverse KL is another one; leave {name} out "
+                "(the serving decoder of evaluation has eval_top_p and eval_top_k)"
+            )
+
+
+def _usage() -> str:
+    recipes = "\n".join(f"  {name:6}{recipe.line}" for name, recipe in RECIPES.items())
+    return _USAGE.format(recipes=recipes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
