@@ -1,0 +1,321 @@
+"""What is particular to the embedded engine: its thread, its caches, the models it can take."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+)
+
+from actors.decoding import plan_removal
+from actors.embedded_engine import EmbeddedEngine
+from actors.scoring import ScoreItem, plan
+from actors.token_sampling import draw, truncate
+from distill.errors import ConfigError, EngineError
+from distill.interfaces import GenerateRequest, Sample, ScoreRequest
+from distill.sampling import Sampling, TrainSampling
+from distill.shared_prefix import SharedPrefixModel
+from distill.tensors import PackedTensors
+from tests.tiny import VOCAB_SIZE, tiny_model_dir
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> EmbeddedEngine:
+    return start(tiny_model_dir(tmp_path, seed=1, context_length=512))
+
+
+def start(model_dir: str, **settings: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(model_path=model_dir, device="cpu", threads=1, **settings)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, size=length).astype(np.int32)
+
+
+def ask(
+    length: int, new: int, *, samples: int = 1, sampling: Sampling | None = None
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt_tokens_T=prompt(length, length),
+        sampling=sampling or TrainSampling(temperature=0.8, max_new_tokens=new),
+        num_samples=samples,
+        seed=length,
+    )
+
+
+async def generate_all(
+    engine: EmbeddedEngine, requests: list[GenerateRequest]
+) -> list[list[Sample]]:
+    return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WIDE: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 96}
+_WINDOWED: dict[str, Any] = {**_WIDE, "sliding_window": 8}
+ARCHITECTURES: list[tuple[PreTrainedConfig, bool]] = [
+    (LlamaConfig(**_WIDE), True),
+    (MistralConfig(**_WINDOWED), True),
+    (
+        Gemma3TextConfig(
+            **_WINDOWED, head_dim=16, layer_types=["sliding_attention", "full_attention"]
+        ),
+        True,
+    ),
+    (GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=128), True),
+    # Attention sinks, and position biases instead of positions: our attention has neither.
+    (GptOssConfig(**_WINDOWED, head_dim=16, num_local_experts=2, num_experts_per_tok=1), False),
+    (BloomConfig(**_SIZES, n_layer=2, n_head=4), False),
+]
+
+
+@pytest.mark.parametrize("config, cached", ARCHITECTURES, ids=lambda p: getattr(p, "model_type", p))
+def test_every_architecture_is_scored_like_its_own_forward(
+    tmp_path: Path, config: PreTrainedConfig, cached: bool
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)  # else attention hardly matters, and mistakes in it neither
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(tmp_path)
+    engine = start(str(tmp_path))
+    assert isinstance(engine._model.forward, SharedPrefixModel) == cached
+
+    async def both() -> None:
+        requests = [ask(length, 25, samples=2) for length in (3, 40, 17)]
+        for request, samples in zip(requests, await generate_all(engine, requests), strict=True):
+            chains = [np.concatenate([request.prompt_tokens_T, s.tokens_T]) for s in samples]
+            first = len(request.prompt_tokens_T)
+            scores = await engine.score(
+                [ScoreRequest(tokens_T=c, start=first, temperatures=(0.8,)) for c in chains]
+            )
+            for sample, tokens_T, score in zip(samples, chains, scores, strict=True):
+                ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+                with torch.no_grad():
+                    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0] / 0.8
+                expected_T = logits_TV.log_softmax(-1)[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]
+                for given_T in (sample.logprobs_T, score.logprobs_by_temperature[0]):
+                    np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
+
+    asyncio.run(both())
+
+
+def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path, seed=1)
+    # Unlike lengths: a row that ends leaves its place to a waiting one in the middle of others.
+    requests = [ask(length, new, samples=5) for length, new in ((3, 7), (30, 40), (9, 22), (5, 3))]
+    wide, narrow = (
+        asyncio.run(generate_all(start(model_dir, max_batch_rows=rows), requests))
+        for rows in (64, 4)
+    )
+    for one, other in zip(chain(*wide), chain(*narrow), strict=True):
+        np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+        np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=1e-5)
+
+
+def test_a_prompt_is_run_once_for_all_its_samples(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Size] = []
+    run = SharedPrefixModel.run
+
+    def counted(self: SharedPrefixModel, tokens: Any, *rest: Any) -> torch.Tensor:
+        seen.append(tokens.shape)
+        return run(self, tokens, *rest)
+
+    monkeypatch.setattr(SharedPrefixModel, "run", counted)
+    asyncio.run(generate_all(engine, [ask(90, 4, samples=8), ask(90, 4, samples=3)]))
+    assert seen[0] == (1, 90)
+    assert all(shape[1] == 1 for shape in seen[1:]), seen
+
+
+def test_the_loop_answers_while_the_thread_decodes(engine: EmbeddedEngine) -> None:
+    async def timed() -> tuple[float, float]:
+        task = asyncio.create_task(engine.generate(ask(20, 480, samples=64)))
+        await asyncio.sleep(0.05)
+        begin = time.perf_counter()
+        await engine.info()
+        informed = time.perf_counter()
+        await engine.abort()
+        aborted = time.perf_counter()
+        await task
+        return informed - begin, aborted - informed
+
+    info_s, abort_s = asyncio.run(timed())
+    assert info_s < 0.05  # no hop to the thread at all
+    assert abort_s < 0.5  # one step, plus a machine's bad moment
+
+
+def test_a_cancelled_caller_leaves_nothing_behind(engine: EmbeddedEngine) -> None:
+    async def cancel() -> None:
+        long = asyncio.create_task(engine.generate(ask(20, 480, samples=32)))
+        await asyncio.sleep(0.02)
+        long.cancel()
+        await engine.generate(ask(5, 3))
+        assert not engine._batch and not engine._generations
+
+    asyncio.run(asyncio.wait_for(cancel(), timeout=20))
+
+
+def test_an_event_loop_may_die_and_another_go_on(engine: EmbeddedEngine) -> None:
+    async def leave_early() -> None:
+        asyncio.create_task(engine.generate(ask(20, 480, samples=8)))  # noqa: RUF006
+        await asyncio.sleep(0.02)
+
+    asyncio.run(leave_early())
+    [[sample]] = asyncio.run(generate_all(engine, [ask(7, 3)]))
+    assert len(sample.tokens_T) > 0
+
+
+def test_a_failing_thread_reaches_every_caller(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(version: int) -> None:
+        time.sleep(0.02)  # so that everyone has come in
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(engine._batch, "step", explode)
+
+    async def everything() -> tuple[object, ...]:
+        return await asyncio.gather(
+            engine.generate(ask(9, 5)),
+            engine.generate(ask(10, 5)),
+            engine.score([ScoreRequest(tokens_T=prompt(9), start=1, temperatures=(1.0,))]),
+            asyncio.create_task(load_later()),
+            return_exceptions=True,
+        )
+
+    async def load_later() -> None:
+        await asyncio.sleep(0.01)
+        await engine.load_weights(PackedTensors.pack({}), 1)
+
+    for result in asyncio.run(asyncio.wait_for(everything(), timeout=10)):
+        assert isinstance(result, EngineError) and "out of memory" in str(result)
+    for call in (engine.info(), engine.generate(ask(9, 5)), engine.abort()):
+        with pytest.raises(EngineError, match=r"broken.*out of memory"):
+            asyncio.run(call)
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+    poison = 5
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**_WIDE, tie_word_embeddings=False))
+    model.get_input_embeddings().weight.data[poison] = float("nan")
+    model.save_pretrained(tmp_path)
+    engine = start(str(tmp_path))
+    healthy = [ask(length, 60, samples=2) for length in (30, 8)]
+    poisoned_T = np.append(prompt(40), np.int32(poison))
+    sick = GenerateRequest(
+        prompt_tokens_T=poisoned_T, sampling=healthy[0].sampling, num_samples=2, seed=0
+    )
+
+    async def side_by_side() -> list[list[Sample]]:
+        first = asyncio.create_task(engine.generate(healthy[0]))
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="non-finite logits after 0 new tokens"):
+            await engine.generate(sick)
+        assert not first.done(), "the poisoned request came too late to matter"
+        return [await first, await engine.generate(healthy[1])]
+
+    together = asyncio.run(side_by_side())
+    alone = asyncio.run(generate_all(engine, healthy))
+    for one, other in zip(chain(*together), chain(*alone), strict=True):
+        assert poison not in one.tokens_T, "choose other seeds"
+        np.testing.assert_array_equal(one.tokens_T, other.tokens_T)
+
+
+def test_bfloat16_runs(tmp_path: Path) -> None:
+    engine = start(tiny_model_dir(tmp_path, seed=1), dtype="bfloat16")
+    [[sample]] = asyncio.run(generate_all(engine, [ask(9, 20)]))
+    assert np.isfinite(sample.logprobs_T).all()
+    with pytest.raises(ConfigError, match="dtype='int8'"):
+        start(str(tmp_path), dtype="int8")
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 64, 100, 4096, 5001])
+def test_draw_inverts_the_cdf(vocab_size: int) -> None:
+    generator = np.random.default_rng(vocab_size)
+    weights_V = generator.random(vocab_size) * (generator.random(vocab_size) < 0.7)
+    weights_V[generator.integers(vocab_size)] = 0.5  # at least one
+    edges = [0.0, 0.5, 1 - 2.0**-53, 1 - 2.0**-24]
+    uniforms_N = np.concatenate([edges, generator.random(2000)])
+    weights_NV = torch.tensor(weights_V, dtype=torch.float32).expand(len(uniforms_N), -1)
+    drawn_N = draw(weights_NV, torch.from_numpy(uniforms_N)).numpy()
+    assert (weights_V[drawn_N] > 0).all()
+    cdf_V = np.cumsum(weights_V.astype(np.float32).astype(np.float64))
+    # u * total lies between the sums before and after the token, up to fp32 sums over blocks.
+    target_N, slack = uniforms_N * cdf_V[-1], 1e-5 * cdf_V[-1]
+    assert (cdf_V[drawn_N] >= target_N - slack).all()
+    assert (cdf_V[drawn_N] - weights_V[drawn_N] <= target_N + slack).all()
+
+
+def test_draw_never_takes_a_token_without_weight() -> None:
+    weights_NV = torch.zeros(4, 300)
+    weights_NV[:, 170] = 1e-30
+    uniforms_N = torch.tensor([0.0, 1e-300, 0.5, 1 - 2.0**-53], dtype=torch.float64)
+    assert draw(weights_NV, uniforms_N).tolist() == [170] * 4
+
+
+def test_truncate_keeps_top_k_then_the_nucleus() -> None:
+    p_NV = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).repeat(5, 1)
+    top_p_N = torch.tensor([1.0, 1.0, 0.35, 0.5, 1e-6])
+    top_k_N = torch.tensor([4, 2, 4, 2, 4])
+    kept_NV = truncate(p_NV, top_p_N, top_k_N) > 0
+    expected = ["1111", "0101", "0100", "0100", "0100"]
+    assert ["".join(str(int(kept)) for kept in row) for row in kept_NV] == expected
+
+
+def test_removal_moves_the_tail_into_the_holes() -> None:
+    for count in range(1, 7):
+        for bits in range(1 << count):
+            ended = {row for row in range(count) if bits >> row & 1}
+            rows = list(range(count))
+            for source, target in plan_removal(count, ended):
+                rows[target] = rows[source]
+            assert set(rows[: count - len(ended)]) == set(range(count)) - ended
+
+
+def test_a_plan_scores_every_item_once_within_its_budget() -> None:
+    generator, budget = np.random.default_rng(0), 300
+    items = []
+    for group in range(12):
+        context_T = prompt(int(generator.integers(1, 120)), group)
+        for member in range(int(generator.integers(1, 6))):
+            tokens_T = np.concatenate([context_T, prompt(int(generator.integers(1, 60)), member)])
+            request = ScoreRequest(tokens_T=tokens_T, start=len(context_T), temperatures=(1.0,))
+            items.append(ScoreItem(None, request))
+    batches = plan(items, budget, share=True)
+    assert sorted(map(id, items)) == sorted(id(item) for batch in batches for item in batch.items)
+    assert any(batch.prefixes for batch in batches) and not all(b.prefixes for b in batches)
+    for batch in batches:
+        rows = [item.suffix_T if batch.prefixes else item.request.tokens_T for item in batch.items]
+        prefixes = len(batch.prefixes) * max(map(len, batch.prefixes), default=0)
+        padded = prefixes + len(rows) * max(map(len, rows))
+        assert padded <= budget + len(rows) or len(rows) == 1
+        for item, prefix in zip(batch.items, batch.prefix_of_item, strict=bool(batch.prefixes)):
+            np.testing.assert_array_equal(item.prefix_T, batch.prefixes[prefix])

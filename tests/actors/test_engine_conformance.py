@@ -1,0 +1,425 @@
+"""What every engine must do, whatever is inside. Values are compared with a plain forward pass.
+
+Only the `Engine` protocol is used. All calls run on one event loop a module, as in an actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from actors.embedded_engine import EmbeddedEngine
+from distill.errors import DataError, EngineError
+from distill.interfaces import Engine, GenerateRequest, Sample, ScoreRequest
+from distill.models import load_causal_lm
+from distill.sampling import EvalSampling, Sampling, TrainSampling
+from distill.tensors import PackedTensors
+from distill.types import StopReason
+from tests.tiny import EOS, VOCAB_SIZE, tiny_model_dir
+
+T = TypeVar("T")
+CONTEXT = 256
+TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
+
+
+@dataclass
+class Party:
+    """An engine under test, plain models of its first weights and of others, and a loop."""
+
+    engine: Engine
+    model: PreTrainedModel
+    other_model: PreTrainedModel
+    runner: asyncio.Runner
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(asyncio.wait_for(coroutine, timeout=30))
+
+    def generate(self, *requests: GenerateRequest) -> list[list[Sample]]:
+        async def all_at_once() -> list[list[Sample]]:
+            return await asyncio.gather(*(self.engine.generate(r) for r in requests))
+
+        return self.run(all_at_once())
+
+    def load(self, model: PreTrainedModel, version: int) -> None:
+        self.run(self.engine.load_weights(bundle(model), version))
+
+
+def bundle(model: PreTrainedModel) -> PackedTensors:
+    """What a learner sends: parameters by name, tied ones once."""
+    return PackedTensors.pack(dict(model.named_parameters()))
+
+
+def embedded(model_dir: str) -> Engine:
+    return EmbeddedEngine(model_path=model_dir, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="module", params=[embedded])
+def party(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Party]:
+    start: Callable[[str], Engine] = request.param
+    directories = [
+        tiny_model_dir(tmp_path_factory.mktemp("m"), seed=seed, context_length=CONTEXT)
+        for seed in (1, 2)
+    ]
+    models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
+    with asyncio.Runner() as runner:
+        yield Party(start(directories[0]), models[0], models[1], runner)
+
+
+@pytest.fixture
+def engine_at_version_0(party: Party) -> Iterator[Party]:
+    """For tests that change the weights: puts the first ones back."""
+    yield party
+    party.load(party.model, 0)
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, VOCAB_SIZE, size=length).astype(np.int32)
+
+
+def ask(
+    prompt_T: np.ndarray, sampling: Sampling, *, num_samples: int = 1, seed: int = 0
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt_tokens_T=prompt_T, sampling=sampling, num_samples=num_samples, seed=seed
+    )
+
+
+@torch.no_grad()
+def naive_logprobs(
+    model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
+) -> np.ndarray:
+    """log softmax(z / T)[token] for positions start..end: one row, no cache, no padding."""
+    ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+    log_p_TV = torch.log_softmax(logits_TV / temperature, dim=-1)[start - 1 : -1]
+    return log_p_TV.gather(1, ids_1T[0, start:, None])[:, 0].numpy()
+
+
+def chain(prompt_T: np.ndarray, sample: Sample) -> np.ndarray:
+    return np.concatenate([prompt_T, sample.tokens_T])
+
+
+def expect_like_naive(model: PreTrainedModel, request: GenerateRequest, sample: Sample) -> None:
+    temperature = request.sampling.temperature or 1.0
+    tokens_T = chain(request.prompt_tokens_T, sample)
+    expected_T = naive_logprobs(model, tokens_T, len(request.prompt_tokens_T), temperature)
+    np.testing.assert_allclose(sample.logprobs_T, expected_T, atol=1e-4)
+
+
+def test_decode_logprobs_with_mixed_temperatures_in_one_batch(party: Party) -> None:
+    requests = [
+        ask(prompt(5 + 9 * i, i), TrainSampling(temperature=t, max_new_tokens=20), num_samples=3)
+        for i, t in enumerate(TEMPERATURES)
+    ]
+    requests.append(ask(prompt(30), EvalSampling(temperature=0.0, max_new_tokens=20)))
+    requests.append(ask(prompt(8), EvalSampling(temperature=0.8, max_new_tokens=20, top_k=4)))
+    for request, samples in zip(requests, party.generate(*requests), strict=True):
+        assert len(samples) == request.num_samples
+        for sample in samples:
+            assert len(sample.tokens_T) == len(sample.logprobs_T) == len(sample.versions_T)
+            assert (sample.versions_T == 0).all()
+            expect_like_naive(party.model, request, sample)
+
+
+def test_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:
+    requests = [
+        ScoreRequest(tokens_T=prompt(length, length), start=start, temperatures=temperatures)
+        for length, start, temperatures in [
+            (2, 1, (0.7,)),
+            (40, 17, TEMPERATURES),
+            (CONTEXT, 1, (1.5,)),
+            (90, 89, (0.5, 1.0)),
+        ]
+    ]
+    scores = party.run(party.engine.score(requests))
+    for request, score in zip(requests, scores, strict=True):
+        assert len(score.logprobs_by_temperature) == len(request.temperatures)
+        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+def test_scoring_a_shared_prefix_equals_scoring_one_by_one(party: Party) -> None:
+    requests = [
+        ScoreRequest(
+            tokens_T=np.concatenate([prompt(70, group), prompt(5 + 8 * member, member)]),
+            start=70,
+            temperatures=(0.7, 1.0),
+        )
+        for group in range(3)
+        for member in range(4)
+    ]
+
+    async def concurrently() -> list[np.ndarray]:
+        halves = await asyncio.gather(
+            party.engine.score(requests[::2]), party.engine.score(requests[1::2])
+        )
+        scores = [score for pair in zip(*halves, strict=True) for score in pair]
+        return [np.array(score.logprobs_by_temperature) for score in scores]
+
+    together = party.run(concurrently())
+    for request, logprobs in zip(requests, together, strict=True):
+        [alone] = party.run(party.engine.score([request]))
+        np.testing.assert_allclose(logprobs, np.array(alone.logprobs_by_temperature), atol=1e-5)
+        expected = naive_logprobs(party.model, request.tokens_T, request.start, 0.7)
+        np.testing.assert_allclose(logprobs[0], expected, atol=1e-4)
+
+
+def test_train_sampling_is_softmax_of_z_over_t(party: Party) -> None:
+    count, prompt_T = 4000, prompt(12)
+    request = ask(prompt_T, TrainSampling(temperature=0.7, max_new_tokens=1), num_samples=count)
+    [samples] = party.generate(request)
+    observed_V = np.bincount([s.tokens_T[0] for s in samples], minlength=VOCAB_SIZE)
+    every = np.column_stack([np.tile(prompt_T, (VOCAB_SIZE, 1)), np.arange(VOCAB_SIZE)])
+    expected_V = count * np.exp(
+        [naive_logprobs(party.model, tokens_T, len(prompt_T), 0.7)[0] for tokens_T in every]
+    )
+    common_V = expected_V >= 5
+    observed = np.append(observed_V[common_V], observed_V[~common_V].sum())
+    expected = np.append(expected_V[common_V], expected_V[~common_V].sum())
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(observed) - 1
+    assert freedom > 10, "the test's distribution is too peaked to test anything"
+    # Mean `freedom`, variance twice that; six sigma is a wrong distribution, not bad luck.
+    assert chi_square < freedom + 6 * np.sqrt(2 * freedom), (chi_square, freedom)
+
+
+def test_greedy_is_the_argmax_loop(party: Party) -> None:
+    prompt_T = prompt(9)
+    tokens_T = prompt_T
+    with torch.no_grad():
+        for _ in range(25):
+            ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+            best = int(party.model(input_ids=ids_1T, use_cache=False).logits[0, -1].argmax())
+            tokens_T = np.append(tokens_T, np.int32(best))
+            if best == EOS:
+                break
+    [[sample]] = party.generate(ask(prompt_T, EvalSampling(temperature=0.0, max_new_tokens=25)))
+    np.testing.assert_array_equal(chain(prompt_T, sample), tokens_T)
+
+
+def test_samples_do_not_depend_on_batch_mates(party: Party) -> None:
+    sampling = TrainSampling(temperature=1.0, max_new_tokens=40)
+    request = ask(prompt(33), sampling, num_samples=4, seed=5)
+    [alone] = party.generate(request)
+
+    async def in_company() -> list[Sample]:
+        early = [
+            asyncio.create_task(party.engine.generate(ask(prompt(n, n), sampling, seed=n)))
+            for n in (3, 60, 33)
+        ]
+        await asyncio.sleep(0.02)
+        mine = asyncio.create_task(party.engine.generate(request))
+        twin = asyncio.create_task(
+            party.engine.generate(ask(prompt(33), sampling, num_samples=6, seed=6))
+        )
+        await asyncio.gather(*early, twin)
+        return await mine
+
+    for before, after in zip(alone, party.run(in_company()), strict=True):
+        np.testing.assert_array_equal(before.tokens_T, after.tokens_T)
+        np.testing.assert_allclose(before.logprobs_T, after.logprobs_T, atol=1e-5)
+    assert len({tuple(sample.tokens_T) for sample in alone}) == 4
+    # Sample g is (seed, g), however many are asked for.
+    [[first]] = party.generate(ask(prompt(33), sampling, num_samples=1, seed=5))
+    np.testing.assert_array_equal(first.tokens_T, alone[0].tokens_T)
+
+
+def test_rows_end_at_eos_or_length(party: Party) -> None:
+    limit = 60
+    request = ask(prompt(10), TrainSampling(temperature=1.5, max_new_tokens=limit), num_samples=100)
+    [samples] = party.generate(request)
+    reasons = {sample.stop_reason for sample in samples}
+    assert reasons == {StopReason.EOS, StopReason.LENGTH}
+    for sample in samples:
+        assert EOS not in sample.tokens_T[:-1]
+        if sample.stop_reason is StopReason.EOS:
+            assert sample.tokens_T[-1] == EOS
+        else:
+            assert len(sample.tokens_T) == limit and sample.tokens_T[-1] != EOS
+
+
+def test_the_context_end_stops_a_row(party: Party) -> None:
+    request = ask(
+        prompt(CONTEXT - 3), TrainSampling(temperature=1.0, max_new_tokens=99), num_samples=8
+    )
+    [samples] = party.generate(request)
+    for sample in samples:
+        assert len(sample.tokens_T) <= 3
+        if sample.stop_reason is StopReason.LENGTH:
+            assert len(sample.tokens_T) == 3
+        expect_like_naive(party.model, request, sample)
+
+
+@pytest.mark.parametrize(
+    "prompt_T, message",
+    [
+        (prompt(CONTEXT), f"{CONTEXT} tokens"),
+        (np.array([5, VOCAB_SIZE], dtype=np.int32), f"token id {VOCAB_SIZE}"),
+        (np.array([-1, 5], dtype=np.int32), "token id -1"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run_is_refused(
+    party: Party, prompt_T: np.ndarray, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        party.generate(ask(prompt_T, TrainSampling(temperature=1.0, max_new_tokens=5)))
+
+
+def test_tokens_that_cannot_be_scored_are_refused(party: Party) -> None:
+    too_long = ScoreRequest(tokens_T=prompt(CONTEXT + 1), start=1, temperatures=(1.0,))
+    with pytest.raises(DataError, match=str(CONTEXT + 1)):
+        party.run(party.engine.score([too_long]))
+    bad_id = ScoreRequest(
+        tokens_T=np.array([3, VOCAB_SIZE + 7], dtype=np.int32), start=1, temperatures=(1.0,)
+    )
+    with pytest.raises(DataError, match=str(VOCAB_SIZE + 7)):
+        party.run(party.engine.score([bad_id]))
+
+
+def test_top_k_and_top_p_truncate_but_report_the_whole_distribution(party: Party) -> None:
+    prompt_T = prompt(12)
+    with torch.no_grad():
+        logits_V = party.model(input_ids=torch.tensor(prompt_T[None].astype(np.int64))).logits[
+            0, -1
+        ]
+    p_V = torch.softmax(logits_V / 1.2, dim=-1)
+    order = p_V.argsort(descending=True).tolist()
+    mass = p_V[order].cumsum(0).tolist()
+    nucleus = set(order[: 1 + sum(m < 0.6 for m in mass)])
+    assert 2 <= len(nucleus) < VOCAB_SIZE // 2
+    cut_k = EvalSampling(temperature=1.2, max_new_tokens=1, top_k=3)
+    cut_p = EvalSampling(temperature=1.2, max_new_tokens=1, top_p=0.6)
+    by_k, by_p = party.generate(
+        ask(prompt_T, cut_k, num_samples=150), ask(prompt_T, cut_p, num_samples=400)
+    )
+    assert {int(s.tokens_T[0]) for s in by_k} == set(order[:3])
+    assert {int(s.tokens_T[0]) for s in by_p} == nucleus
+    for sample in by_k + by_p:
+        assert sample.logprobs_T[0] == pytest.approx(p_V[sample.tokens_T[0]].log().item(), abs=1e-4)
+
+
+def test_new_weights_in_the_middle_of_generation(engine_at_version_0: Party) -> None:
+    party = engine_at_version_0
+    models = (party.model, party.other_model)
+    # Unlike lengths and shared prompts: every kind of row has its context recomputed.
+    requests = [
+        ask(prompt(n, n), TrainSampling(temperature=0.7, max_new_tokens=180), num_samples=6, seed=n)
+        for n in (4, 50, 75)
+    ]
+
+    async def load_after(delay: float) -> list[list[Sample]]:
+        tasks = [asyncio.create_task(party.engine.generate(request)) for request in requests]
+        await asyncio.sleep(delay)
+        late = asyncio.create_task(party.engine.generate(requests[0]))
+        await party.engine.load_weights(bundle(party.other_model), 1)
+        assert (await party.engine.info()).weight_version == 1
+        return [*await asyncio.gather(*tasks), await late]
+
+    for delay in (0.03, 0.1, 0.3, 0.01):
+        groups = party.run(load_after(delay))
+        mixed = sum(len(set(s.versions_T.tolist())) == 2 for group in groups for s in group)
+        if mixed >= 3:
+            break
+        party.load(party.model, 0)
+    assert mixed >= 3, "no load fell into the middle of a generation"
+    for request, group in zip([*requests, requests[0]], groups, strict=True):
+        for sample in group:
+            assert (np.diff(sample.versions_T) >= 0).all()
+            tokens_T = chain(request.prompt_tokens_T, sample)
+            for version, model in enumerate(models):
+                expected_T = naive_logprobs(model, tokens_T, len(request.prompt_tokens_T), 0.7)
+                mine = sample.versions_T == version
+                np.testing.assert_allclose(sample.logprobs_T[mine], expected_T[mine], atol=1e-4)
+
+
+def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Party) -> None:
+    party = engine_at_version_0
+    request = ask(prompt(60), TrainSampling(temperature=1.0, max_new_tokens=10), num_samples=2)
+    score = ScoreRequest(tokens_T=prompt(50), start=20, temperatures=(0.5,))
+    party.generate(request)
+    party.load(party.other_model, 7)
+    [samples] = party.generate(request)
+    for sample in samples:
+        assert (sample.versions_T == 7).all()
+        expect_like_naive(party.other_model, request, sample)
+    [scored] = party.run(party.engine.score([score]))
+    expected = naive_logprobs(party.other_model, score.tokens_T, 20, 0.5)
+    np.testing.assert_allclose(scored.logprobs_by_temperature[0], expected, atol=1e-4)
+
+
+def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None:
+    own = dict(party.other_model.named_parameters())
+    first, *_, last = own
+    bad = {
+        "stray.weight": {**own, "stray.weight": torch.zeros(2)},
+        last: {name: tensor for name, tensor in own.items() if name != last},
+        first: {**own, first: torch.zeros(3, 3)},
+    }
+    request = ask(prompt(20), TrainSampling(temperature=1.0, max_new_tokens=10), num_samples=2)
+    for offender, tensors in bad.items():
+        with pytest.raises(EngineError, match=offender):
+            party.run(party.engine.load_weights(PackedTensors.pack(tensors), 1))
+    assert party.run(party.engine.info()).weight_version == 0
+    [samples] = party.generate(request)
+    for sample in samples:
+        expect_like_naive(party.model, request, sample)
+
+
+def test_abort_ends_everything_in_flight(party: Party) -> None:
+    request = ask(
+        prompt(6), TrainSampling(temperature=0.7, max_new_tokens=240), num_samples=300, seed=3
+    )
+
+    async def abort_soon() -> tuple[int, list[Sample]]:
+        task = asyncio.create_task(party.engine.generate(request))
+        await asyncio.sleep(0.05)
+        return await party.engine.abort(), await task
+
+    count, samples = party.run(abort_soon())
+    aborted = [sample for sample in samples if sample.stop_reason is StopReason.ABORTED]
+    assert len(samples) == 300 and count == len(aborted) > 0
+    for sample in aborted:
+        assert len(sample.tokens_T) == len(sample.logprobs_T) == len(sample.versions_T) < 240
+    for sample in samples[::60]:
+        if len(sample.tokens_T):
+            expect_like_naive(party.model, request, sample)
+    assert party.run(party.engine.abort()) == 0
+
+
+def test_nan_weights_are_an_error_and_not_a_hang(engine_at_version_0: Party) -> None:
+    party = engine_at_version_0
+    request = ask(prompt(20), TrainSampling(temperature=1.0, max_new_tokens=200), num_samples=4)
+    poison = {name: tensor * float("nan") for name, tensor in party.model.named_parameters()}
+
+    async def poison_soon() -> None:
+        task = asyncio.create_task(party.engine.generate(request))
+        await asyncio.sleep(0.01)
+        await party.engine.load_weights(PackedTensors.pack(poison), 1)
+        await task
+
+    with pytest.raises(EngineError, match="finite"):
+        party.run(poison_soon())
+    with pytest.raises(EngineError, match="finite"):
+        party.run(
+            party.engine.score([ScoreRequest(tokens_T=prompt(10), start=2, temperatures=(1.0,))])
+        )
+    party.load(party.model, 0)
+    [samples] = party.generate(request)
+    for sample in samples:
+        expect_like_naive(party.model, request, sample)
+
+
+def test_info_describes_the_model(party: Party) -> None:
+    info = party.run(party.engine.info())
+    assert (info.vocab_size, info.context_length) == (VOCAB_SIZE, CONTEXT)
+    assert (info.weight_version, info.dtype) == (0, "float32")

@@ -1,0 +1,167 @@
+"""`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from cluster.command import run_command
+from cluster.config import OpdConfig
+from cluster.recipes.opd import run_opd
+from distill.errors import ConfigError
+from tests.bench.pair import make_pair
+from tests.bench.stages import measure_stages
+
+HERE = Path(__file__).parent
+
+
+@chz.chz
+class BenchConfig:
+    """Speed of isotherm and of its peer on one pair, in one run."""
+
+    out: str = chz.field(doc="directory of the report (bench.json) and of everything it came from")
+    student: str | None = chz.field(
+        default=None, doc="checkpoint; default: random, 1.3 M parameters"
+    )
+    teacher: str | None = chz.field(
+        default=None, doc="checkpoint; default: random, 5.8 M parameters"
+    )
+    prompts: str | None = chz.field(default=None, doc="JSONL; default: random words")
+    temperature: float = chz.field(default=0.7, doc="rollout temperature of both")
+    steps: int = chz.field(default=20, doc="measured steps, after warm-up")
+    prompts_per_step: int = chz.field(default=8, doc="prompts a step")
+    group_size: int = chz.field(default=4, doc="samples a prompt")
+    max_new_tokens: int = chz.field(default=64, doc="new tokens a sample")
+    peer: bool = chz.field(default=True, doc="also run TRL's DistillationTrainer")
+
+    @chz.validate
+    def _pair(self) -> None:
+        given = [self.student, self.teacher, self.prompts]
+        if any(given) and not all(given):
+            raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+
+
+# Steps that fill the pipeline and warm kernels; left out of the medians.
+WARMUP_STEPS = 4
+LR = 3e-4
+
+
+def _opd(config: BenchConfig, pair: tuple[str, str, str], out: Path, staleness: int) -> OpdConfig:
+    student, teacher, prompts = pair
+    return OpdConfig(
+        student=student,
+        teacher=teacher,
+        prompts=prompts,
+        out=str(out),
+        temperature=config.temperature,
+        steps=config.steps + WARMUP_STEPS,
+        prompts_per_step=config.prompts_per_step,
+        group_size=config.group_size,
+        max_new_tokens=config.max_new_tokens,
+        max_staleness=staleness,
+        lr=LR,
+        checkpoint_every=10_000,
+        eval_size=1,
+    )
+
+
+def bench(config: BenchConfig, console: Console) -> None:
+    """Measures, prints the tables, writes bench.json."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
+    if config.student and config.teacher and config.prompts:
+        pair = (config.student, config.teacher, config.prompts)
+    else:
+        made = make_pair(work / "pair")
+        pair = (made.student, made.teacher, made.prompts)
+    stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
+    jobs = {}
+    for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
+        opd = _opd(config, pair, work / mode, staleness)
+        run_opd(opd, console)
+        jobs[mode] = _job(work / mode)
+    peer = _run_peer(config, pair, work / "peer.json") if config.peer else None
+    report = {"stages": stages, "jobs": jobs, "peer": peer, "settings": chz.asdict(config)}
+    (out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
+    _print(report, console)
+    console.print(f"the whole report is in {out / 'bench.json'}")
+
+
+def _job(out: Path) -> dict[str, float]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][WARMUP_STEPS:]
+    names = ("time/step", "time/wait", "time/learn", "time/push", "time/rollout", "time/teacher")
+    return {name: median(step[name] for step in steps) for name in names} | {
+        "tokens_per_s": sum(s["train/tokens"] for s in steps) / sum(s["time/step"] for s in steps),
+        "wait_share": sum(s["time/wait"] for s in steps) / sum(s["time/step"] for s in steps),
+    }
+
+
+def _run_peer(config: BenchConfig, pair: tuple[str, str, str], out: Path) -> dict[str, Any]:
+    python = Path(".venv-peer/bin/python")
+    if not python.exists():
+        raise ConfigError(".venv-peer is missing: run `make bench`, or give peer=False")
+    student, teacher, prompts = pair
+    command = [
+        str(python), str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
+        "--prompts", prompts, "--steps", str(config.steps), "--out", str(out),
+        "--prompts-per-step", str(config.prompts_per_step),
+        "--group-size", str(config.group_size), "--temperature", str(config.temperature),
+        "--max-new-tokens", str(config.max_new_tokens), "--lr", str(LR),
+    ]  # fmt: skip
+    # The peer is one process and may use every core; ours are several with a thread each.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run(command, check=True, timeout=3600, stdout=subprocess.DEVNULL, env=environment)
+    return json.loads(out.read_text())
+
+
+def _print(report: dict[str, Any], console: Console) -> None:
+    table = Table(title="stages, alone, median of a step's work")
+    for header in ("stage", "s/step", "trained tokens/s"):
+        table.add_column(header, justify="right" if header != "stage" else "left")
+    for name in ("rollout", "teacher", "learn", "load"):
+        stage = report["stages"][name]
+        table.add_row(name, f"{stage['seconds']:.3f}", f"{stage['tokens_per_s']:.0f}")
+    console.print(table)
+    table = Table(title="the whole job, median step")
+    for header in ("mode", "s/step", "s wait", "s learn", "s push", "tokens/s"):
+        table.add_column(header, justify="right" if header != "mode" else "left")
+    for mode, job in report["jobs"].items():
+        figures = [f"{job[f'time/{stage}']:.3f}" for stage in ("step", "wait", "learn", "push")]
+        table.add_row(f"isotherm, {mode}", *figures, f"{job['tokens_per_s']:.0f}")
+    if report["peer"]:
+        peer = report["peer"]
+        table.add_row("TRL DistillationTrainer", f"{median(peer['step_seconds']):.3f}", "", "", "",
+                      f"{peer['trained_tokens_per_s']:.0f}")  # fmt: skip
+    console.print(table)
+    console.print(_findings(report), highlight=False)
+
+
+def _findings(report: dict[str, Any]) -> str:
+    stages, job = report["stages"], report["jobs"]["overlapped"]
+    act = stages["rollout"]["seconds"] + stages["teacher"]["seconds"]
+    slower = max(act, stages["learn"]["seconds"])
+    lines = [
+        f"overlap: {job['time/step'] / slower:.2f} x the slower of acting ({act:.3f} s) and "
+        f"learning ({stages['learn']['seconds']:.3f} s) alone",
+        f"push: loading takes {stages['load_over_memcpy']:.1f} x a memcpy of the same bytes",
+    ]
+    if report["peer"]:
+        ratio = job["tokens_per_s"] / report["peer"]["trained_tokens_per_s"]
+        lines.append(f"peer: {ratio:.2f} x TRL's trained tokens per second, same pair, same run")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(BenchConfig, bench, None))

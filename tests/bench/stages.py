@@ -1,0 +1,97 @@
+"""Each stage by itself, in this process: what it can do when it waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from actors.config import EngineConfig
+from actors.episode import rollout_group
+from actors.teacher import score_group
+from cluster.checks import check_opd
+from cluster.config import OpdConfig
+from distill.envs.single_turn import PromptDataset
+from distill.interfaces import Engine
+from distill.rows import policy_rows
+from distill.tensors import PackedTensors
+from distill.types import TrajectoryGroup
+from learner.learner import Learner
+from learner.loop import importance_sampling_loss
+
+REPEATS = 5
+
+
+def _engine(config: EngineConfig) -> Engine:
+    return config.engine_class(**config.arguments())
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    value = run()
+    return time.perf_counter() - started, value
+
+
+def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
+    """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
+    inputs = check_opd(config)
+    dataset = PromptDataset(
+        inputs.train_prompts_P, inputs.tokenizer, group_size=config.group_size, seed=config.seed
+    )
+    policy = _engine(config.engine_config(config.student, "cpu"))
+    teacher = _engine(config.engine_config(config.teacher, "cpu"))
+    learner = Learner(config.learner(config.student, "cpu"), str(scratch))
+
+    async def rollout(step: int) -> list[TrajectoryGroup]:
+        first = step * config.prompts_per_step
+        return await asyncio.gather(
+            *(
+                rollout_group(
+                    policy, dataset.builder(g), config.train_sampling(), group_id=g, seed=0
+                )
+                for g in range(first, first + config.prompts_per_step)
+            )
+        )
+
+    async def score(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+        return await asyncio.gather(*(score_group(teacher, group) for group in groups))
+
+    def learn(groups: list[TrajectoryGroup]) -> None:
+        rows = policy_rows(groups, kl_coef=1.0, kl_discount_factor=0.0, reward_coef=0.0)
+        learner.step(rows, importance_sampling_loss)
+
+    seconds: dict[str, list[float]] = {"rollout": [], "teacher": [], "learn": [], "load": []}
+    weights = learner.weights()
+    with asyncio.Runner() as runner:
+        for step in range(REPEATS + 1):
+            rolled, groups = _timed(lambda s=step: runner.run(rollout(s)))
+            scored, groups = _timed(lambda g=groups: runner.run(score(g)))
+            learnt, _ = _timed(lambda g=groups: learn(g))
+            loaded, _ = _timed(lambda s=step: runner.run(policy.load_weights(weights, s)))
+            if step == 0:
+                continue  # the first pass warms caches and kernels
+            for name, value in zip(seconds, (rolled, scored, learnt, loaded), strict=True):
+                seconds[name].append(value)
+    tokens = sum(group.num_actions for group in groups)
+    context = sum(len(s) for group in groups for s in group.segments())
+    return {
+        "trained_tokens_per_step": tokens,
+        "context_tokens_per_step": context,
+        "load_over_memcpy": median(seconds["load"]) / _memcpy_seconds(weights),
+        **{
+            name: {"seconds": median(values), "tokens_per_s": tokens / median(values)}
+            for name, values in seconds.items()
+        },
+    }
+
+
+def _memcpy_seconds(weights: PackedTensors) -> float:
+    source = torch.zeros(weights.nbytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return median(_timed(lambda: target.copy_(source))[0] for _ in range(9))

@@ -1,0 +1,48 @@
+"""Settings of small runs on the tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config import OpdConfig, SftConfig
+from tests.conftest import TinyPair
+
+
+@pytest.fixture
+def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
+    """opd(**changes): settings of a run that passes every check."""
+
+    def settings(**changes: object) -> OpdConfig:
+        return OpdConfig(
+            **{
+                "student": tiny_pair.student,
+                "teacher": tiny_pair.teacher,
+                "prompts": tiny_pair.prompts,
+                "out": str(tmp_path / "out"),
+                "temperature": 0.7,
+                "max_new_tokens": 8,
+            }
+            | changes
+        )
+
+    return settings
+
+
+@pytest.fixture
+def sft(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., SftConfig]:
+    """sft(**changes): the same for supervised fine-tuning."""
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def settings(**changes: object) -> SftConfig:
+        return SftConfig(
+            **{"model": tiny_pair.student, "data": str(data), "out": str(tmp_path / "out")}
+            | changes
+        )
+
+    return settings

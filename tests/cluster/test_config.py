@@ -1,0 +1,254 @@
+"""Settings: ranges, names, help, exit codes, and that all of it crosses a process."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import chz
+import numpy as np
+import pytest
+
+from actors.config import EngineConfig
+from cluster.checks import check_opd, check_sft
+from cluster.config import OpdConfig, SftConfig
+from cluster.train import main
+from distill.calibration import CalibrationReport, compare
+from distill.envs.single_turn import PromptDataset
+from distill.errors import (
+    CalibrationError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    NonFiniteError,
+)
+from distill.interfaces import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
+from distill.sampling import TrainSampling
+from learner.checkpoint import Checkpoint, CheckpointStore
+from tests.samples import ids, sample
+
+NewOpd = Callable[..., OpdConfig]
+POSITIVE = [
+    "steps", "checkpoint_every", "keep_checkpoints", "token_budget", "threads", "prompts_per_step",
+    "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
+    "eval_size", "eval_max_new_tokens",
+]  # fmt: skip
+NOT_NEGATIVE = ["seed", "max_staleness", "eval_every", "warmup_steps", "eval_top_k"]
+ABOVE_ZERO = ["lr", "max_grad_norm", "deadline_s", "gpus_per_actor", "temperature"]
+FINITE = ["lr", "max_grad_norm", "temperature", "kl_coef", "reward_coef", "weight_decay"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, 0) for name in POSITIVE]
+    + [(name, -1) for name in NOT_NEGATIVE]
+    + [(name, value) for name in ABOVE_ZERO for value in (0.0, -0.5, math.nan)]
+    + [(name, value) for name in FINITE for value in (math.nan, math.inf)]
+    + [("kl_coef", -1.0), ("reward_coef", -1.0), ("weight_decay", -1.0)]
+    + [("kl_discount_factor", value) for value in (-0.1, 1.1, math.nan)]
+    + [("eval_temperature", value) for value in (-0.1, math.nan)]
+    + [("eval_top_p", value) for value in (0.0, 1.1)],
+)
+def test_a_setting_out_of_range_is_named(opd: NewOpd, name: str, value: float) -> None:
+    shown = "max_new_tokens" if name == "eval_max_new_tokens" else name
+    with pytest.raises(ConfigError, match=f"{shown}={value}"):
+        opd(**{name: value})
+
+
+@pytest.mark.parametrize("name", NOT_NEGATIVE)
+def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
+    assert getattr(opd(**{name: 0}), name) == 0
+
+
+def test_a_batch_has_rows(sft: Callable[..., SftConfig]) -> None:
+    with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
+        sft(batch_size=0)
+
+
+def test_what_the_parts_are_given(opd: NewOpd) -> None:
+    """Every setting arrives where it belongs; T in the sampling alone, and so in the data."""
+    config = opd(
+        temperature=0.3, max_new_tokens=5, eval_temperature=0.9, eval_top_p=0.8, eval_top_k=7,
+        eval_max_new_tokens=6, kl_coef=0.4, kl_discount_factor=0.5, reward_coef=0.6, lr=0.01,
+        lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=3.0, steps=9,
+        token_budget=77, seed=4, threads=2, dtype="bfloat16",
+    )  # fmt: skip
+    assert config.train_sampling() == TrainSampling(temperature=0.3, max_new_tokens=5)
+    evaluation = config.eval_sampling()
+    assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
+    assert evaluation.max_new_tokens == 6
+    assert opd(max_new_tokens=5).eval_sampling().max_new_tokens == 5
+    assert chz.asdict(config.objective()) == {
+        "kl_coef": 0.4, "kl_discount_factor": 0.5, "reward_coef": 0.6,
+    }  # fmt: skip
+    learner = config.learner("model", "cpu")
+    assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
+    assert (learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
+    optimizer = learner.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (0.01, "cosine", 2)
+    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.1, 3.0)
+    engine = config.engine_config("model", "cpu")
+    assert (engine.model, engine.dtype, engine.device, engine.threads) == (
+        "model", "bfloat16", "cpu", 2,
+    )  # fmt: skip
+    assert engine.arguments()["model_path"] == "model"
+
+
+def test_temperature_has_one_home() -> None:
+    homes = {
+        config.__name__: name
+        for config in (OpdConfig, SftConfig, EngineConfig)
+        for name in chz.chz_fields(config)
+        if "temperature" in name and not name.startswith("eval_")
+    }
+    assert homes == {"OpdConfig": "temperature"}
+
+
+# The command line
+
+
+def arguments(config: OpdConfig, *more: str) -> list[str]:
+    names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
+    return ["recipe=opd", *(f"{name}={getattr(config, name)}" for name in names), *more]
+
+
+def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> None:
+    config = opd()
+    assert main(arguments(config, "dry_run=True", "steps=3")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "T=0.7" in shown and "run 3 steps into" in shown
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["temperature=0"], "temperature=0.* eval_temperature=0"),
+        (["temperature=-1"], "temperature=-1"),
+        (["top_p=0.9"], "top_p=0.9: training does not truncate"),
+        (["top_k=5"], "top_k=5: training does not truncate"),
+        (["min_p=0.1"], "min_p=0.1: training does not truncate"),
+        (["temperatur=1"], "Did you mean .*temperature"),
+        (["group_sise=1"], "Did you mean .*group_size"),
+        (["steps=many"], "steps"),
+        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, sft"),
+        (["student=/nowhere/at/all"], "cannot read a model config from '/nowhere/at/all'"),
+    ],
+)
+def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: str) -> None:
+    assert main(arguments(opd(), *more)) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed.startswith("error: ")
+    assert re.search(message, printed), printed
+
+
+def test_a_missing_setting_is_named(capsys) -> None:
+    assert main(["recipe=opd", "student=a", "teacher=b", "prompts=c", "out=d"]) == 2
+    assert "temperature" in capsys.readouterr().err
+    assert main(["steps=3"]) == 2
+    assert "no recipe given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("recipe", "config"), [("opd", OpdConfig), ("sft", SftConfig)])
+def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
+    assert main([f"recipe={recipe}", "--help"]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    for name, field in chz.chz_fields(config).items():
+        assert field._doc, f"{name} has no doc"
+        assert name in shown and "".join(field._doc.split()) in shown, name
+
+
+def test_without_a_recipe_the_usage(capsys) -> None:
+    assert main([]) == main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "recipe=NAME" in shown and "opd" in shown and "sft" in shown
+
+
+# What crosses a process
+
+
+def came(value: object) -> object:
+    return pickle.loads(pickle.dumps(value))
+
+
+def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
+    config = opd()
+    checkpoint = Checkpoint(path=CheckpointStore("a", 1).root, step=3, delivery={"watermark": 3})
+    for value in (
+        config,
+        sft(),
+        config.engine_config("m", "cpu"),
+        config.learner("m", "cpu"),
+        config.objective(),
+        config.train_sampling(),
+        config.eval_sampling(),
+        checkpoint,
+        EngineInfo(
+            kind="k", model="m", vocab_size=1, context_length=2, weight_version=3, dtype="float32"
+        ),
+    ):
+        assert came(value) == value
+    store = came(CheckpointStore("a", 2))
+    assert (str(store.root), store._keep) == ("a", 2)
+
+
+def test_requests_and_answers_pickle_whole() -> None:
+    sampling = TrainSampling(temperature=0.5, max_new_tokens=2)
+    request = came(
+        GenerateRequest(prompt_tokens_T=ids(1, 2), sampling=sampling, num_samples=3, seed=9)
+    )
+    assert (request.sampling, request.num_samples, request.seed) == (sampling, 3, 9)
+    assert request.prompt_tokens_T.tolist() == [1, 2]
+    score = came(ScoreRequest(tokens_T=ids(1, 2, 3), start=2, temperatures=(0.5, 1.0)))
+    assert (score.tokens_T.tolist(), score.start, score.temperatures) == ([1, 2, 3], 2, (0.5, 1.0))
+    answer: Sample = came(sample(4, 5, version=7))
+    assert (answer.tokens_T.tolist(), answer.versions_T.tolist()) == ([4, 5], [7, 7])
+    assert answer.stop_reason is sample(4).stop_reason
+    scores = came(Score(logprobs_by_temperature=(np.array([-1.0], np.float32),)))
+    assert [array.tolist() for array in scores.logprobs_by_temperature] == [[-1.0]]
+
+
+def test_a_report_pickles_equal() -> None:
+    same = np.zeros(3, np.float32)
+    report = CalibrationReport(
+        comparisons=(compare("a", same, "b", same, temperature=1.0, dtype="float32"),)
+    )
+    assert came(report) == report
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError, 2), (DataError, 2), (CheckpointError, 2), (CalibrationError, 3)],
+)
+def test_errors_keep_their_words_and_codes(error: type, code: int) -> None:
+    arrived = came(error("what to do"))
+    assert type(arrived) is error and str(arrived) == "what to do" and arrived.exit_code == code
+    for failure in (EngineError, NonFiniteError):
+        assert str(came(failure("why"))) == "why"
+
+
+def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:
+    inputs = check_opd(opd())
+    dataset = PromptDataset(inputs.train_prompts_P, inputs.tokenizer, group_size=3, seed=5)
+    arrived = came(dataset)
+    seen = set()
+    for group_id in range(2 * len(inputs.train_prompts_P)):
+        envs, theirs = dataset.builder(group_id).make_envs(), arrived.builder(group_id).make_envs()
+        observations = {tuple(env.initial_observation().tolist()) for env in [*envs, *theirs]}
+        assert len(envs) == len(theirs) == 3 and len(observations) == 1
+        assert came(dataset.builder(group_id)).group_size == 3
+        seen |= observations
+    assert seen == {tuple(prompt.tokens_T.tolist()) for prompt in inputs.train_prompts_P}
+
+
+def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
+    inputs = came(check_opd(opd()))
+    assert [p.tokens_T.tolist() for p in inputs.train_prompts_P] == [
+        p.tokens_T.tolist() for p in check_opd(opd()).train_prompts_P
+    ]
+    rows = came(check_sft(sft())).rows_D
+    assert [row.source for row in rows] == [row.source for row in check_sft(sft()).rows_D]

@@ -1,0 +1,171 @@
+"""A run's directory: one run, resumable, held by one process, and its records true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import chz
+import pytest
+from transformers import AutoModelForCausalLM
+
+from cluster.config import OpdConfig
+from cluster.outputs import RunDirectory
+from distill.errors import CheckpointError, ConfigError
+from distill.tokenizer import load_tokenizer
+from learner.checkpoint import Checkpoint
+
+NewOpd = Callable[..., OpdConfig]
+# Another valid value of every setting that may differ when a run is resumed.
+MAY_CHANGE = {
+    "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
+    "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
+    "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
+}  # fmt: skip
+MUST_STAY = {
+    "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
+    "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
+    "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
+    "dtype": "bfloat16", "max_staleness": 0, "kl_coef": 0.5, "kl_discount_factor": 0.5,
+    "reward_coef": 0.5,
+}  # fmt: skip
+
+
+def started(config: OpdConfig, resume_from: Checkpoint | None = None) -> RunDirectory:
+    directory = RunDirectory("opd", config)
+    with directory.locked():
+        directory.start(resume_from)
+    return directory
+
+
+def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
+    return directory.store.save(
+        step=step,
+        model=AutoModelForCausalLM.from_pretrained(model_dir),
+        tokenizer=load_tokenizer(model_dir),
+        trainer_state={},
+        delivery={"watermark": step, "beyond": []},
+    )
+
+
+def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
+    config = opd(temperature=1.5)
+    directory = RunDirectory("opd", config)
+    assert directory.check() is None
+    assert not directory.path.exists()  # a check writes nothing
+    started(config)
+    written = json.loads((directory.path / "config.json").read_text())
+    assert written["recipe"] == "opd"
+    assert written["settings"] == chz.asdict(config)
+    assert {"ray", "torch", "transformers"} <= written["versions"].keys()
+    assert directory.check() is None  # started, nothing saved yet: start over
+
+
+def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    save(directory, config.student, 2)
+    newest = save(directory, config.student, 4)
+    assert RunDirectory("opd", config).check() == newest
+    (newest.path / "manifest.json").unlink()
+    assert RunDirectory("opd", config).check().step == 2
+
+
+@pytest.mark.parametrize("name", list(MUST_STAY))
+def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
+    started(opd())
+    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+        RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
+
+
+def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
+    started(opd())
+    assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
+
+
+def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
+    evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
+    known = MAY_CHANGE.keys() | MUST_STAY.keys() | evaluation | {"out", "engine"}
+    assert known == chz.chz_fields(OpdConfig).keys()
+
+
+def test_another_recipe_is_refused(opd: NewOpd) -> None:
+    started(opd())
+    with pytest.raises(ConfigError, match="holds a run of recipe=opd"):
+        RunDirectory("sft", opd()).check()
+
+
+def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out=.*file is a file"):
+        RunDirectory("opd", opd(out=str(tmp_path / "file"))).check()
+    with pytest.raises(ConfigError, match="is not empty and holds no isotherm run"):
+        RunDirectory("opd", opd(out=str(tmp_path))).check()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"recipe": "opd"}'])
+def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
+    directory = started(opd())
+    (directory.path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is unreadable"):
+        directory.check()
+
+
+def test_only_broken_checkpoints_are_no_fresh_start(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    (save(directory, config.student, 2).path / "trainer.pt").unlink()
+    with pytest.raises(CheckpointError, match="none of them complete"):
+        directory.check()
+
+
+def test_metrics_after_the_checkpoint_are_dropped_on_resuming(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    for step in (1, 2, 3, 4):
+        directory.append_metrics({"step": step, "train/loss": step / 8})
+    with (directory.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "train/lo')  # the crash
+    checkpoint = save(directory, config.student, 2)
+    resumed = started(config, checkpoint)
+    kept = [{"step": 1, "train/loss": 0.125}, {"step": 2, "train/loss": 0.25}]
+    assert resumed.read_metrics() == kept
+    resumed.append_metrics({"step": 3, "train/loss": 9.0})
+    assert resumed.read_metrics() == [*kept, {"step": 3, "train/loss": 9.0}]
+    assert started(config).read_metrics() == []  # nothing saved: from the beginning
+
+
+def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
+    ours, theirs = RunDirectory("opd", opd()), RunDirectory("opd", opd())
+    with ours.locked():
+        assert theirs.check() is None
+        with pytest.raises(ConfigError, match="in use by a running job"), theirs.locked():
+            pass
+    with theirs.locked():
+        pass
+
+
+def test_finished_means_finished(opd: NewOpd) -> None:
+    directory = started(opd())
+    assert not directory.is_finished()
+    directory.write_json("summary.json", {"status": "failed"})
+    assert not directory.is_finished()
+    directory.write_json("summary.json", {"status": "finished"})
+    assert directory.is_finished()
+    assert not started(opd()).is_finished()  # it goes on: the old summary is no longer true
+
+
+def test_the_final_model_is_the_checkpoint_s(opd: NewOpd, tiny_pair) -> None:
+    config = opd()
+    directory = started(config)
+    for model_dir in (tiny_pair.teacher, tiny_pair.student):  # the second replaces the first
+        step = len(list(directory.store.root.glob("*"))) + 1
+        directory.finish(save(directory, model_dir, step))
+    final = AutoModelForCausalLM.from_pretrained(directory.final)
+    expected = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
+    for name, parameter in expected.named_parameters():
+        assert final.get_parameter(name).equal(parameter)
+    assert load_tokenizer(str(directory.final)).eos_token_id == 1
+    assert not list(directory.path.glob(".*.partial"))

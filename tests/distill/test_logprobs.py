@@ -1,0 +1,226 @@
+"""Log-probs and entropies against the definition, and vocabulary heads against their models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    PreTrainedModel,
+    Qwen3ForCausalLM,
+)
+
+from distill import logprobs
+from distill.errors import ConfigError
+from distill.logprobs import VocabularyHead, selected_logprobs, token_stats
+from distill.models import new_qwen3
+
+VOCAB = 50
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def by_hand(logits: list[float], token: int, temperature: float) -> tuple[float, float]:
+    """(log p_T(token), entropy of p_T), in float64, a value at a time."""
+    highest = max(logits)
+    total = 0.0
+    for z in logits:
+        total += math.exp((z - highest) / temperature)
+    entropy = 0.0
+    for z in logits:
+        log_p = (z - highest) / temperature - math.log(total)
+        entropy -= math.exp(log_p) * log_p
+    return (logits[token] - highest) / temperature - math.log(total), entropy
+
+
+def drawn_logits(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Five positions, each at a temperature of its own."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = (3 * torch.randn(5, 11, generator=generator)).to(dtype)
+    tokens_N = torch.randint(0, 11, (5,), generator=generator)
+    return logits_NV, tokens_N, torch.tensor([0.05, 0.5, 1.0, 2.0, 30.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_position_at_its_own_temperature(dtype: torch.dtype) -> None:
+    logits_NV, tokens_N, temperature_N = drawn_logits(dtype)
+    stats = token_stats(logits_NV, tokens_N, temperature_N)
+    selected_N = selected_logprobs(logits_NV, tokens_N, temperature_N)
+    for n in range(5):
+        expected = by_hand(logits_NV[n].tolist(), int(tokens_N[n]), float(temperature_N[n]))
+        assert stats.logprobs_N[n].item() == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
+        assert stats.entropy_N[n].item() == pytest.approx(expected[1], rel=1e-4, abs=1e-5)
+        assert selected_N[n].item() == pytest.approx(expected[0], rel=1e-5, abs=1e-5)
+    assert stats.logprobs_N.dtype == stats.entropy_N.dtype == selected_N.dtype == torch.float32
+
+
+def test_nearly_greedy_and_nearly_uniform() -> None:
+    logits_NV = torch.tensor([[4.0, 1.0, -2.0]] * 4)
+    tokens_N = torch.tensor([0, 1, 0, 2])
+    stats = token_stats(logits_NV, tokens_N, torch.tensor([1e-4, 1e-4, 1e6, 1e6]))
+    assert stats.logprobs_N[0].item() == 0
+    assert stats.logprobs_N[1].item() == pytest.approx(-3e4)
+    assert stats.entropy_N[:2].tolist() == [0, 0]
+    assert stats.logprobs_N[2:].tolist() == pytest.approx([-math.log(3)] * 2, abs=1e-5)
+    assert stats.entropy_N[2:].tolist() == pytest.approx([math.log(3)] * 2, abs=1e-5)
+
+
+def test_the_gradient_is_that_of_log_softmax_and_spares_the_entropy() -> None:
+    """d log p_T(y) / d z_v = (1[v = y] - p_T(v)) / T."""
+    logits_NV, tokens_N, temperature_N = drawn_logits()
+    logits_NV.requires_grad_(True)
+    stats = token_stats(logits_NV, tokens_N, temperature_N)
+    assert not stats.entropy_N.requires_grad
+    stats.logprobs_N.sum().backward()
+    assert logits_NV.grad is not None
+    for n in range(5):
+        for v in range(11):
+            p = math.exp(by_hand(logits_NV[n].tolist(), v, float(temperature_N[n]))[0])
+            expected = (float(v == tokens_N[n]) - p) / float(temperature_N[n])
+            assert logits_NV.grad[n, v].item() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def qwen3() -> PreTrainedModel:
+    model = new_qwen3(
+        vocab_size=VOCAB, hidden_size=32, layers=1, heads=2, context_length=64,
+        eos_token_id=1, pad_token_id=0, seed=0,
+    )  # fmt: skip
+    model.model.norm.weight.data.mul_(20)
+    return model
+
+
+def gemma() -> PreTrainedModel:
+    model = from_config(Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=2.0))
+    model.model.norm.weight.data.add_(20)  # Gemma's norm weighs by 1 + w
+    return model
+
+
+def cohere() -> PreTrainedModel:
+    model = from_config(CohereConfig(**SHAPE, logit_scale=0.25))
+    model.model.norm.weight.data.mul_(20)
+    return model
+
+
+def granite() -> PreTrainedModel:
+    model = from_config(GraniteConfig(**SHAPE, logits_scaling=8.0))
+    model.model.norm.weight.data.mul_(20)
+    return model
+
+
+def from_config(config: object) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def hidden_and_logits(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    ids_BT = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.no_grad():
+        hidden_NH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
+        return hidden_NH, model(input_ids=ids_BT, use_cache=False).logits[0].float()
+
+
+@pytest.mark.parametrize(
+    ("build", "plain"), [(qwen3, True), (gemma, False), (cohere, False), (granite, False)]
+)
+def test_the_head_is_the_model_s_own(build, plain: bool) -> None:
+    model = build().eval()
+    hidden_NH, expected_NV = hidden_and_logits(model)
+    head = VocabularyHead(model)
+    torch.testing.assert_close(head(hidden_NH), expected_NV, rtol=1e-5, atol=1e-5)
+    # the model does, or does not, more to its logits than project
+    projected_NV = model.get_output_embeddings()(hidden_NH)
+    assert torch.allclose(projected_NV, expected_NV, rtol=0.05, atol=0.05) == plain
+
+    tokens_N = torch.arange(8)
+    temperature_N = torch.tensor([0.5, 1.0, 2.0, 0.7] * 2)
+    stats = head.token_stats(hidden_NH, tokens_N, temperature_N)
+    log_p_NV = torch.log_softmax(expected_NV / temperature_N[:, None], dim=1)
+    for n in range(8):
+        assert stats.logprobs_N[n].item() == pytest.approx(log_p_NV[n, n].item(), abs=1e-4)
+
+
+def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qwen3()
+    head = VocabularyHead(model)
+    tokens_N = torch.arange(8)
+    temperature_N = torch.linspace(0.4, 2, 8)
+
+    def run(positions: int) -> tuple[Tensor, ...]:
+        monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: positions)
+        hidden_NH = hidden_and_logits(model)[0].requires_grad_(True)
+        model.zero_grad()
+        stats = head.token_stats(hidden_NH, tokens_N, temperature_N)
+        (stats.logprobs_N * torch.arange(8)).sum().backward()
+        weight = model.get_output_embeddings().weight
+        assert hidden_NH.grad is not None and weight.grad is not None
+        with torch.no_grad():
+            without_grad = head.token_stats(hidden_NH, tokens_N, temperature_N)
+        return (*stats, *without_grad, hidden_NH.grad, weight.grad.clone())
+
+    whole = run(8)
+    for rows in (1, 3, 7):
+        for chunked, expected in zip(run(rows), whole, strict=True):
+            largest = max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-6 * largest)
+
+
+def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = qwen3()
+    head = VocabularyHead(model)
+    hidden_NH, _ = hidden_and_logits(model)
+    sizes: list[int] = []
+    project = head.projection
+
+    def spy(hidden: Tensor) -> Tensor:
+        sizes.append(len(hidden))
+        return project(hidden)
+
+    spy.weight = model.get_output_embeddings().weight  # pyright: ignore[reportFunctionMemberAccess]
+    head.projection = spy
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
+    with torch.no_grad():
+        head.token_stats(hidden_NH, torch.arange(8), torch.ones(8))
+    assert sizes == [3, 3, 2]
+
+
+@pytest.mark.parametrize("vocab_size", [32, 4096, 151_936])
+def test_chunks_stay_near_the_cache_and_never_shrink_to_nothing(vocab_size: int) -> None:
+    positions = logprobs.positions_per_chunk(torch.device("cpu"), vocab_size)
+    assert positions >= 64
+    assert positions == 64 or positions * vocab_size <= 1 << 20
+
+
+class _Strange(Qwen3ForCausalLM):
+    """Does to its logits what no rule here knows."""
+
+    def forward(self, *args: object, **kwargs: object):
+        output = super().forward(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        output.logits = output.logits * 1.5
+        return output
+
+
+def test_an_unknown_post_processing_is_refused() -> None:
+    model = _Strange(qwen3().config)
+    with pytest.raises(ConfigError, match="_Strange changes its logits after lm_head"):
+        VocabularyHead(model)
+
+
+def test_a_model_without_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Qwen3Model has no vocabulary projection"):
+        VocabularyHead(qwen3().base_model)
+
+
+def test_the_check_leaves_the_model_as_it_was() -> None:
+    model = qwen3().train()
+    VocabularyHead(model)
+    assert model.training and all(p.grad is None for p in model.parameters())

@@ -1,0 +1,91 @@
+"""A step's metrics against loops over its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distill.metrics import group_metrics
+from distill.types import StopReason, TrajectoryGroup
+from tests.samples import group, segment, trajectory
+
+
+def uneven_groups() -> list[TrajectoryGroup]:
+    """Two groups of different sizes, versions and endings; one trajectory has two segments."""
+    two_turns = trajectory(
+        segment(2, 1, seed=1, version=4),
+        segment(3, 5, seed=2, version=5),
+        reward=3.0,
+        stop=StopReason.LENGTH,
+    )
+    return [
+        TrajectoryGroup(
+            group_id=0,
+            trajectories_G=(two_turns, trajectory(segment(seed=3, version=4), reward=-1.0)),
+            metrics={"time/rollout": 2.0, "time/teacher": 1.0},
+        ),
+        replace(group(1, version=3), metrics={"time/rollout": 4.0}),
+    ]
+
+
+def test_every_metric_written_out() -> None:
+    groups = uneven_groups()
+    kl = kl_q1 = staleness = rewards = eos = 0.0
+    tokens = trajectories = stalest = 0
+    for made in groups:
+        for member in made.trajectories_G:
+            trajectories += 1
+            rewards += member.reward
+            eos += member.stop_reason == "eos"
+            for s in member.segments:
+                for t in range(len(s)):
+                    if s.action_mask_T[t]:
+                        tokens += 1
+                        kl += s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]
+                        kl_q1 += s.behaviour_logprobs_T[t] - s.teacher_logprobs_q1_T[t]
+                        staleness += 6 - s.versions_T[t]
+                        stalest = max(stalest, 6 - s.versions_T[t])
+    metrics = group_metrics(groups, version=6)
+    assert metrics == pytest.approx(
+        {
+            "opd/reverse_kl": kl / tokens,
+            "opd/reverse_kl_vs_q1": kl_q1 / tokens,
+            "opd/bias": (kl_q1 - kl) / tokens,
+            "staleness/mean": staleness / tokens,
+            "staleness/max": stalest,
+            "reward/mean": rewards / trajectories,
+            "rollout/response_length": tokens / trajectories,
+            "rollout/eos_share": eos / trajectories,
+            "time/rollout": 3.0,
+            "time/teacher": 1.0,
+        }
+    )
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_known_numbers() -> None:
+    made = segment(
+        1,
+        2,
+        version=7,
+        behaviour_logprobs_T=[0, -1.0, -2.0],
+        teacher_logprobs_T=[0, -3.0, -1.0],
+        teacher_logprobs_q1_T=[0, -2.0, -1.0],
+    )
+    metrics = group_metrics(
+        [TrajectoryGroup(group_id=0, trajectories_G=(trajectory(made),))], version=7
+    )
+    assert metrics["opd/reverse_kl"] == (2 - 1) / 2
+    assert metrics["opd/reverse_kl_vs_q1"] == (1 - 1) / 2
+    assert metrics["opd/bias"] == -0.5
+    assert metrics["staleness/max"] == 0
+
+
+def test_without_scores_there_is_no_kl() -> None:
+    unscored = group_metrics([group(teacher_logprobs_T=None)], version=0)
+    assert not any(name.startswith("opd/") for name in unscored)
+    unmetered = group_metrics([group(teacher_logprobs_q1_T=None)], version=0)
+    assert {name for name in unmetered if name.startswith("opd/")} == {"opd/reverse_kl"}
+    half = group_metrics([group(0), group(1, teacher_logprobs_T=None)], version=0)
+    assert "opd/reverse_kl" not in half

@@ -1,0 +1,79 @@
+"""One home for T: above 0 and never truncated in training, 0 and up in evaluation."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.errors import ConfigError
+from distill.sampling import EvalSampling, TrainSampling, check_temperature
+
+
+@given(st.floats())
+def test_training_takes_every_finite_temperature_above_zero_and_no_other(value: float) -> None:
+    if math.isfinite(value) and value > 0:
+        assert TrainSampling(temperature=value, max_new_tokens=1).temperature == value
+    else:
+        with pytest.raises(ConfigError, match="temperature="):
+            TrainSampling(temperature=value, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("value", ["1.0", None, [1.0]])
+def test_a_temperature_is_a_number(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"my\.field=.* is not a finite number"):
+        check_temperature(value, "my.field")  # pyright: ignore[reportArgumentType]
+
+
+def test_greedy_training_is_sent_to_evaluation() -> None:
+    with pytest.raises(ConfigError, match="eval_temperature=0"):
+        TrainSampling(temperature=0, max_new_tokens=1)
+
+
+def test_training_has_no_truncation_to_set() -> None:
+    assert {field.name for field in fields(TrainSampling)} == {"temperature", "max_new_tokens"}
+
+
+@pytest.mark.parametrize("sampling", [TrainSampling, EvalSampling])
+def test_at_least_one_token(sampling: type) -> None:
+    with pytest.raises(ConfigError, match="max_new_tokens=0"):
+        sampling(temperature=1.0, max_new_tokens=0)
+
+
+def test_greedy_evaluation_truncates_nothing_by_default() -> None:
+    greedy = EvalSampling(temperature=0.0, max_new_tokens=3)
+    assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", -0.1, "eval_temperature=-0.1"),
+        ("temperature", math.nan, "eval_temperature=nan"),
+        ("temperature", math.inf, "eval_temperature=inf"),
+        ("top_p", 0.0, "eval_top_p=0.0"),
+        ("top_p", 1.01, "eval_top_p=1.01"),
+        ("top_p", math.nan, "eval_top_p=nan"),
+        ("top_k", -1, "eval_top_k=-1"),
+    ],
+)
+def test_evaluation_ranges(name: str, value: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvalSampling(**{"temperature": 1.0, "max_new_tokens": 3, name: value})
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        TrainSampling(temperature=0.3, max_new_tokens=5),
+        EvalSampling(temperature=0.3, max_new_tokens=5, top_p=0.5, top_k=7),
+    ],
+)
+def test_immutable_and_pickled_equal(sampling: TrainSampling | EvalSampling) -> None:
+    assert pickle.loads(pickle.dumps(sampling)) == sampling
+    with pytest.raises(FrozenInstanceError):
+        sampling.temperature = 1.0  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,105 @@
+"""Turns become one chain while the prefix holds, and a new segment when it breaks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.errors import DataError
+from distill.segments import SegmentBuilder
+from distill.types import Segment
+from tests.samples import Sample, ids, sample
+
+
+def build(*turns: tuple[np.ndarray, Sample]) -> tuple[Segment, ...]:
+    builder = SegmentBuilder(0.7)
+    for observation_T, taken in turns:
+        builder.append(observation_T, taken)
+    return builder.build()
+
+
+def test_one_turn() -> None:
+    [made] = build((ids(5, 6), sample(7, 1, version=3)))
+    assert made.tokens_T.tolist() == [5, 6, 7, 1]
+    assert made.action_mask_T.tolist() == [False, False, True, True]
+    assert made.behaviour_logprobs_T.tolist() == [0, 0, -1, -2]
+    assert made.versions_T.tolist() == [-1, -1, 3, 3]
+    assert made.temperature == 0.7 and made.teacher_logprobs_T is None
+
+
+def test_a_second_turn_extends_the_chain() -> None:
+    [made] = build(
+        (ids(5, 6), sample(7, 1)),
+        (ids(5, 6, 7, 1, 8, 9), sample(4, version=2, logprob=-5)),
+    )
+    assert made.tokens_T.tolist() == [5, 6, 7, 1, 8, 9, 4]
+    assert made.action_mask_T.tolist() == [False, False, True, True, False, False, True]
+    assert made.behaviour_logprobs_T.tolist() == [0, 0, -1, -2, 0, 0, -5]
+    assert made.versions_T.tolist() == [-1, -1, 0, 0, -1, -1, 2]
+
+
+def test_a_turn_may_add_no_observation() -> None:
+    [made] = build((ids(5), sample(7)), (ids(5, 7), sample(8)))
+    assert made.tokens_T.tolist() == [5, 7, 8]
+    assert made.action_mask_T.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        ids(5, 6, 2, 1, 8),  # what was sampled came back re-encoded
+        ids(3, 6, 7, 1, 8),  # the context was rewritten
+        ids(5, 6, 7),  # the history was cut
+    ],
+)
+def test_a_broken_prefix_opens_a_new_segment(second: np.ndarray) -> None:
+    first, new = build((ids(5, 6), sample(7, 1)), (second, sample(4)))
+    assert first.tokens_T.tolist() == [5, 6, 7, 1]
+    assert new.tokens_T.tolist() == [*second.tolist(), 4]
+    assert new.action_mask_T.tolist() == [False] * len(second) + [True]
+
+
+def test_the_chain_goes_on_from_where_it_broke() -> None:
+    made = build(
+        (ids(5), sample(7)),
+        (ids(9), sample(8)),
+        (ids(9, 8, 3), sample(2)),
+    )
+    assert [segment.tokens_T.tolist() for segment in made] == [[5, 7], [9, 8, 3, 2]]
+
+
+def test_no_turns_no_segments() -> None:
+    assert build() == ()
+
+
+def test_nothing_to_see_before_the_first_sample_is_refused() -> None:
+    with pytest.raises(DataError, match=r"action_mask_T\[0\]"):
+        build((ids(), sample(7)))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 9), min_size=1, max_size=4),  # newly observed
+            st.lists(st.integers(0, 9), min_size=1, max_size=4),  # sampled
+            st.booleans(),  # whether the context starts afresh
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_every_sampled_token_is_kept_once_with_its_context(turns: list) -> None:
+    builder, context, expected = SegmentBuilder(0.7), [], []
+    for observed, sampled, afresh in turns:
+        context = ([] if afresh else context) + observed
+        builder.append(ids(*context), sample(*sampled))
+        for token in sampled:
+            expected.append((tuple(context), token))
+            context = [*context, token]
+    made = []
+    for segment in builder.build():
+        for t in np.flatnonzero(segment.action_mask_T):
+            made.append((tuple(segment.tokens_T[:t].tolist()), int(segment.tokens_T[t])))
+    assert made == expected

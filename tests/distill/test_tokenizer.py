@@ -1,0 +1,83 @@
+"""Two tokenizers either mean the same by every id, or the first difference is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import normalizers
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import CheckpointError, ConfigError
+from distill.tokenizer import check_same_tokenizer, fingerprint, first_difference, load_tokenizer
+from tests.tiny import save_tokenizer, tiny_model_dir
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    def made(**settings: object) -> PreTrainedTokenizerBase:
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        save_tokenizer(directory, **settings)
+        return load_tokenizer(str(directory))
+
+    return made
+
+
+def test_the_tiny_tokenizer_is_reversible(tokenizer: PreTrainedTokenizerBase) -> None:
+    text = "Hello, world!\n 1+1 = 2"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+
+
+def test_equal_tokenizers_have_no_difference(make) -> None:
+    a, b = make(), make()
+    assert first_difference(a, b) is None
+    assert fingerprint(a) == fingerprint(b)
+    check_same_tokenizer(a, b)
+
+
+@pytest.mark.parametrize(
+    ("settings", "difference"),
+    [
+        ({"alphabet": "acb"}, "id 4 is 'b' to the student and 'c' to the teacher"),
+        ({"alphabet": "ab"}, "id 5 is 'c' to the student and None to the teacher"),
+        ({"alphabet": "abcd"}, "id 6 is None to the student and 'd' to the teacher"),
+        ({"alphabet": "abc", "eos_token": "<pad>"}, r"eos_token_id is 1 \(student\) and 0"),
+    ],
+)
+def test_the_first_difference_is_named(make, settings: dict, difference: str) -> None:
+    student, teacher = make(alphabet="abc"), make(**settings)
+    assert fingerprint(student) != fingerprint(teacher)
+    with pytest.raises(ConfigError, match=f"do not share a tokenizer: {difference}"):
+        check_same_tokenizer(student, teacher)
+
+
+def test_one_vocabulary_two_encodings(make) -> None:
+    student, teacher = make(), make()
+    teacher.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ConfigError, match=r"the text 'Hello, world!.* is encoded differently"):
+        check_same_tokenizer(student, teacher)
+
+
+def test_the_fingerprint_covers_the_chat_template(make) -> None:
+    plain, chat = fingerprint(make(chat_template=None)), fingerprint(make())
+    assert plain.chat_template_hash is None and chat.chat_template_hash is not None
+    assert plain.vocab_hash == chat.vocab_hash
+    assert fingerprint(make(chat_template="x")).chat_template_hash != chat.chat_template_hash
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    weights_only = tiny_model_dir(tmp_path, seed=0, hidden_size=32, layers=1)
+    for path in (str(tmp_path / "nowhere"), weights_only):
+        with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
+            load_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"version": "1.0"})])
+def test_a_corrupt_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,80 @@
+"""Runs of the real command, in a process of its own, with everything it prints kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+# Against hangs only: no test asserts how long a run takes.
+DEADLINE_S = 300
+
+
+def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
+    """Arguments of a small OPD run on a tiny pair."""
+    settings: dict[str, object] = {
+        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": out,
+        "temperature": 0.7, "steps": 6, "prompts_per_step": 4, "group_size": 2,
+        "max_new_tokens": 8, "lr": 3e-3, "checkpoint_every": 2, "eval_size": 2,
+    } | overrides  # fmt: skip
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """Starts `python -m module arguments` in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """(exit code, everything printed)."""
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"the run hung; it printed:\n{output}") from None
+    return process.returncode, output
+
+
+def run(module: str, *arguments: str) -> tuple[int, str]:
+    return finish(start(module, *arguments))
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Waits for a condition of a running process; fails with its output if it ends first."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not ready():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended too early:\n{process.communicate()[0]}")
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.05)
+
+
+def trained_groups(out: Path) -> list[int]:
+    """Group ids of every step in metrics.jsonl, in order."""
+    return [
+        group_id
+        for step in metrics(out)
+        for group_id in range(int(step["groups/first"]), int(step["groups/last"]) + 1)
+    ]

@@ -1,0 +1,116 @@
+"""The main job on real Ray actors lowers the exact divergence, at each temperature and mode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cluster.config import OpdConfig, SftConfig
+from cluster.recipes.opd import run_opd
+from cluster.recipes.sft import run_sft
+from tests.conftest import TinyPair
+from tests.e2e.harness import metrics, trained_groups
+from tests.e2e.judge import exact_reverse_kl
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
+
+PROMPTS_PER_STEP = 8
+
+
+def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
+    settings = {
+        "temperature": 0.7, "steps": 30, "prompts_per_step": PROMPTS_PER_STEP, "group_size": 8,
+        "max_new_tokens": 8, "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100,
+    } | overrides  # fmt: skip
+    config = OpdConfig(
+        student=pair.student, teacher=pair.teacher, prompts=pair.prompts, out=str(out), **settings
+    )
+    run_opd(config, Console(quiet=True))
+    return out
+
+
+def judged(student: str | Path, pair: TinyPair, temperature: float) -> float:
+    """On prompts that the run never saw."""
+    held_out = [f"{a} - {b} =" for a in (7, 8, 9) for b in (1, 2)]
+    return exact_reverse_kl(
+        str(student), pair.teacher, held_out, temperature, max_new_tokens=8, samples=4
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperature: float) -> None:
+    out = distil(tiny_pair, tmp_path / "run", temperature=temperature)
+    before = judged(tiny_pair.student, tiny_pair, temperature)
+    after = judged(out / "final", tiny_pair, temperature)
+    assert after < 0.8 * before
+
+    steps = metrics(out)
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert trained_groups(out) == list(range(30 * PROMPTS_PER_STEP))
+    for step in steps:
+        assert step["opd/bias"] == pytest.approx(
+            step["opd/reverse_kl_vs_q1"] - step["opd/reverse_kl"]
+        )
+        if temperature == 1.0:
+            assert step["opd/bias"] == pytest.approx(0, abs=1e-5)
+
+
+def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    steps = metrics(distil(tiny_pair, tmp_path / "run", max_staleness=0, steps=5))
+    assert [step["staleness/max"] for step in steps] == [0] * 5
+    # On its own weights the learner must find the log-probs that the engine reported.
+    assert max(step["train/logprob_gap"] for step in steps) < 1e-4
+    assert all(step["train/ratio"] == pytest.approx(1, abs=1e-4) for step in steps)
+
+
+def test_overlapped_runs_are_stale_by_at_most_the_bound(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    steps = metrics(distil(tiny_pair, tmp_path / "run", max_staleness=2, steps=8))
+    assert max(step["staleness/max"] for step in steps) <= 2
+    assert any(step["staleness/max"] > 0 for step in steps), "rollouts never ran ahead"
+    assert max(step["train/logprob_gap"] for step in steps) > 1e-3, "the weights never moved"
+
+
+def test_several_engines_and_workers_share_the_work(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = distil(
+        tiny_pair, tmp_path / "run", policy_engines=2, teacher_engines=2, rollout_workers=2, steps=4
+    )
+    assert trained_groups(out) == list(range(4 * PROMPTS_PER_STEP))
+    assert metrics(out)[0]["train/logprob_gap"] < 1e-4
+
+
+def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = distil(tiny_pair, tmp_path / "run", steps=4, eval_every=2, wandb="offline")
+    model = AutoModelForCausalLM.from_pretrained(out / "final")
+    assert model.config.vocab_size == 160
+    assert AutoTokenizer.from_pretrained(out / "final").eos_token == "<eos>"
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 4
+    assert summary["eval after"]["eval/accuracy"] >= 0
+    assert json.loads((out / "calibration.json").read_text())["agrees"] is True
+    config = json.loads((out / "config.json").read_text())
+    assert config["settings"]["temperature"] == 0.7 and config["versions"]["ray"]
+    assert "eval/reverse_kl" in metrics(out)[1] and "eval/reverse_kl" not in metrics(out)[0]
+    assert list((out / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
+
+
+def test_sft_teaches_and_its_model_can_be_distilled(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SftConfig(
+        model=tiny_pair.teacher, data=str(data), out=str(tmp_path / "sft"), steps=40, batch_size=9,
+        lr=3e-3,
+    )  # fmt: skip
+    run_sft(config, Console(quiet=True))
+    losses = [step["train/nll"] for step in metrics(tmp_path / "sft")]
+    assert losses[-1] < 0.3 < losses[0]
+    pair = TinyPair(
+        student=tiny_pair.student, teacher=str(tmp_path / "sft/final"), prompts=tiny_pair.prompts
+    )
+    assert len(metrics(distil(pair, tmp_path / "opd", steps=2))) == 2

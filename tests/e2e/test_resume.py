@@ -1,0 +1,130 @@
+"""Death and return: whatever kills a run, the same command finishes it, once per group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import TinyPair
+from tests.e2e.harness import (
+    DEADLINE_S,
+    finish,
+    metrics,
+    opd_arguments,
+    run,
+    start,
+    trained_groups,
+    wait_until,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def start_until_step(arguments: list[str], out: Path, step: int):
+    process = start("cluster.train", "recipe=opd", *arguments)
+    wait_until(lambda: len(metrics(out)) >= step, process)
+    return process
+
+
+def summary(out: Path) -> dict:
+    return json.loads((out / "summary.json").read_text())
+
+
+def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
+    """Every step once, every group once, in order."""
+    assert [step["step"] for step in metrics(out)] == list(range(1, steps + 1))
+    assert trained_groups(out) == list(range(steps * prompts_per_step))
+    assert summary(out)["status"] == "finished"
+
+
+def test_resume_after_the_driver_is_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """kill -9 of the driver; every process it started must end, and the run must go on."""
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=40, checkpoint_every=5, eval_size=1)
+    process = start_until_step(arguments, out, 12)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = metrics(out)
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)  # Ray's own agents go last
+    assert not alive, f"orphans: {[child.cmdline()[:3] for child in alive]}"
+
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    assert "resuming from" in output
+    assert_whole(out, 40)
+    # The curve continues: steps up to the checkpoint are the ones written before the kill.
+    kept = [step for step in metrics(out) if step["step"] <= 10]
+    assert kept == before[:10]
+    uninterrupted = sum(step["opd/reverse_kl"] for step in metrics(out)[:10]) / 10
+    resumed = sum(step["opd/reverse_kl"] for step in metrics(out)[-10:]) / 10
+    assert resumed < uninterrupted, "the resumed part learnt nothing"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_checkpoints_and_exits_with_its_code(
+    tiny_pair: TinyPair, tmp_path: Path, signum: signal.Signals
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=500, checkpoint_every=1000, eval_size=1)
+    process = start_until_step(arguments, out, 3)
+    process.send_signal(signum)
+    code, output = finish(process)
+    assert code == 128 + signum, output
+    assert "is in a checkpoint" in output
+    assert summary(out)["status"] == "interrupted"
+    done = len(metrics(out))
+    assert (out / f"checkpoints/step-{done:06d}/manifest.json").is_file(), (
+        "metrics and weights part"
+    )
+
+    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={done + 2}")
+    assert code == 0, output
+    assert_whole(out, done + 2)
+
+
+@pytest.mark.parametrize("victim", ["policy", "learner", "rollout"])
+def test_an_actor_killed_ends_the_run_and_is_named(
+    tiny_pair: TinyPair, tmp_path: Path, victim: str
+) -> None:
+    titles = {"policy": "EmbeddedEngine", "learner": "LearnerActor", "rollout": "RolloutWorker"}
+    names = {"policy": "policy engine 0", "learner": "learner", "rollout": "rollout worker 0"}
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=12, checkpoint_every=2)
+    process = start_until_step([*arguments, "steps=500"], out, 3)
+    actors = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if f"ray::{titles[victim]}" in " ".join(child.cmdline())
+    ]
+    assert actors, "the actor's process was not found"
+    os.kill(min(actors, key=lambda child: child.create_time()).pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 1, output
+    assert f"{names[victim]} died" in output or "teacher engine 0 died" in output
+    assert summary(out)["status"] == "failed"
+
+    steps = len(metrics(out)) + 2
+    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
+    assert code == 0, output
+    assert_whole(out, steps)
+
+
+def test_a_finished_run_is_left_alone_and_can_be_prolonged(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=2)
+    assert run("cluster.train", "recipe=opd", *arguments)[0] == 0
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0 and "nothing to do" in output
+    code, output = run("cluster.train", "recipe=opd", *arguments, "temperature=0.9")
+    assert code == 2 and "temperature was 0.7 there and is 0.9 now" in output
+    code, output = run("cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, steps=4))
+    assert code == 0, output
+    assert_whole(out, 4)

@@ -1,0 +1,284 @@
+"""Checkpoints: whole or not at all, whatever kills the writer; a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import CheckpointError
+from distill.tokenizer import load_tokenizer
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.learner import Learner
+from learner.loop import importance_sampling_loss
+from tests.conftest import TinyPair
+from tests.learner.conftest import NewLearner
+from tests.samples import training_row
+from tests.tiny import save_tokenizer
+
+ROWS = [training_row(2 + i, 4, seed=i) for i in range(8)]
+# A forked child starts at once; it must only write files and end.
+fork = multiprocessing.get_context("fork")
+
+
+def train(learner: Learner, first: int, steps: int) -> list[dict[str, float]]:
+    """Steps `first` and on, each on a pair of rows that follows from its number."""
+    return [
+        learner.step([ROWS[step % 8], ROWS[(3 * step + 1) % 8]], importance_sampling_loss)
+        for step in range(first, first + steps)
+    ]
+
+
+@pytest.fixture
+def learner(new_learner: NewLearner) -> Learner:
+    made = new_learner()
+    train(made, 0, 1)
+    return made
+
+
+@pytest.fixture
+def save(learner: Learner, tokenizer: PreTrainedTokenizerBase):
+    def save_step(store: CheckpointStore, step: int, **changes: object) -> Checkpoint:
+        settings = {
+            "step": step,
+            "model": learner.model,
+            "tokenizer": tokenizer,
+            "trainer_state": learner.trainer_state(),
+            "delivery": {"watermark": 4 * step, "beyond": [4 * step + 2]},
+        }
+        return store.save(**settings | changes)
+
+    return save_step
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def test_what_is_saved_comes_back(
+    store: CheckpointStore, save, learner: Learner, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert store.latest() is None
+    made = save(store, 3)
+    found = CheckpointStore(store.root, keep=2).latest()
+    assert found == made
+    assert (found.step, found.delivery) == (3, {"watermark": 12, "beyond": [14]})
+    model = AutoModelForCausalLM.from_pretrained(found.model_dir)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, learner.model.get_parameter(name)), name
+    assert load_tokenizer(found.model_dir).get_vocab() == tokenizer.get_vocab()
+    state, expected = found.trainer_state(), learner.trainer_state()
+    assert state.keys() == expected.keys() and state["schedule"] == expected["schedule"]
+    assert torch.equal(state["torch_rng"], expected["torch_rng"])
+    for i, moments in expected["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(state["optimizer"]["state"][i][name], value)
+
+
+def test_the_newest_are_kept(store: CheckpointStore, save) -> None:
+    for step in (9, 10, 100, 1_000_000):
+        save(store, step)
+        assert store.latest().step == step
+    assert names(store) == ["step-000100", "step-1000000"]
+
+
+def test_a_step_that_is_saved_is_left_alone(store: CheckpointStore, save) -> None:
+    first = save(store, 1)
+    written = (first.path / "manifest.json").stat().st_mtime_ns
+    assert save(store, 1) == first
+    assert (first.path / "manifest.json").stat().st_mtime_ns == written
+    (first.path / "trainer.pt").write_bytes(b"")  # unless it is broken
+    assert store_intact(save(store, 1))
+
+
+def store_intact(checkpoint: Checkpoint) -> bool:
+    AutoModelForCausalLM.from_pretrained(checkpoint.model_dir)
+    return bool(checkpoint.trainer_state())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def write(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("model/model.safetensors", cut),
+        ("model/model.safetensors", Path.unlink),
+        ("model/tokenizer.json", cut),
+        ("model/config.json", Path.unlink),
+        ("trainer.pt", cut),
+        ("manifest.json", Path.unlink),
+        ("manifest.json", cut),
+        ("manifest.json", write("[]")),
+        ("manifest.json", write("{}")),
+        ("manifest.json", write('{"sizes": {}}')),
+        ("manifest.json", write('{"sizes": [1], "step": 2, "delivery": {}}')),
+    ],
+)
+def test_an_incomplete_checkpoint_is_passed_over(
+    store: CheckpointStore, save, name: str, harm: Callable[[Path], None]
+) -> None:
+    first, second = save(store, 1), save(store, 2)
+    harm(second.path / name)
+    assert store.latest() == first
+    shutil.rmtree(first.path)
+    with pytest.raises(CheckpointError, match="holds step-000002, none of them complete"):
+        store.latest()
+
+
+def test_a_corrupt_trainer_state_is_named(store: CheckpointStore, save) -> None:
+    path = save(store, 1).path / "trainer.pt"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"cannot read .*trainer\.pt"):
+        store.latest().trainer_state()
+
+
+# Deaths
+
+
+def die_at(countdown: int, action: Callable[[], object]) -> None:
+    """Runs `action`, and kills this process just before its `countdown`-th change of a file."""
+    changes = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+    left = countdown
+
+    def on_event(event: str, arguments: tuple) -> None:
+        nonlocal left
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in changes:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(on_event)
+    action()
+
+
+def exit_code(target: Callable[..., object], *arguments: object) -> int:
+    process = fork.Process(target=target, args=arguments)
+    process.start()
+    process.join(timeout=300)  # a child that hangs must not hang the tests
+    if process.exitcode is None:
+        process.kill()
+        pytest.fail("the forked child did not end")
+    return process.exitcode
+
+
+def test_killed_between_any_two_writes_a_whole_checkpoint_is_left(tmp_path: Path, save) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    first = save(store, 1)
+    kept = tmp_path / "kept"
+    shutil.copytree(first.path, kept)
+    found: list[int] = []
+    for countdown in range(1, 200):
+        code = exit_code(die_at, countdown, lambda: save(store, 2))
+        latest = store.latest()
+        assert latest is not None and store_intact(latest)
+        found.append(latest.step)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        again = save(store, 2)  # the resumed run writes over what was left
+        assert store.latest() == again and not list(store.root.glob(".*.partial"))
+        shutil.rmtree(store.root)
+        store.root.mkdir()
+        shutil.copytree(kept, first.path)
+    assert code == 0 and len(found) > 10
+    assert found == sorted(found) and set(found) == {1, 2}
+
+
+def save_with_limit(limit: int, action: Callable[[], object], answer) -> None:
+    """In a child: no file may grow past `limit` bytes, as on a disk that fills up."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        action()
+        answer.send("saved")
+    except CheckpointError as error:
+        answer.send(str(error))
+
+
+@pytest.mark.parametrize("full_at", ["model/model.safetensors", "trainer.pt", "tokenizer.json"])
+def test_a_full_disk_leaves_the_earlier_checkpoint(
+    store: CheckpointStore, save, tmp_path: Path, full_at: str
+) -> None:
+    first = save(store, 1)
+    changes: dict[str, object] = {}
+    if full_at == "tokenizer.json":  # larger than all the rest
+        save_tokenizer(tmp_path / "wide", alphabet="".join(map(chr, range(0x4E00, 0x9FFF))))
+        changes = {"tokenizer": load_tokenizer(str(tmp_path / "wide")), "trainer_state": {}}
+        limit = (tmp_path / "wide" / full_at).stat().st_size - 1
+        assert limit > (first.path / "model/model.safetensors").stat().st_size
+    else:
+        limit = (first.path / full_at).stat().st_size - 1
+    answer, theirs = fork.Pipe(duplex=False)
+    assert exit_code(save_with_limit, limit, lambda: save(store, 2, **changes), theirs) == 0
+    message = answer.recv()
+    assert "cannot write checkpoint" in message and "step-000002" in message
+    assert f"the newest complete one is {first.path}" in message
+    assert names(store) == ["step-000001"]
+    assert store.latest() == first and store_intact(first)
+    assert save(store, 2, **changes).step == 2  # with room again
+
+
+# Resuming
+
+
+def with_dropout(model_dir: str, directory: Path) -> str:
+    """A copy of the checkpoint whose steps depend on torch's random state."""
+    shutil.copytree(model_dir, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    return str(directory)
+
+
+def test_a_resumed_run_is_bit_for_bit_the_same_run(
+    new_learner: NewLearner,
+    tiny_pair: TinyPair,
+    tokenizer: PreTrainedTokenizerBase,
+    store: CheckpointStore,
+    tmp_path: Path,
+) -> None:
+    model = with_dropout(tiny_pair.student, tmp_path / "dropout")
+    settings = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "total_steps": 6}
+    straight = new_learner(model=model, **settings)
+    expected = train(straight, 0, 6)
+
+    before = new_learner(model=model, **settings)
+    made = train(before, 0, 3)
+    checkpoint = store.save(
+        step=3,
+        model=before.model,
+        tokenizer=tokenizer,
+        trainer_state=before.trainer_state(),
+        delivery={},
+    )
+    after = new_learner(model=checkpoint.model_dir, **settings)
+    after.load_trainer_state(checkpoint.trainer_state())
+    made += train(after, 3, 3)
+
+    assert made == expected
+    for name, parameter in straight.model.named_parameters():
+        assert torch.equal(after.model.get_parameter(name), parameter), name
+
+    forgetful = new_learner(model=checkpoint.model_dir, **settings)
+    assert train(forgetful, 3, 3) != expected[3:]  # the state matters

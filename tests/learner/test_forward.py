@@ -1,0 +1,91 @@
+"""The learner's log-probs are the model's own, whatever a row is batched with."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from distill.batching import TrainingRow, collate
+from learner.forward import Forward
+from tests.conftest import TinyPair
+from tests.samples import training_row
+
+ROWS = [
+    training_row(2, 5, seed=1, temperature=0.5),
+    training_row(9, 12, seed=2, temperature=1.0),
+    training_row(1, 1, seed=3, temperature=2.0),
+    training_row(4, 3, seed=4, temperature=0.1),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pair: TinyPair) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32).eval()
+
+
+def naive(model: PreTrainedModel, row: TrainingRow) -> list[tuple[float, float]]:
+    """(log-prob, entropy) of each trained token: the row alone, all its logits, one by one."""
+    with torch.no_grad():
+        logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0]
+    found = []
+    for t in np.flatnonzero(row.loss_mask_T):
+        log_p_V = torch.log_softmax(logits_TV[t - 1].double() / row.temperature, dim=0)
+        entropy = -sum(p.exp() * p for p in log_p_V)
+        found.append((log_p_V[row.tokens_T[t]].item(), float(entropy)))
+    return found
+
+
+@pytest.mark.parametrize("order", [[0], [0, 1, 2, 3], [3, 1, 0, 2], [2, 2]])
+def test_every_row_as_if_it_were_alone_at_its_own_temperature(
+    model: PreTrainedModel, order: list[int]
+) -> None:
+    rows = [ROWS[i] for i in order]
+    with torch.no_grad():
+        stats = Forward(deepcopy(model))(collate(rows))
+    expected = [pair for row in rows for pair in naive(model, row)]
+    assert stats.logprobs_N.tolist() == pytest.approx([p for p, _ in expected], abs=2e-4)
+    assert stats.entropy_N.tolist() == pytest.approx([h for _, h in expected], abs=2e-4)
+    assert stats.logprobs_N.dtype == torch.float32
+
+
+def test_the_temperature_matters(model: PreTrainedModel) -> None:
+    """The comparison above could not pass with the temperatures left out."""
+    scaled, unscaled = (
+        np.array(naive(model, training_row(2, 5, seed=1, temperature=T))) for T in (0.5, 1.0)
+    )
+    assert np.abs(scaled - unscaled).max() > 0.5
+
+
+GROUPED = [
+    replace(row, tokens_T=np.concatenate([context_T, row.tokens_T[len(context_T) :]]))
+    for context_T in (np.arange(40, 75, dtype=np.int32), np.arange(90, 130, dtype=np.int32))
+    for row in (training_row(len(context_T), n, seed=n, temperature=0.7) for n in (3, 9, 1, 5))
+]
+
+
+def test_rows_that_share_a_context_run_it_once_and_agree(model: PreTrainedModel) -> None:
+    """Values and gradients of a shared run equal those of rows one at a time."""
+    alone, together = deepcopy(model), deepcopy(model)
+    rows = [GROUPED[i] for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+    positions: list[int] = []
+    together.base_model.embed_tokens.register_forward_hook(
+        lambda _module, inputs, _output: positions.append(inputs[0].numel())
+    )
+    forward, singly = Forward(together), Forward(alone)
+    positions.clear()
+    shared_N = forward(collate(rows)).logprobs_N
+    assert sum(positions) < sum(map(len, rows)) / 2, "the contexts were run row by row"
+    single_N = torch.cat([singly(collate([row])).logprobs_N for row in rows])
+    torch.testing.assert_close(shared_N, single_N, atol=1e-5, rtol=0)
+    weights_N = torch.linspace(-1, 1, len(shared_N))
+    (shared_N * weights_N).sum().backward()
+    (single_N * weights_N).sum().backward()
+    for mine, reference in zip(together.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None and reference.grad is not None
+        scale = float(reference.grad.abs().max())
+        torch.testing.assert_close(mine.grad, reference.grad, atol=1e-5 * max(scale, 1), rtol=0)

@@ -1,0 +1,288 @@
+"""The optimizer step: its gradient, its accumulation, its update, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from distill.batching import TrainingRow, split_by_token_budget
+from distill.errors import CheckpointError, NonFiniteError
+from distill.rows import policy_rows
+from distill.types import TrajectoryGroup
+from learner.config import OptimizerConfig
+from learner.learner import Learner
+from learner.loop import importance_sampling_loss
+from learner.optimizer import lr_factor
+from tests.conftest import TinyPair
+from tests.learner.conftest import NewLearner
+from tests.samples import group, segment, training_row, trajectory
+
+ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=0.5 + 0.3 * i) for i in range(6)]
+
+
+def gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in learner.model.named_parameters()}
+
+
+def weights(learner: Learner) -> dict[str, bytes]:
+    return {name: p.detach().numpy().tobytes() for name, p in learner.model.named_parameters()}
+
+
+def assert_same(made: dict, expected: dict, share: float) -> None:
+    """Equal tensors, up to `share` of the largest value of all."""
+    largest = max(value.abs().max().item() for value in expected.values())
+    assert made.keys() == expected.keys() and largest > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(made[name], value, rtol=0, atol=share * largest)
+
+
+@pytest.mark.parametrize("budget", [1, 20, 40])
+def test_micro_batches_add_up_to_the_big_batch(new_learner: NewLearner, budget: int) -> None:
+    assert len(list(split_by_token_budget(ROWS, budget))) > 1
+    whole, cut = new_learner(), new_learner(token_budget=budget)
+    expected = whole.step(ROWS, importance_sampling_loss)
+    metrics = cut.step(ROWS, importance_sampling_loss)
+    assert_same(gradients(cut), gradients(whole), share=1e-6)
+    for name in expected.keys() - {"train/padding_share"}:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert metrics["train/padding_share"] < expected["train/padding_share"]
+
+
+def groups_of_all_kinds() -> list[TrajectoryGroup]:
+    """Different prompts; two segments, and two turns in one; five samples of one long prompt."""
+    two_segments = trajectory(segment(seed=7), segment(2, 6, seed=8), reward=2.0)
+    turns = [False, False, True, True, False, True, True]
+    two_turns = trajectory(segment(seed=9, action_mask_T=turns, versions_T=[0] * 7))
+    prompt = segment(30, 1).tokens_T[:30]
+    samples = [segment(30, 2 + g, seed=20 + g) for g in range(5)]
+    return [
+        group(0, members=3),
+        TrajectoryGroup(group_id=1, trajectories_G=(two_segments, two_turns)),
+        TrajectoryGroup(
+            group_id=2,
+            trajectories_G=tuple(
+                trajectory(
+                    replace(s, tokens_T=np.concatenate([prompt, s.tokens_T[30:]])), reward=float(g)
+                )
+                for g, s in enumerate(samples)
+            ),
+        ),
+    ]
+
+
+def naive_opd_gradient(
+    model_dir: str, groups: list[TrajectoryGroup], kl_coef: float, discount: float, reward: float
+) -> dict[str, torch.Tensor]:
+    """The OPD step as one would write it on paper: a segment, and a token, at a time."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    total, tokens = torch.zeros(()), 0
+    for made in groups:
+        baseline = sum(member.reward for member in made.trajectories_G) / len(made.trajectories_G)
+        for member in made.trajectories_G:
+            for s in member.segments:
+                logits_TV = model(input_ids=torch.tensor([s.tokens_T.tolist()])).logits[0]
+                actions = [t for t in range(len(s)) if s.action_mask_T[t]]
+                for i, t in enumerate(actions):
+                    log_p_V = torch.log_softmax(logits_TV[t - 1] / s.temperature, dim=0)
+                    worth = reward * (member.reward - baseline)
+                    for later, u in enumerate(actions[i:]):
+                        gap = float(s.behaviour_logprobs_T[u]) - float(s.teacher_logprobs_T[u])
+                        worth -= kl_coef * discount**later * gap
+                    log_ratio = log_p_V[int(s.tokens_T[t])] - float(s.behaviour_logprobs_T[t])
+                    total = total - log_ratio.exp() * worth
+                    tokens += 1
+    (total / tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kl_coef", "discount", "reward"), [(1.0, 0.0, 0.0), (0.3, 0.9, 0.0), (1.0, 0.5, 2.0)]
+)
+def test_the_opd_gradient_against_a_naive_one(
+    new_learner: NewLearner, tiny_pair: TinyPair, kl_coef: float, discount: float, reward: float
+) -> None:
+    groups, learner = groups_of_all_kinds(), new_learner(token_budget=250)
+    rows = policy_rows(groups, kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward)
+    learner.step(rows, importance_sampling_loss)
+    expected = naive_opd_gradient(tiny_pair.student, groups, kl_coef, discount, reward)
+    assert_same(gradients(learner), expected, share=1e-5)
+
+
+def test_metrics_are_means_per_trained_token(new_learner: NewLearner) -> None:
+    learner = new_learner(token_budget=30)
+    logprobs_N = np.concatenate(learner.logprobs(ROWS)).astype(np.float64)
+    behaviour_N, weights_N = (
+        np.concatenate([getattr(row, name)[row.loss_mask_T] for row in ROWS])
+        for name in ("behaviour_logprobs_T", "weights_T")
+    )
+    ratio_N = np.exp(logprobs_N - behaviour_N)
+    metrics = learner.step(ROWS, importance_sampling_loss)
+    assert metrics["train/tokens"] == len(ratio_N) == sum(row.num_trained for row in ROWS)
+    assert metrics["train/loss"] == pytest.approx(-(ratio_N * weights_N).mean(), rel=1e-4)
+    assert metrics["train/ratio"] == pytest.approx(ratio_N.mean(), rel=1e-4)
+    assert metrics["train/logprob_gap"] == pytest.approx(
+        np.abs(logprobs_N - behaviour_N).mean(), rel=1e-4
+    )
+    norms = [p.grad.double().norm().item() for p in learner.model.parameters()]
+    assert metrics["train/grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
+    padded = sum(len(b) * max(map(len, b)) for b in split_by_token_budget(ROWS, 30))
+    assert metrics["train/padding_share"] == pytest.approx(1 - sum(map(len, ROWS)) / padded)
+
+
+def test_logprobs_come_in_the_order_asked_and_change_nothing(new_learner: NewLearner) -> None:
+    learner = new_learner(token_budget=20)
+    before = weights(learner)
+    alone = [learner.logprobs([row])[0] for row in ROWS]
+    order = [5, 0, 3, 1, 4, 2, 0]
+    for i, came in zip(order, learner.logprobs([ROWS[i] for i in order]), strict=True):
+        assert came.tolist() == pytest.approx(alone[i].tolist(), abs=1e-4)
+    assert weights(learner) == before and learner.model.training
+
+
+def test_clipping_keeps_the_direction(new_learner: NewLearner) -> None:
+    free, clipped = new_learner(), new_learner(max_grad_norm=0.01)
+    norm = free.step(ROWS, importance_sampling_loss)["train/grad_norm"]
+    assert clipped.step(ROWS, importance_sampling_loss)["train/grad_norm"] == norm > 0.01
+    expected = {name: 0.01 / norm * grad for name, grad in gradients(free).items()}
+    assert_same(gradients(clipped), expected, share=1e-4)
+    total = math.hypot(*[p.grad.norm().item() for p in clipped.model.parameters()])
+    assert total == pytest.approx(0.01, rel=1e-4)
+
+
+def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner) -> None:
+    """Loshchilov & Hutter 2019, algorithm 2, in float64, with a warm-up and a linear schedule."""
+    learner = new_learner(
+        lr=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=2, total_steps=4, beta2=0.9
+    )
+    expected = {name: p.detach().double() for name, p in learner.model.named_parameters()}
+    first = {name: torch.zeros_like(p) for name, p in expected.items()}
+    second = {name: torch.zeros_like(p) for name, p in expected.items()}
+    assert {p.ndim for p in expected.values()} == {1, 2}
+    for step, share in enumerate([0.5, 1.0, 1.0, 0.5], start=1):
+        rate = 1e-3 * share
+        assert learner.step(ROWS, importance_sampling_loss)["train/lr"] == pytest.approx(rate)
+        for name, gradient in gradients(learner).items():
+            gradient = gradient.double()
+            first[name] = 0.9 * first[name] + 0.1 * gradient
+            second[name] = 0.9 * second[name] + 0.1 * gradient**2
+            if expected[name].ndim == 2:
+                expected[name] = expected[name] * (1 - rate * 0.1)
+            scale = (second[name] / (1 - 0.9**step)).sqrt() + 1e-8
+            expected[name] = expected[name] - rate * first[name] / (1 - 0.9**step) / scale
+    for name, parameter in learner.model.named_parameters():
+        torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "factors"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1]),
+        ("constant", 2, [0.5, 1, 1, 1, 1]),
+        ("linear", 0, [1, 0.75, 0.5, 0.25, 0, 0]),
+        ("linear", 2, [0.5, 1, 1, 0.5, 0, 0]),
+        ("cosine", 0, [1, (2 + 2**0.5) / 4, 0.5, (2 - 2**0.5) / 4, 0, 0]),
+        ("cosine", 4, [0.25, 0.5, 0.75, 1, 1]),
+        ("linear", 9, [1 / 9, 2 / 9, 3 / 9, 4 / 9]),
+    ],
+)
+def test_the_schedule_over_four_steps(schedule: str, warmup: int, factors: list[float]) -> None:
+    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup)
+    made = [lr_factor(step, config, 4) for step in range(len(factors))]
+    assert made == pytest.approx(factors)
+
+
+def poisoned(row: TrainingRow, weight: float, behaviour: float) -> TrainingRow:
+    return replace(
+        row,
+        weights_T=np.full(len(row), weight, np.float32),
+        behaviour_logprobs_T=np.full(len(row), behaviour, np.float32),
+    )
+
+
+def reloaded(error: NonFiniteError) -> list[TrainingRow]:
+    path = str(error).split("rows are in ")[1].split(" (numpy.load")[0]
+    with np.load(path) as arrays:
+        count = len({name.split("/")[0] for name in arrays})
+        return [
+            TrainingRow(
+                **{
+                    name: arrays[f"row{i}/{name}"]
+                    for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T")
+                },
+                temperature=float(arrays[f"row{i}/temperature"]),
+                source=str(arrays[f"row{i}/source"]),
+            )
+            for i in range(count)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "behaviour", "message", "dumped"),
+    [
+        (1.0, -200.0, "the loss is -inf", 1),  # one row a micro-batch: the offender alone
+        (1e25, -1.0, "the gradient norm is inf", 6),
+    ],
+)
+def test_infinities_stop_before_the_weights(
+    new_learner: NewLearner, weight: float, behaviour: float, message: str, dumped: int
+) -> None:
+    learner, fresh = new_learner(token_budget=1), new_learner(token_budget=1)
+    before = weights(learner)
+    rows = [*ROWS[:5], poisoned(ROWS[5], weight, behaviour)]
+    with pytest.raises(NonFiniteError, match=message) as error:
+        learner.step(rows, importance_sampling_loss)
+    assert weights(learner) == before
+
+    came = reloaded(error.value)
+    assert len(came) == dumped
+    for row, expected in zip(came, rows[-dumped:], strict=True):
+        assert (row.temperature, row.source) == (expected.temperature, expected.source)
+        for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
+
+    learner.step(ROWS, importance_sampling_loss)  # the failed step left nothing behind
+    fresh.step(ROWS, importance_sampling_loss)
+    assert weights(learner) == weights(fresh)
+
+
+def test_nan_weights_are_seen_at_the_first_loss(new_learner: NewLearner) -> None:
+    learner = new_learner()
+    next(learner.model.parameters()).data[0, 0] = math.nan
+    before = weights(learner)
+    rows = [replace(ROWS[0], tokens_T=np.zeros(5, np.int32))]
+    with pytest.raises(NonFiniteError, match="the loss is nan") as error:
+        learner.step(rows, importance_sampling_loss)
+    assert weights(learner) == before
+    assert [row.tokens_T.tolist() for row in reloaded(error.value)] == [[0] * 5]
+
+
+def test_published_weights_hold_each_stored_tensor_once(new_learner: NewLearner) -> None:
+    learner = new_learner()
+    learner.step(ROWS, importance_sampling_loss)
+    packed = learner.weights()
+    assert {name: t.numpy().tobytes() for name, t in packed.unpack()} == weights(learner)
+    assert packed.nbytes == sum(p.nbytes for p in learner.model.parameters())
+
+
+@pytest.mark.parametrize("change", ["shape", "missing", "groups", "rng"])
+def test_a_state_of_another_model_is_refused(
+    new_learner: NewLearner, tiny_pair: TinyPair, change: str
+) -> None:
+    learner = new_learner()
+    learner.step(ROWS, importance_sampling_loss)
+    state = learner.trainer_state()
+    if change == "shape":
+        state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    elif change == "missing":
+        del state["schedule"]
+    elif change == "groups":
+        state["optimizer"]["param_groups"].pop()
+    else:
+        state["torch_rng"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="the optimizer state does not fit this model"):
+        new_learner().load_trainer_state(state)

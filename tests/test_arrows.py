@@ -1,0 +1,106 @@
+"""The house's arrows: cluster -> {actors, learner} -> distill. Held by reading every import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NETWORK = {"requests", "httpx", "aiohttp", "socket", "urllib", "urllib3", "http", "huggingface_hub"}
+FORBIDDEN = {
+    "distill": {"ray", "sglang", "actors", "learner", "cluster", *NETWORK},
+    "actors": {"ray", "learner", "cluster"},
+    "learner": {"ray", "actors", "cluster"},
+    "cluster": set(),
+}
+LAZY_ONLY = {"sglang"}  # pins a CUDA stack: imported inside the functions that need it
+UNKNOWN = "a name worked out at run time"
+
+
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """(top-level package, whether importing the module imports it) of every import in `source`."""
+    tree = ast.parse(source)
+    lazy = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and _is_import_call(node.func):
+            names = [_literal(node.args)]
+        for name in names:
+            yield name.split(".")[0], node not in lazy
+
+
+def _is_import_call(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
+
+
+def _literal(arguments: list[ast.expr]) -> str:
+    first = arguments[0] if arguments else None
+    return str(first.value) if isinstance(first, ast.Constant) else UNKNOWN
+
+
+def violations(package: str, source: str) -> set[str]:
+    found = {name for name, _ in imports(source) if name in FORBIDDEN[package] | {UNKNOWN}}
+    return found | {name for name, at_once in imports(source) if at_once and name in LAZY_ONLY}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", ["distill", "actors", "learner"])
+def test_nothing_points_up_or_sideways(package: str) -> None:
+    assert sources(package)
+    for path in sources(package):
+        assert not violations(package, path.read_text()), path
+
+
+def test_cluster_imports_sglang_lazily() -> None:
+    for path in sources("cluster"):
+        at_once = {name for name, now in imports(path.read_text()) if now}
+        assert not at_once & LAZY_ONLY, path
+
+
+@pytest.mark.parametrize(
+    ("package", "source", "found"),
+    [
+        ("distill", "import ray", {"ray"}),
+        ("distill", "import ray.util.queue as q", {"ray"}),
+        ("distill", "from cluster.queue import GroupQueue", {"cluster"}),
+        ("distill", "def f():\n    import socket", {"socket"}),
+        ("distill", "async def f():\n    from urllib.request import urlopen", {"urllib"}),
+        ("distill", "if TYPE_CHECKING:\n    import learner.loop", {"learner"}),
+        ("distill", "import importlib\nimportlib.import_module('ray')", {"ray"}),
+        ("distill", "from importlib import import_module\nimport_module('ray.util')", {"ray"}),
+        ("distill", "__import__('http.client')", {"http"}),
+        ("distill", "import importlib\nimportlib.import_module(name)", {UNKNOWN}),
+        ("actors", "from learner.loop import PolicyLoop", {"learner"}),
+        ("learner", "class A:\n    import actors", {"actors"}),
+        ("actors", "try:\n    import sglang\nexcept ImportError:\n    pass", {"sglang"}),
+        ("actors", "class A:\n    import sglang", {"sglang"}),
+        ("actors", "def f():\n    import sglang", set()),
+        ("distill", "import rayon, torch\nfrom . import kl", set()),
+        ("distill", "'import ray'  # import ray", set()),
+    ],
+)
+def test_the_walker_sees_what_it_should(package: str, source: str, found: set[str]) -> None:
+    assert violations(package, source) == found
+
+
+@pytest.mark.parametrize("package", list(FORBIDDEN))
+def test_every_package_says_what_it_is(package: str) -> None:
+    for directory in {path.parent for path in sources(package)}:
+        init = directory / "__init__.py"
+        assert init.is_file() and ast.get_docstring(ast.parse(init.read_text())), directory

@@ -1,0 +1,80 @@
+"""Real tiny checkpoints: small enough to make in a test, whole enough for every loader."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from distill.models import new_qwen3
+
+VOCAB_SIZE = 160
+EOS = 1
+PAD = 0
+
+
+def tiny_model_dir(
+    path: Path,
+    *,
+    seed: int,
+    vocab_size: int = VOCAB_SIZE,
+    hidden_size: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    context_length: int = 128,
+    eos_token_id: int = EOS,
+    sharpness: float = 12.0,
+) -> str:
+    """Saves a random Qwen3-shaped model under `path`; returns its directory.
+
+    A freshly initialised model is nearly uniform and all but ignores its context, which would hide
+    mistakes in temperatures, caches and masks. So the layers' weights are four times as large, and
+    `sharpness` scales the final norm: 12 gives logits of standard deviation about 2.
+    """
+    model = new_qwen3(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        context_length=context_length,
+        eos_token_id=eos_token_id,
+        pad_token_id=PAD,
+        seed=seed,
+    )
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight"):
+            parameter.data.mul_(4)
+    model.model.norm.weight.data.mul_(sharpness)
+    directory = path / f"qwen3-{seed}-{vocab_size}-{hidden_size}x{layers}"
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def save_tokenizer(
+    directory: str | Path,
+    *,
+    alphabet: str = string.printable[:-3],
+    unk_token: str | None = "<unk>",
+    eos_token: str = "<eos>",
+    chat_template: str | None = CHAT_TEMPLATE,
+) -> None:
+    """Saves a tokenizer of characters: pad 0, eos 1, unk 2, then `alphabet` from 3 on."""
+    ids = {
+        token: i for i, token in enumerate(["<pad>", "<eos>", unk_token or "<unused>", *alphabet])
+    }
+    backend = Tokenizer(models.WordLevel(ids, unk_token=unk_token))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token=eos_token, unk_token=unk_token
+    )
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
