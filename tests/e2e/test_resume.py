@@ -43,10 +43,16 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
 
 
 def test_resume_after_the_driver_is_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """kill -9 of the driver; every process it started must end, and the run must go on."""
+    """kill -9 of the driver; every process it started must end, and the run must go on.
+
+    A synchronous run is a function of its seed: the steps trained after the checkpoint, lost with
+    the driver and trained again, must come out as they did the first time.
+    """
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, steps=40, checkpoint_every=5, eval_size=1)
-    process = start_until_step(arguments, out, 12)
+    arguments = opd_arguments(
+        tiny_pair, out, steps=20, checkpoint_every=5, eval_size=1, max_staleness=0
+    )
+    process = start_until_step(arguments, out, 8)
     children = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -57,13 +63,13 @@ def test_resume_after_the_driver_is_killed(tiny_pair: TinyPair, tmp_path: Path) 
     code, output = run("cluster.train", "recipe=opd", *arguments)
     assert code == 0, output
     assert "resuming from" in output
-    assert_whole(out, 40)
-    # The curve continues: steps up to the checkpoint are the ones written before the kill.
-    kept = [step for step in metrics(out) if step["step"] <= 10]
-    assert kept == before[:10]
-    uninterrupted = sum(step["opd/reverse_kl"] for step in metrics(out)[:10]) / 10
-    resumed = sum(step["opd/reverse_kl"] for step in metrics(out)[-10:]) / 10
-    assert resumed < uninterrupted, "the resumed part learnt nothing"
+    assert_whole(out, 20)
+    after = metrics(out)
+    checkpointed = 5 * (len(before) // 5)
+    assert after[: checkpointed - 1] == before[: checkpointed - 1], "written steps were rewritten"
+    for again, first in zip(after, before, strict=False):
+        for name in ("train/tokens", "train/loss", "train/grad_norm", "opd/reverse_kl"):
+            assert again[name] == pytest.approx(first[name], rel=1e-3), f"{name} of {first['step']}"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
