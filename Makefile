@@ -3,17 +3,20 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG := $(VENV)/.sglang-installed
+# make demo ENGINE=sglang or ENGINE=embedded; without it, SGLang where it is installed.
+ENGINE ?=
 # CPU runs use one thread a process: the processes are many and the cores few.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install install-sglang demo test lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
-	@echo "make install only set up $(VENV)"
+	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
 
 install: $(STAMP)
 
@@ -25,15 +28,28 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)
-	$(BIN)/python -m cluster.demo out=outputs/demo
+# SGLang pins a CUDA build of torch. Without CUDA, requirements/README.md says what this does.
+install-sglang: $(SGLANG)
+
+$(SGLANG): $(STAMP) requirements/sglang-cpu.txt
+	@if command -v nvidia-smi >/dev/null; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sglang]'; \
+	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+			-r requirements/sglang-cpu.txt; \
+	else echo "no SGLang for $$(uname -sm): the embedded engine is used, tests of SGLang are skipped"; \
+	fi
+	@touch $@
+
+demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),$(SGLANG))
+	$(BIN)/python -m cluster.demo out=outputs/demo $(if $(ENGINE),engine=$(ENGINE))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-test: lint
+test: lint $(SGLANG)
 	$(BIN)/python -m pytest
 
 bench: $(STAMP) .venv-peer/.installed

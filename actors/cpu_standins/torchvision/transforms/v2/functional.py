@@ -1,0 +1,1 @@
+"""Empty: SGLang imports this module and, for text models, calls nothing in it."""
