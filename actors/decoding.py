@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from actors.token_sampling import SamplingPlan
-from distill.interfaces import GenerateRequest, Sample
-from distill.sampling import Sampling
+from distill.interfaces import GenerateRequest, Sample, ScoreRequest
+from distill.sampling import Sampling, TrainSampling
 from distill.shared_prefix import PlainModel, SharedPrefixModel, last_of_each
 from distill.types import StopReason, TokenArray
 
@@ -32,6 +32,7 @@ class Row:
     Attributes:
         uniforms_T: one number in [0, 1) for each token that may be sampled.
         limit: most new tokens, by max_new_tokens and by the model's context.
+        given: a token whose log-probs are reported in place of the sampled tokens' own.
         stop_reason: None while the row is live.
         failed: the model gave non-finite logits; the row ended without a stop reason.
     """
@@ -41,6 +42,7 @@ class Row:
     sampling: Sampling
     limit: int
     uniforms_T: npt.NDArray[np.float64]
+    given: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -67,6 +69,26 @@ def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
         prompt_T = request.prompt_tokens_T.astype(np.int32)
         rows.append(Row(owner, prompt_T, request.sampling, limit, uniforms_T))
     return rows
+
+
+def reading_rows(request: ScoreRequest, *, owner: Any) -> list[Row]:
+    """One row of one sampled token for each temperature and scored position, in that order.
+
+    Each reports the log-prob of the request's own token; which one it samples does not matter.
+    """
+    tokens_T = request.tokens_T.astype(np.int32)
+    return [
+        Row(
+            owner,
+            tokens_T[:position],
+            TrainSampling(temperature=temperature, max_new_tokens=1),
+            limit=1,
+            uniforms_T=np.full(1, 0.5),
+            given=int(tokens_T[position]),
+        )
+        for temperature in request.temperatures
+        for position in range(request.start, len(tokens_T))
+    ]
 
 
 class Decoder(Protocol):
@@ -146,7 +168,8 @@ class DecodeBatch:
             return []
         if self._plan is None:
             samplings = [row.sampling for row in self._rows]
-            self._plan = SamplingPlan(samplings, self._hidden_NH.device)
+            given = [row.given for row in self._rows]
+            self._plan = SamplingPlan(samplings, given, self._hidden_NH.device)
         uniforms_N = np.array([row.uniforms_T[len(row.tokens)] for row in self._rows])
         logits_NV = self._head(self._hidden_NH).float()
         tokens_N, logprobs_N = self._plan.sample(logits_NV, uniforms_N)

@@ -1,7 +1,7 @@
 """The engine that needs no server: a transformers model in this process, on one compute thread.
 
     generate, score,     called on the event loop; each leaves a note and waits for its future
-    load_weights, abort
+    decode_score, load_weights, abort
             |
           pump           one task, alive while there is work: settle notes, one decode chunk, one
             |            scoring batch, again. Waits for the compute thread: the end of a chunk.
@@ -15,26 +15,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event
 from typing import TypeVar
 
+import numpy as np
 import torch
 
-from actors.decoding import DecodeBatch, Row, new_rows
+from actors.decoding import DecodeBatch, Row, new_rows, reading_rows
 from actors.loaded_model import LoadedModel, WeightMisfit
 from actors.scoring import ScoreBatch, ScoreItem, plan
-from distill.errors import DataError, EngineError
+from distill.errors import CheckpointError, DataError, EngineError
 from distill.interfaces import (
+    CheckpointDirectory,
     EngineInfo,
     GenerateRequest,
+    GroupBroadcast,
     Sample,
     Score,
     ScoreRequest,
+    TensorLayout,
+    WeightSource,
     check_token_ids,
 )
+from distill.models import read_weights
+from distill.shared_memory import SharedTensors
 from distill.tensors import PackedTensors
 from distill.types import StopReason
 
@@ -49,7 +57,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """A `generate` call: its rows end one by one, the last one resolves the future."""
+    """Rows of one `generate` or `decode_score`: they end one by one, the last answers."""
 
     future: asyncio.Future[list[Sample]]
     rows: list[Row] = field(default_factory=list)
@@ -70,7 +78,7 @@ class _Scoring:
 class _Load:
     """A `load_weights` call."""
 
-    future: asyncio.Future[None]
+    future: asyncio.Future[float]
     weights: PackedTensors
     version: int
 
@@ -141,6 +149,9 @@ class EmbeddedEngine:
         limit = min(request.sampling.max_new_tokens, room)
         call = _Generation(asyncio.get_running_loop().create_future())
         call.rows = new_rows(request, limit, owner=call)
+        return await self._decoded(call)
+
+    async def _decoded(self, call: _Generation) -> list[Sample]:
         call.unfinished = len(call.rows)
         self._generations.append(call)
         self._new_rows += call.rows
@@ -156,13 +167,7 @@ class EmbeddedEngine:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`. The requests of one call see the same weights."""
         self._check_health()
-        for request in requests:
-            check_token_ids(request.tokens_T, self._model.vocab_size, "ScoreRequest.tokens_T")
-            if len(request.tokens_T) > self._model.context_length:
-                raise DataError(
-                    f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
-                    f"{self._model.context_length}"
-                )
+        self._check_chains(requests)
         if not requests:
             return []
         call = _Scoring(asyncio.get_running_loop().create_future())
@@ -176,17 +181,60 @@ class EmbeddedEngine:
         finally:
             self._scorings.remove(call)
 
-    async def load_weights(self, weights: PackedTensors, version: int) -> None:
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `Engine.decode_score`. The rows are decoded with whatever else is in flight.
+
+        Raises:
+            EngineError: `abort` was called meanwhile.
+        """
+        self._check_health()
+        self._check_chains(requests)
+        if not requests:
+            return []
+        call = _Generation(asyncio.get_running_loop().create_future())
+        call.rows = [row for request in requests for row in reading_rows(request, owner=call)]
+        samples = await self._decoded(call)
+        if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
+            raise EngineError("decode_score was aborted")
+        logprobs_N = np.concatenate([sample.logprobs_T for sample in samples])
+        shapes = [(len(r.temperatures), len(r.tokens_T) - r.start) for r in requests]
+        ends = np.cumsum([temperatures * positions for temperatures, positions in shapes])[:-1]
+        return [
+            Score(logprobs_by_temperature=tuple(part_N.reshape(shape)))
+            for shape, part_N in zip(shapes, np.split(logprobs_N, ends), strict=True)
+        ]
+
+    def _check_chains(self, requests: Sequence[ScoreRequest]) -> None:
+        for request in requests:
+            check_token_ids(request.tokens_T, self._model.vocab_size, "ScoreRequest.tokens_T")
+            if len(request.tokens_T) > self._model.context_length:
+                raise DataError(
+                    f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
+                    f"{self._model.context_length}"
+                )
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
         """See `Engine.load_weights`. A bundle that does not fit leaves the old weights in place.
 
         Raises:
-            EngineError: names the first tensor that is unknown, missing or of another shape.
+            EngineError: names the first tensor that is unknown, missing or of another shape; or
+                the weights come by a group, which this engine does not join.
         """
         self._check_health()
+        if isinstance(weights, GroupBroadcast):
+            raise _no_group()
+        if isinstance(weights, CheckpointDirectory):
+            weights = await asyncio.to_thread(_read_checkpoint, weights.path)
+        elif isinstance(weights, SharedTensors):
+            weights = PackedTensors.pack(weights.unpack())
         load = _Load(asyncio.get_running_loop().create_future(), weights, version)
         self._loads.append(load)
         self._wake()
-        await load.future
+        return await load.future
+
+    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
+        """Raises EngineError: this engine joins no weight group."""
+        raise _no_group()
 
     async def info(self) -> EngineInfo:
         """See `Engine.info`."""
@@ -198,6 +246,9 @@ class EmbeddedEngine:
             context_length=self._model.context_length,
             weight_version=self._version,
             dtype=self._dtype,
+            eos_token_ids=tuple(sorted(self._model.stop_ids)),
+            tokenizer=self._model.tokenizer,
+            temperature_scaling="in the engine",
         )
 
     async def abort(self) -> int:
@@ -209,6 +260,10 @@ class EmbeddedEngine:
         self._aborts.append(done)
         self._wake()
         return await done
+
+    async def close(self) -> None:
+        """Ends the compute thread; no call may follow."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _check_health(self) -> None:
         if self._broken is not None:
@@ -324,7 +379,7 @@ class EmbeddedEngine:
     async def _load_next(self) -> None:
         load = self._loads.pop(0)
         try:
-            await self._compute(lambda: self._replace_weights(load.weights, load.version))
+            pause_s = await self._compute(lambda: self._replace_weights(load.weights, load.version))
         except WeightMisfit as misfit:
             if not load.future.done():
                 load.future.set_exception(misfit)
@@ -333,12 +388,14 @@ class EmbeddedEngine:
             raise
         else:
             if not load.future.done():
-                load.future.set_result(None)
+                load.future.set_result(pause_s)
 
-    def _replace_weights(self, weights: PackedTensors, version: int) -> None:
+    def _replace_weights(self, weights: PackedTensors, version: int) -> float:
+        started = time.perf_counter()
         self._model.copy_weights(weights)
         self._version = version
         self._batch.recompute()
+        return time.perf_counter() - started
 
     def _fail_everyone(self, error: Exception) -> None:
         futures: list[asyncio.Future] = [call.future for call in self._generations]
@@ -354,3 +411,17 @@ class EmbeddedEngine:
         self._score_batches = []
         self._interrupt.set()
         self._executor.submit(self._batch.clear)
+
+
+def _no_group() -> EngineError:
+    return EngineError(
+        "the embedded engine joins no weight group: push with weights=object_store or "
+        "weights=disk, or use engine=sglang"
+    )
+
+
+def _read_checkpoint(path: str) -> PackedTensors:
+    try:
+        return read_weights(path)
+    except CheckpointError as error:
+        raise EngineError(f"{error}; the engine goes on with the weights it had") from error

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from actors.decoding import Decoder, RecomputingDecoder
 from actors.kv_cache import CachedDecoder
 from actors.model_probe import decode_gap
 from distill.cpu_linear import use_onednn
-from distill.errors import ConfigError, EngineError
+from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.logprobs import VocabularyHead
-from distill.models import context_length, load_causal_lm, resolve_device, vocab_size
+from distill.models import (
+    context_length,
+    load_causal_lm,
+    resolve_device,
+    stop_token_ids,
+    vocab_size,
+)
 from distill.prefix_probe import choose_model
 from distill.shared_prefix import SharedPrefixModel
 from distill.tensors import PackedTensors
+from distill.tokenizer import TokenizerProbe, load_tokenizer, probe
 
 
 class WeightMisfit(EngineError):
@@ -29,6 +34,7 @@ class LoadedModel:
         forward: tokens -> hidden states, with or without shared prefixes.
         head: hidden states (N, H) -> logits (N, V).
         stop_ids: end-of-sequence ids of the generation config, else of the model's config.
+        tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
@@ -44,7 +50,8 @@ class LoadedModel:
         self.head = VocabularyHead(self._lm)
         self.vocab_size = vocab_size(self._lm.config)
         self.context_length = context_length(self._lm.config)
-        self.stop_ids = _stop_ids(self._lm)
+        self.stop_ids = stop_token_ids(path)
+        self.tokenizer = _tokenizer_probe(path)
         self.forward = choose_model(self._lm, decode_gap)
 
     def decoder(self, token_budget: int) -> Decoder:
@@ -79,9 +86,8 @@ class LoadedModel:
             own[name].copy_(tensor)
 
 
-def _stop_ids(model: Any) -> frozenset[int]:
-    for config in (model.generation_config, model.config.get_text_config()):
-        ids = None if config is None else config.eos_token_id
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+def _tokenizer_probe(path: str) -> TokenizerProbe | None:
+    try:
+        return probe(load_tokenizer(path))
+    except CheckpointError:
+        return None  # a model without one is scored and sampled by token ids all the same

@@ -11,10 +11,8 @@ import numpy as np
 
 from distill.errors import EngineError
 from distill.interfaces import Engine, Score, ScoreRequest
+from distill.sampling import UNSCALED
 from distill.types import FloatArray, Segment, TrajectoryGroup
-
-# q_1, the teacher's unscaled distribution: what the bias meter compares with.
-UNSCALED = 1.0
 
 
 async def score_group(teacher: Engine, group: TrajectoryGroup) -> TrajectoryGroup:

@@ -18,7 +18,10 @@ from distill.sampling import EvalSampling, Sampling
 class SamplingPlan:
     """How each of N rows is sampled, as tensors. Rows may mix training and evaluation freely."""
 
-    def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
+    def __init__(
+        self, samplings: Sequence[Sampling], given: Sequence[int | None], device: torch.device
+    ) -> None:
+        """`given`: a row's token to report the log-prob of, in place of the one it samples."""
         # A greedy row is left unscaled: nothing is ever divided by a temperature of 0.
         temperatures = [sampling.temperature or 1.0 for sampling in samplings]
         self._unscaled = all(temperature == 1.0 for temperature in temperatures)
@@ -35,11 +38,14 @@ class SamplingPlan:
         self._cut = torch.tensor([row for row, _ in cut], dtype=torch.int64, device=device)
         self._top_p_C = torch.tensor([s.top_p for _, s in cut], device=device)
         self._top_k_C = torch.tensor([s.top_k or 1 << 62 for _, s in cut], device=device)
+        asked = [(row, token) for row, token in enumerate(given) if token is not None]
+        self._asked = torch.tensor([row for row, _ in asked], dtype=torch.int64, device=device)
+        self._given_A1 = torch.tensor([[token] for _, token in asked], device=device)
 
     def sample(
         self, logits_NV: Tensor, uniforms_N: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Tokens, and their log softmax(z / T) before truncation (T = 0: unscaled).
+        """Tokens, and their log softmax(z / T) before truncation (T = 0: unscaled), or the given's.
 
         Non-finite logits give a non-finite log-prob and an arbitrary token; the caller checks.
         """
@@ -53,6 +59,10 @@ class SamplingPlan:
         if len(self._greedy):
             tokens_N[self._greedy] = logits_NV[self._greedy].argmax(dim=1)
         logprobs_N = p_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        if len(self._asked):
+            # Not the log of p: a given token may be so unlikely that its p is 0 in fp32.
+            log_p_AV = torch.log_softmax(scaled_NV[self._asked], dim=1, dtype=torch.float32)
+            logprobs_N[self._asked] = log_p_AV.gather(1, self._given_A1).squeeze(1)
         return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
 

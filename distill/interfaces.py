@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from distill.errors import DataError
 from distill.sampling import Sampling, check_temperature
+from distill.shared_memory import SharedTensors
 from distill.tensors import PackedTensors
+from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray
 
 
@@ -82,8 +84,64 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDirectory:
+    """Weights as a Hugging Face checkpoint directory, at a path that the engine can read."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """What a tensor is called and how it is laid out; `dtype` as torch calls it (`float32`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBroadcast:
+    """Weights that rank 0 of a torch.distributed group sends; see cluster/weights_group.py.
+
+    Attributes:
+        address, port: of the group's TCPStore, held by rank 0.
+        group: the group's name; a new one for every group that is formed.
+        backend: what torch calls it.
+        rank_offset: this engine's first rank; its tensor-parallel ranks follow.
+        buckets: what is sent, in order: one broadcast a bucket, of its tensors end to end.
+        join_deadline_s: longest that forming the group may take.
+    """
+
+    address: str
+    port: int
+    group: str
+    backend: Literal["gloo", "nccl"]
+    world_size: int
+    rank_offset: int
+    buckets: tuple[tuple[TensorLayout, ...], ...]
+    join_deadline_s: float
+
+    def ready_key(self, version: int) -> str:
+        """Set in the store by an engine that is about to receive; rank 0 waits for all of them."""
+        return f"isotherm/{self.group}/{version}/{self.rank_offset}"
+
+
+# How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
+# learner), as files, or over a network.
+WeightSource = PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself; compared across parties before a run starts."""
+    """What an engine says of itself; compared across parties before a run starts.
+
+    Attributes:
+        vocab_size: ids below it may be sent.
+        dtype: compute precision; decides how far log-probs may differ.
+        eos_token_ids: ids that end a generation; None if the engine cannot know (a remote server).
+        tokenizer: what its tokenizer makes of known texts; None if it has none.
+        temperature_scaling: how given tokens come to be scored at T, for people to read.
+    """
 
     kind: str
     model: str
@@ -91,6 +149,9 @@ class EngineInfo:
     context_length: int
     weight_version: int
     dtype: str
+    eos_token_ids: tuple[int, ...] | None
+    tokenizer: TokenizerProbe | None
+    temperature_scaling: str
 
 
 class Engine(Protocol):
@@ -108,11 +169,25 @@ class Engine(Protocol):
         """Log-probs of given tokens, one `Score` a request, in order."""
         ...
 
-    async def load_weights(self, weights: PackedTensors, version: int) -> None:
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """What `score` returns, found by the decode path: the handshake's reference.
+
+        One position at a time: its context is given, one token is sampled at T and thrown away,
+        and the log-prob of the given token is read off the distribution it was sampled from. Slow,
+        and right on any server whose decode log-probs are scaled by T.
+        """
+        ...
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
         """Replace the weights and drop every cached prefix. Returning is the acknowledgement.
 
         Requests in flight go on under the new weights with their context recomputed; the version
-        of each token tells which weights sampled it.
+        of each token tells which weights sampled it. Returns the seconds for which generation
+        stood still.
+
+        Raises:
+            EngineError: the weights do not fit or did not arrive. The engine goes on with those it
+                had; where it cannot, the error says that it must be restarted.
         """
         ...
 

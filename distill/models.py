@@ -7,10 +7,19 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
+from distill.tensors import PackedTensors
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()
@@ -94,6 +103,60 @@ def new_qwen3(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
+
+
+def stop_token_ids(path: str) -> frozenset[int]:
+    """Ids that end a generation: the generation config's, else the model config's.
+
+    Raises:
+        CheckpointError: there is no readable config at `path`.
+    """
+    config = load_config(path).get_text_config()
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a checkpoint may come without one
+        ids = None
+    ids = config.eos_token_id if ids is None else ids
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, from the headers of its safetensors files.
+
+    Raises:
+        CheckpointError: there are none at `path`, or one cannot be read.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+    return shapes
+
+
+def read_weights(path: str) -> PackedTensors:
+    """A checkpoint's tensors as they are in its safetensors files.
+
+    Raises:
+        CheckpointError: there are none at `path`, or one cannot be read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path):
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+    return PackedTensors.pack(tensors)
+
+
+def _weight_files(path: str) -> list[Path]:
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no safetensors file")
+    return files
 
 
 def context_length(config: Any) -> int:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from distill.errors import ConfigError
 
+# log softmax(z) itself, q_1: what a server returns that forgets T, and what the bias meter holds
+# KL(p_T || q_T) against. The one literal temperature of this project.
+UNSCALED = 1.0
+
 
 def check_temperature(temperature: float, field: str) -> None:
     """Raises ConfigError unless `temperature` is a finite number above zero."""

@@ -66,3 +66,12 @@ class PackedTensors:
     @property
     def nbytes(self) -> int:
         return sum(entry.buffer.nbytes for entry in self.entries.values())
+
+
+def first_non_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity."""
+    for name, tensor in tensors.items():
+        # A sum is the cheapest pass there is. It can overflow; only then are all of them looked at.
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            return name
+    return None

@@ -55,7 +55,39 @@ def _hash(text: str) -> str:
 
 
 # Text whose pieces exercise merges, digits, spaces, newlines and non-ASCII.
-_PROBE_TEXTS = ("Hello, world!\n  12 + 345 = 357\n", "naïve café 你好 -> x_1 != x_2;  \t(end)")
+PROBE_TEXTS = ("Hello, world!\n  12 + 345 = 357\n", "naïve café 你好 -> x_1 != x_2;  \t(end)")
+PROBE_CHAT = ({"role": "user", "content": "What is 12 + 345?"},)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerProbe:
+    """What a tokenizer makes of known texts: comparable where only a server can be asked.
+
+    Attributes:
+        texts: token ids of each of `PROBE_TEXTS`, without special tokens.
+        chat: token ids of `PROBE_CHAT` under the chat template, ready for an answer; None without
+            a template.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    chat: tuple[int, ...] | None
+
+    def digest(self) -> str:
+        """A short name for all of it."""
+        return _hash(json.dumps([self.texts, self.chat]))
+
+
+def probe(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    chat = None
+    if tokenizer.chat_template is not None:
+        rendered = tokenizer.apply_chat_template(
+            list(PROBE_CHAT), add_generation_prompt=True, tokenize=False
+        )
+        chat = encode(str(rendered))
+    return TokenizerProbe(texts=tuple(encode(text) for text in PROBE_TEXTS), chat=chat)
 
 
 def check_same_tokenizer(
@@ -83,7 +115,7 @@ def first_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> 
             return f"id {token_id} is {token_a!r} to the student and {token_b!r} to the teacher"
     if a.eos_token_id != b.eos_token_id:
         return f"eos_token_id is {a.eos_token_id} (student) and {b.eos_token_id} (teacher)"
-    for text in _PROBE_TEXTS:
+    for text in PROBE_TEXTS:
         if a(text)["input_ids"] != b(text)["input_ids"]:
             return f"the text {text!r} is encoded differently (merges or normalisation differ)"
     return None

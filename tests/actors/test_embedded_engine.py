@@ -31,7 +31,8 @@ from distill.interfaces import GenerateRequest, Sample, ScoreRequest
 from distill.sampling import Sampling, TrainSampling
 from distill.shared_prefix import SharedPrefixModel
 from distill.tensors import PackedTensors
-from tests.tiny import VOCAB_SIZE, tiny_model_dir
+from distill.tokenizer import load_tokenizer, probe
+from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 
 @pytest.fixture
@@ -123,6 +124,46 @@ def test_every_architecture_is_scored_like_its_own_forward(
                     np.testing.assert_allclose(given_T, expected_T[first - 1 :], atol=1e-4)
 
     asyncio.run(both())
+
+
+def test_a_given_token_of_no_probability_has_a_log_prob_all_the_same(tmp_path: Path) -> None:
+    engine = start(tiny_model_dir(tmp_path, seed=1, sharpness=400))
+    requests = [
+        ScoreRequest(tokens_T=np.append(prompt(9), token), start=9, temperatures=(0.3,))
+        for token in range(20)
+    ]
+
+    async def both() -> list[list[float]]:
+        scores = [await engine.decode_score(requests), await engine.score(requests)]
+        return [[float(s.logprobs_by_temperature[0][0]) for s in found] for found in scores]
+
+    decoded, scored = asyncio.run(both())
+    assert min(scored) < -110, "exp of it is not 0 in fp32: sharpen the model"
+    np.testing.assert_allclose(decoded, scored, rtol=1e-5)
+
+
+def test_abort_ends_decode_scoring_with_an_error(engine: EmbeddedEngine) -> None:
+    request = ScoreRequest(tokens_T=prompt(400), start=1, temperatures=(0.5,))
+
+    async def abort_soon() -> None:
+        task = asyncio.create_task(engine.decode_score([request]))
+        await asyncio.sleep(0.02)
+        await engine.abort()
+        with pytest.raises(EngineError, match="aborted"):
+            await task
+
+    asyncio.run(abort_soon())
+
+
+def test_info_tells_what_the_checkpoint_says(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path, seed=1, eos_token_id=7)
+    assert asyncio.run(start(model_dir).info()).tokenizer is None
+    save_tokenizer(model_dir)
+    info = asyncio.run(start(model_dir).info())
+    assert info.tokenizer == probe(load_tokenizer(model_dir))
+    assert info.tokenizer is not None and info.tokenizer.chat is not None
+    assert info.eos_token_ids == (7,)
+    assert info.temperature_scaling == "in the engine"
 
 
 def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None:
