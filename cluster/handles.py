@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distill.interfaces import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
-from distill.tensors import PackedTensors
+from distill.interfaces import (
+    EngineInfo,
+    GenerateRequest,
+    Sample,
+    Score,
+    ScoreRequest,
+    WeightSource,
+)
 
 
 class EnginePool:
@@ -21,15 +27,21 @@ class EnginePool:
         self._handles = list(handles)
         self._load = [0] * len(handles)
 
+    def each(self) -> list[EnginePool]:
+        """Every engine by itself, for what must not be left to one of them (the handshake)."""
+        return [EnginePool([handle]) for handle in self._handles]
+
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         return await self._send("generate", request.num_samples, request)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("score", len(requests), list(requests))
 
-    async def load_weights(self, weights: PackedTensors, version: int) -> None:
-        for handle in self._handles:
-            await handle.load_weights.remote(weights, version)
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._send("decode_score", len(requests), list(requests))
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        return max([await handle.load_weights.remote(weights, version) for handle in self._handles])
 
     async def info(self) -> EngineInfo:
         return await self._handles[0].info.remote()

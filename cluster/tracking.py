@@ -83,14 +83,21 @@ def make_console() -> Console:
 def agreement_table(report: CalibrationReport) -> Table:
     """The handshake as a table anyone can read."""
     table = Table(title="log-prob agreement, nats")
-    for header in ("party", "against", "T", "tokens", "mean gap", "max gap", "allowed", ""):
-        table.add_column(header, justify="left" if header in ("party", "against") else "right")
+    for header in ("party", "compared with"):
+        table.add_column(header)
+    for header in ("T", "tokens", "max gap", "mean gap", "allowed max, mean", "verdict"):
+        table.add_column(header, justify="right")
     for c in report.comparisons:
         verdict = "[green]agrees[/]" if c.agrees else "[red]DISAGREES[/]"
+        if c.must_differ:
+            verdict = "[green]differs[/]" if c.agrees else "[red]THE SAME[/]"
         table.add_row(
-            c.party, c.reference, f"{c.temperature:g}", str(c.num_tokens), f"{c.mean_gap:.1e}",
-            f"{c.max_gap:.1e}", f"{'> ' if c.must_differ else ''}{c.tolerance:g}", verdict,
+            c.party, c.reference, f"{c.temperature:g}", str(c.num_tokens), f"{c.max_gap:.1e}",
+            f"{c.mean_gap:.1e}",
+            f"{'> ' if c.must_differ else ''}{c.tolerance:.2g}, {c.mean_tolerance:.2g}", verdict,
         )  # fmt: skip
+    for difference in report.differences:
+        table.add_row(difference, *[""] * 6, "[red]DIFFERS[/]")
     return table
 
 

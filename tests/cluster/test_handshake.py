@@ -1,115 +1,530 @@
-"""The handshake on real engines: one party made to score wrongly is the one that is named."""
+"""The handshake on real engines: whichever party is made to score wrongly is named, and why."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import io
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
 from actors.config import EngineConfig
+from actors.embedded_engine import EmbeddedEngine
+from cluster import calibrate
+from cluster.handles import EnginePool
 from cluster.handshake import handshake
+from cluster.recipes.opd import _named, _Run
 from distill.batching import TrainingRow
 from distill.calibration import CalibrationReport
 from distill.errors import CalibrationError
 from distill.interfaces import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
+from distill.models import load_causal_lm
+from distill.tensors import PackedTensors
+from distill.tokenizer import Fingerprint, TokenizerProbe, fingerprint, load_tokenizer, probe
 from distill.types import FloatArray
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.tiny import save_tokenizer, tiny_model_dir
 
 T = 0.6
 
 
-class Unscaled:
-    """An engine whose prefill, and decode if asked, report log softmax(z) whatever T is named."""
+def right(temperature: float) -> float:
+    return temperature
 
-    def __init__(self, engine: Engine, *, decode_too: bool = False) -> None:
-        self._engine, self._decode_too = engine, decode_too
+
+def ignored(_: float) -> float:
+    return 1.0
+
+
+def twice(temperature: float) -> float:
+    return temperature**2
+
+
+@dataclass
+class Spoilt:
+    """A real engine that answers at another temperature than asked, or says it is another.
+
+    `prefill` and `decode` give the temperature that is used in place of the one asked for; both
+    leave 1 alone. `nan` poisons what `score` returns.
+    """
+
+    engine: Engine
+    prefill: Callable[[float], float] = right
+    decode: Callable[[float], float] = right
+    says: Mapping[str, Any] = field(default_factory=dict)
+    nan: bool = False
 
     async def info(self) -> EngineInfo:
-        return await self._engine.info()
+        return replace(await self.engine.info(), **self.says)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        return await self._engine.score([replace(r, temperatures=(1.0,)) for r in requests])
+        scores = await self.engine.score([at(self.prefill, r) for r in requests])
+        if self.nan:
+            for score in scores:
+                score.logprobs_by_temperature[0][-1] = np.nan
+        return scores
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self.engine.decode_score([at(self.decode, r) for r in requests])
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        samples = await self._engine.generate(request)
-        if not self._decode_too:
-            return samples
-        start = len(request.prompt_tokens_T)
+        samples = await self.engine.generate(request)
+        start, temperature = len(request.prompt_tokens_T), self.decode(request.sampling.temperature)
         chains = [np.concatenate([request.prompt_tokens_T, s.tokens_T]) for s in samples]
-        scores = await self.score(
-            [ScoreRequest(tokens_T=c, start=start, temperatures=(1.0,)) for c in chains]
+        scores = await self.engine.score(
+            [ScoreRequest(tokens_T=c, start=start, temperatures=(temperature,)) for c in chains]
         )
         return [
             replace(sample, logprobs_T=score.logprobs_by_temperature[0])
             for sample, score in zip(samples, scores, strict=True)
         ]
 
+    async def load_weights(self, weights: Any, version: int) -> None:
+        await self.engine.load_weights(weights, version)
 
-def shake(tiny_pair: TinyPair, tmp_path, wrong: str | None) -> CalibrationReport:
-    """One handshake of fresh parties, with `wrong` spoilt."""
-
-    def engine(model: str) -> Engine:
-        config = EngineConfig(model=model, device="cpu")
-        return config.engine_class(**config.arguments())
-
-    model = tiny_pair.teacher if wrong == "learner's weights" else tiny_pair.student
-    learner = Learner(LearnerConfig(model=model, total_steps=1, device="cpu"), str(tmp_path))
-
-    async def logprobs(rows: Sequence[TrainingRow]) -> list[FloatArray]:
-        if wrong == "learner's temperature":
-            rows = [replace(row, temperature=1.0) for row in rows]
-        return learner.logprobs(rows)
-
-    async def run() -> CalibrationReport:
-        policy, teacher = engine(tiny_pair.student), engine(tiny_pair.teacher)
-        if wrong in ("policy", "policy entirely"):
-            policy = Unscaled(policy, decode_too=wrong == "policy entirely")
-        if wrong in ("teacher", "teacher entirely"):
-            teacher = Unscaled(teacher, decode_too=wrong == "teacher entirely")
-        return await handshake(policy=policy, teacher=teacher, learner=logprobs, temperature=T)
-
-    return asyncio.run(run())
+    async def abort(self) -> int:
+        return await self.engine.abort()
 
 
-def test_right_parties_agree_at_two_temperatures(tiny_pair: TinyPair, tmp_path) -> None:
-    report = shake(tiny_pair, tmp_path, wrong=None)
+def at(changed: Callable[[float], float], request: ScoreRequest) -> ScoreRequest:
+    return replace(request, temperatures=tuple(changed(t) for t in request.temperatures))
+
+
+@dataclass
+class Parties:
+    policy: EmbeddedEngine
+    stale_policy: EmbeddedEngine
+    teacher: EmbeddedEngine
+    learner: Learner
+    tokenizer: TokenizerProbe
+    fingerprint: Fingerprint
+
+    async def learner_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return self.learner.logprobs(rows_D)
+
+    def shake(self, temperature: float = T, **changes: Any) -> CalibrationReport:
+        arguments: dict[str, Any] = {
+            "policies": {"policy": self.policy},
+            "teachers": {"teacher": self.teacher},
+            "learner": self.learner_logprobs,
+            "tokenizer": self.tokenizer,
+            "temperature": temperature,
+        }
+        return asyncio.run(handshake(**arguments | changes))
+
+
+def embedded(model: str, **settings: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(model_path=model, device="cpu", threads=1, **settings)
+
+
+def new_learner(model: str, scratch: Path) -> Learner:
+    return Learner(LearnerConfig(model=model, total_steps=1, device="cpu"), str(scratch))
+
+
+@pytest.fixture(scope="module")
+def parties(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Parties:
+    tokenizer = load_tokenizer(tiny_pair.student)
+    stale = embedded(tiny_pair.student)
+    model = load_causal_lm(tiny_pair.student, dtype=torch.float32, device="cpu")
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)  # a few optimizer steps away
+    weights = PackedTensors.pack(dict(model.named_parameters()))
+    asyncio.run(stale.load_weights(weights, 0))
+    return Parties(
+        policy=embedded(tiny_pair.student),
+        stale_policy=stale,
+        teacher=embedded(tiny_pair.teacher),
+        learner=new_learner(tiny_pair.student, tmp_path_factory.mktemp("scratch")),
+        tokenizer=probe(tokenizer),
+        fingerprint=fingerprint(tokenizer),
+    )
+
+
+def failed(report: CalibrationReport) -> set[tuple[str, str]]:
+    return {(c.party, c.reference) for c in report.failures}
+
+
+def complaint(report: CalibrationReport) -> str:
+    with pytest.raises(CalibrationError) as error:
+        report.require_agreement()
+    assert error.value.exit_code == 3 and not report.agrees
+    return str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [0.1, T, 2 / 3, 1.0, 3.0])
+def test_right_parties_agree(parties: Parties, temperature: float) -> None:
+    report = parties.shake(temperature)
     report.require_agreement()
-    *agreeing, heeds = sorted(report.comparisons, key=lambda c: c.must_differ)
-    assert heeds.must_differ and heeds.party == "teacher" and heeds.max_gap > 0.1
-    found = {(c.party, c.reference, round(c.temperature, 6)) for c in agreeing}
-    assert found == {
-        (party, reference, round(temperature, 6))
-        for party, reference in (
-            ("policy prefill", "policy decode"),
-            ("learner", "policy decode"),
-            ("teacher prefill", "teacher decode"),
-        )
-        for temperature in (T, 1.5 * T)
+    assert report.agrees and report.largest_gap < 1e-4
+    assert set(report.parties) == {"policy", "teacher"}
+    pairs = {
+        ("policy prefill", "itself at another T"),
+        ("policy prefill", "the temperature law"),
+        ("policy prefill", "policy decode reference"),
+        ("policy decode", "learner"),
+        ("policy prefill", "learner"),
+        ("teacher prefill", "itself at another T"),
+        ("teacher prefill", "the temperature law"),
+        ("teacher prefill", "teacher decode reference"),
     }
-    assert all(c.num_tokens >= 8 and c.max_gap < 1e-4 for c in agreeing)
+    both = {round(temperature, 6), round(1.5 * temperature, 6)}
+    for pair in pairs:
+        found = [c for c in report.comparisons if (c.party, c.reference) == pair]
+        asked = {round(c.temperature, 6) for c in found}
+        assert asked == ({round(temperature, 6)} if found[0].must_differ else both), pair
+        assert all(c.num_tokens >= 8 for c in found)
+    assert {(c.party, c.reference) for c in report.comparisons} == pairs
+
+
+UNDIVIDED = "{} prefill are not divided by T: .*plugin"
+ORIGINAL = r"{} look like T = 1: is SGLANG_RETURN_ORIGINAL_LOGPROB set"
+TWICE = "{} are divided by T twice"
+ITSELF, LAW = "itself at another T", "the temperature law"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "party"),
+    ("prefill", "decode", "fails", "named", "diagnosis"),
     [
-        ("policy", "policy prefill"),
-        ("policy entirely", "learner"),
-        ("learner's temperature", "learner"),
-        ("learner's weights", "learner"),
-        ("teacher", "teacher prefill"),
-        ("teacher entirely", "teacher"),
+        # An SGLang server without the plugin.
+        (
+            ignored, right, {ITSELF, LAW, "teacher decode reference"},
+            "teacher prefill", UNDIVIDED.format("teacher"),
+        ),
+        # SGLANG_RETURN_ORIGINAL_LOGPROB=1, with the plugin.
+        (
+            right, ignored, {"teacher decode reference"},
+            "teacher prefill disagrees with teacher decode reference",
+            ORIGINAL.format("teacher decode reference"),
+        ),
+        # A server that ignores T in both agrees with itself at every T.
+        (ignored, ignored, {ITSELF, LAW}, "teacher prefill", UNDIVIDED.format("teacher")),
+        (
+            twice, right, {LAW, "teacher decode reference"},
+            "teacher prefill disagrees with the temperature law", TWICE.format("teacher prefill"),
+        ),
+        (
+            right, twice, {"teacher decode reference"},
+            "teacher prefill disagrees with teacher decode reference",
+            TWICE.format("teacher decode reference"),
+        ),
+        # So does one that divides twice in both, and it even heeds T.
+        (
+            twice, twice, {LAW},
+            "teacher prefill disagrees with the temperature law", TWICE.format("teacher prefill"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_mistakes_the_temperature(
+    parties: Parties,
+    prefill: Callable[[float], float],
+    decode: Callable[[float], float],
+    fails: set[str],
+    named: str,
+    diagnosis: str,
+) -> None:
+    teacher = Spoilt(parties.teacher, prefill, decode)
+    report = parties.shake(teachers={"teacher": teacher})
+    assert failed(report) == {("teacher prefill", reference) for reference in fails}
+    assert re.search(f"^{named}.*{diagnosis}", complaint(report)), complaint(report)
+    part = "prefill" if prefill is not right else "decode reference"
+    assert report.verdict().endswith(f"failed; teacher {part} is off")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fails", "diagnosis"),
+    [
+        (
+            ignored, right,
+            {
+                ("policy prefill", ITSELF), ("policy prefill", LAW),
+                ("policy prefill", "policy decode reference"), ("policy prefill", "learner"),
+            },
+            UNDIVIDED.format("policy"),
+        ),
+        (
+            right, ignored,
+            {("policy prefill", "policy decode reference"), ("policy decode", "learner")},
+            ORIGINAL.format("policy decode( reference)?"),
+        ),
+        (
+            right, twice,
+            {("policy prefill", "policy decode reference"), ("policy decode", "learner")},
+            TWICE.format("policy decode( reference)?"),
+        ),
+        (
+            twice, twice,
+            {
+                ("policy prefill", LAW), ("policy prefill", "learner"),
+                ("policy decode", "learner"),
+            },
+            TWICE.format("policy prefill"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_policy_that_mistakes_the_temperature(
+    parties: Parties,
+    prefill: Callable[[float], float],
+    decode: Callable[[float], float],
+    fails: set[tuple[str, str]],
+    diagnosis: str,
+) -> None:
+    report = parties.shake(policies={"policy": Spoilt(parties.policy, prefill, decode)})
+    assert failed(report) == fails
+    assert re.search(f"^policy .*{diagnosis}", complaint(report)), complaint(report)
+    assert not any("weights" in comparison.diagnosis for comparison in report.failures)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2 / 3, 0.98])
+@pytest.mark.parametrize("mistaken", [ignored, twice])
+def test_a_temperature_at_which_a_mistake_does_not_show_is_not_the_only_one(
+    parties: Parties, temperature: float, mistaken: Callable[[float], float]
+) -> None:
+    teacher = Spoilt(parties.teacher, mistaken, mistaken)
+    report = parties.shake(temperature, teachers={"teacher": teacher})
+    assert "teacher prefill are " in complaint(report)
+    assert {c.party for c in report.failures} == {"teacher prefill"}
+
+
+def test_bfloat16_agrees_within_its_own_allowance(parties: Parties, tiny_pair: TinyPair) -> None:
+    coarse = embedded(tiny_pair.student, dtype="bfloat16")
+    report = parties.shake(policies={"policy": coarse})
+    report.require_agreement()
+    assert report.largest_gap > 1e-3, "not computed in bfloat16"
+    unscaled = Spoilt(coarse, prefill=ignored, decode=ignored)
+    report = parties.shake(policies={"policy": unscaled})
+    assert ("policy decode", "learner") in failed(report)
+    assert ("policy prefill", ITSELF) in failed(report)
+
+
+def test_a_stale_engine_of_a_pool_is_found_and_named(parties: Parties) -> None:
+    pool = EnginePool([Handle(parties.policy), Handle(parties.stale_policy)])
+    report = parties.shake(policies=_named("policy", pool), teachers={})
+    assert failed(report) == {
+        ("policy engine 1 decode", "learner"),
+        ("policy engine 1 prefill", "learner"),
+    }
+    said = complaint(report)
+    assert said.startswith("policy engine 1 ") and "holds other weights than the learner" in said
+    assert report.verdict().endswith("; policy engine 1 is off")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.01])
+def test_stale_weights_are_not_blamed_on_a_temperature_near_one(
+    parties: Parties, temperature: float
+) -> None:
+    report = parties.shake(temperature, policies={"policy": parties.stale_policy})
+    assert len(report.failures) == 4
+    assert all("holds other weights" in c.diagnosis for c in report.failures)
+
+
+def test_a_second_teacher_is_asked_too(parties: Parties) -> None:
+    pool = EnginePool([Handle(parties.teacher), Handle(Spoilt(parties.teacher, prefill=ignored))])
+    report = parties.shake(teachers=_named("teacher", pool))
+    assert {c.party for c in report.failures} == {"teacher engine 1 prefill"}
+
+
+def test_a_learner_at_another_temperature_or_of_other_weights(
+    parties: Parties, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    async def unscaled(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return parties.learner.logprobs([replace(row, temperature=1.0) for row in rows_D])
+
+    other = new_learner(tiny_pair.teacher, tmp_path)
+
+    async def other_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return other.logprobs(rows_D)
+
+    for learner in (unscaled, other_logprobs):
+        report = parties.shake(learner=learner)
+        assert failed(report) == {("policy decode", "learner"), ("policy prefill", "learner")}
+
+
+def test_nan_is_a_disagreement_and_the_report_is_valid_json(parties: Parties) -> None:
+    report = parties.shake(teachers={"teacher": Spoilt(parties.teacher, nan=True)})
+    assert re.search("^teacher prefill disagrees .* are not finite", complaint(report))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    came = json.loads(json.dumps(report.to_json()), parse_constant=refuse)
+    assert "nan" in {row["max_gap"] for row in came["comparisons"]}
+
+
+OTHER_IDS = TokenizerProbe(texts=((5, 6), (7,)), chat=None)
+
+
+@pytest.mark.parametrize(
+    ("says", "difference"),
+    [
+        ({"tokenizer": OTHER_IDS}, r"teacher has another tokenizer: it encodes 'Hello.*\[5, 6\]"),
+        ({"eos_token_ids": (2,)}, r"teacher ends at token ids \[2\] and policy at \[1\]"),
+        ({"vocab_size": 159}, "teacher has a vocabulary of 159, smaller than policy's 160"),
     ],
 )
-def test_the_wrong_party_is_named(tiny_pair: TinyPair, tmp_path, wrong: str, party: str) -> None:
-    report = shake(tiny_pair, tmp_path, wrong)
-    off = {comparison.party for comparison in report.comparisons if not comparison.agrees}
-    if wrong == "teacher":  # whose prefill, besides, cannot tell one T from another
-        off -= {"teacher"}
-    assert off == {party}
-    with pytest.raises(CalibrationError, match=f"{party} disagrees with .* at temperature 0\\."):
-        report.require_agreement()
+def test_facts_that_differ_end_the_handshake_before_any_token_is_scored(
+    parties: Parties, says: Mapping[str, Any], difference: str
+) -> None:
+    report = parties.shake(teachers={"teacher": Spoilt(parties.teacher, says=says)})
+    assert report.comparisons == ()
+    assert re.search(difference, complaint(report))
+    assert re.search(difference, report.to_json()["differences"][0])
+
+
+def test_chat_templates_are_compared_where_both_have_one(parties: Parties) -> None:
+    chatless = replace(parties.tokenizer, chat=None)
+    other = replace(parties.tokenizer, chat=(1, 2, 3))
+    for says, agrees in ((chatless, True), (None, True), (other, False)):
+        teacher = Spoilt(parties.teacher, says={"tokenizer": says})
+        report = parties.shake(teachers={"teacher": teacher})
+        assert report.agrees == agrees
+    assert "teacher has another tokenizer: it encodes a chat" in complaint(report)
+
+
+def test_a_remote_engine_that_cannot_know_its_stop_ids_is_not_refused(parties: Parties) -> None:
+    teacher = Spoilt(parties.teacher, says={"eos_token_ids": None})
+    assert parties.shake(teachers={"teacher": teacher}).agrees
+
+
+@pytest.mark.parametrize(("vocab_size", "agrees"), [(128, False), (192, True)])
+def test_a_teacher_s_vocabulary_may_be_padded_but_not_smaller(
+    parties: Parties, tmp_path: Path, vocab_size: int, agrees: bool
+) -> None:
+    directory = tiny_model_dir(tmp_path, seed=5, vocab_size=vocab_size)
+    save_tokenizer(directory)
+    report = parties.shake(teachers={"teacher": embedded(directory)})
+    assert report.agrees == agrees
+    if not agrees:
+        assert "teacher has a vocabulary of 128, smaller than" in complaint(report)
+
+
+@pytest.mark.parametrize("context_length", [2, 5, 16])
+def test_short_contexts_have_room_for_every_probe(
+    parties: Parties, tmp_path: Path, context_length: int
+) -> None:
+    short = embedded(tiny_model_dir(tmp_path, seed=5, context_length=context_length))
+    assert parties.shake(teachers={"teacher": short}).agrees
+
+
+# Where it is run from
+
+
+class Handle:
+    """An actor handle's face over a plain engine: `handle.method.remote(...)`."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._plain, method))
+
+
+class RecordingDirectory:
+    def __init__(self) -> None:
+        self.written: dict[str, Any] = {}
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        self.written[name] = json.loads(json.dumps(value))
+
+
+def opd_run(parties: Parties, teacher: Engine, *, require_handshake: bool) -> Any:
+    """A `_Run` as far as `_shake_hands` looks, over plain engines."""
+    run: Any = object.__new__(_Run)
+    printed = io.StringIO()
+    run._config = SimpleNamespace(
+        temperature=T, deadline_s=60.0, require_handshake=require_handshake
+    )
+    run._tokenizer_probe = parties.tokenizer
+    run._fingerprint = parties.fingerprint
+    run._driver = SimpleNamespace(run=lambda what, coroutine, timeout: asyncio.run(coroutine))
+    run._running = SimpleNamespace(
+        console=Console(file=printed, width=400),
+        directory=RecordingDirectory(),
+        progress=SimpleNamespace(note=lambda text: print(text, file=printed)),
+        printed=printed,
+    )
+    run.actors = SimpleNamespace(
+        policy=EnginePool([Handle(parties.policy)]),
+        teacher=EnginePool([Handle(teacher)]),
+        learner=Handle(SimpleNamespace(logprobs=parties.learner_logprobs)),
+    )
+    return run
+
+
+def test_a_run_refuses_to_train_on_disagreement(parties: Parties) -> None:
+    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), require_handshake=True)
+    with pytest.raises(CalibrationError, match=r"^teacher engine 0 prefill disagrees"):
+        run._shake_hands()
+    assert "DISAGREES" in run._running.printed.getvalue()
+    assert run._running.directory.written["calibration.json"]["agrees"] is False
+
+
+def test_a_run_may_be_told_to_train_in_spite_of_it(parties: Parties) -> None:
+    run = opd_run(parties, Spoilt(parties.teacher, prefill=ignored), require_handshake=False)
+    run._shake_hands()
+    assert "WARNING: training although" in run._running.printed.getvalue()
+    assert "teacher engine 0 prefill disagrees" in run._running.printed.getvalue()
+    assert run._running.directory.written["calibration.json"]["agrees"] is False
+
+
+def test_a_run_of_right_parties_says_so(parties: Parties) -> None:
+    run = opd_run(parties, parties.teacher, require_handshake=True)
+    run._shake_hands()
+    assert "handshake: policy, learner and teacher agree" in run._running.printed.getvalue()
+    written = run._running.directory.written["calibration.json"]
+    assert written["agrees"] is True and written["parties"]["policy engine 0"]["vocab_size"] == 160
+
+
+def test_the_command_prints_a_table_and_writes_the_report(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert calibrate.main(calibrate_arguments(tiny_pair, tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "teacher decode reference" in printed and "agreement: 14 comparisons" in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["agrees"] is True and len(report["comparisons"]) == 14
+    assert report["parties"]["teacher"]["temperature_scaling"] == "in the engine"
+    tokenizers = report["tokenizers"]
+    assert tokenizers["student"] == tokenizers["teacher"] and tokenizers["student"]["vocab_hash"]
+
+
+def test_the_command_ends_with_code_3_on_disagreement(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = calibrate.running_engines
+
+    @asynccontextmanager
+    async def spoilt(*configs: EngineConfig) -> AsyncIterator[list[Engine]]:
+        async with running(*configs) as (policy, teacher):
+            yield [policy, Spoilt(teacher, prefill=ignored)]
+
+    monkeypatch.setattr(calibrate, "running_engines", spoilt)
+    assert calibrate.main(calibrate_arguments(tiny_pair, tmp_path)) == 3
+    printed = capsys.readouterr()
+    assert (
+        "DISAGREES" in printed.out
+        and "no agreement: 5 of 14 comparisons failed; teacher prefill is off" in printed.out
+    )
+    assert "error: teacher prefill disagrees" in printed.err and "plugin" in printed.err
+    assert json.loads((tmp_path / "report.json").read_text())["agrees"] is False
+
+
+def calibrate_arguments(pair: TinyPair, directory: Path) -> list[str]:
+    return [
+        f"student={pair.student}", f"teacher={pair.teacher}", f"temperature={T}", "device=cpu",
+        "threads=1", "engine=embedded", f"out={directory / 'report.json'}",
+    ]  # fmt: skip
