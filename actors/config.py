@@ -2,45 +2,132 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import chz
 
 from actors.embedded_engine import EmbeddedEngine
+from actors.sglang_external import ExternalSglangEngine, check_url, is_url
+from actors.sglang_flags import parse_flags
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import require_sglang, sglang_installed
+from actors.sglang_weights import InFlight
 from distill.errors import ConfigError
+from distill.models import resolve_device
+
+EngineKind = Literal["sglang", "embedded"]
+EngineChoice = Literal["auto", "sglang", "embedded"]
+Dtype = Literal["float32", "bfloat16"]
+DtypeChoice = Literal["auto", "float32", "bfloat16"]
+# An engine that is a plain object in this process.
+LocalEngine = EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine
+
+
+def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
+    """float32 on a CPU and bfloat16 on CUDA, unless told which; `device` may be auto.
+
+    Half precision is what served kernels are made for; on a CPU it is slower, and less exact.
+    """
+    if choice != "auto":
+        return choice
+    return "bfloat16" if resolve_device(device).startswith("cuda") else "float32"
+
+
+def choose_engine(choice: EngineChoice) -> EngineKind:
+    """SGLang where it is installed, else the embedded engine, unless told which.
+
+    Raises:
+        ConfigError: SGLang was asked for and is not installed.
+    """
+    if choice == "auto":
+        return "sglang" if sglang_installed() else "embedded"
+    if choice == "sglang":
+        require_sglang()
+    return choice
 
 
 @chz.chz
 class EngineConfig:
     """Settings of one engine. There is no temperature here: every request brings its own."""
 
-    kind: Literal["embedded"] = chz.field(
-        default="embedded", doc="embedded: transformers in the actor's own process"
+    kind: EngineKind = chz.field(
+        doc="sglang: a server of its own; embedded: transformers in the actor's own process"
     )
-    model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name)")
-    dtype: Literal["float32", "bfloat16"] = chz.field(default="float32", doc="compute precision")
+    model: str = chz.field(
+        doc="Hugging Face checkpoint directory (or hub name), or http://host:port of a running "
+        "SGLang server, whatever the kind"
+    )
+    dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     threads: int = chz.field(default=1, doc="torch threads of the engine on CPU")
     max_batch_rows: int = chz.field(default=256, doc="sequences decoded at the same time, at most")
-    score_token_budget: int = chz.field(default=16384, doc="padded tokens per scoring forward")
+    score_token_budget: int = chz.field(
+        default=16384, doc="embedded: padded tokens per scoring forward"
+    )
+    server_flags: str = chz.field(default="", doc="sglang: more of SGLang's own flags")
+    in_flight: InFlight = chz.field(
+        default="continue", doc="sglang: what a weight push does to the samples under way"
+    )
+    gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
+    log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
+    start_deadline_s: float = chz.field(default=600.0, doc="sglang: longest start, seconds")
+    request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
 
     @chz.validate
     def _in_range(self) -> None:
         for name in ("threads", "max_batch_rows", "score_token_budget"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        parse_flags(self.server_flags)
+        if self.external:
+            check_url(self.model)
 
     @property
-    def engine_class(self) -> type[EmbeddedEngine]:
+    def external(self) -> bool:
+        """Whether the engine is a server that somebody else runs."""
+        return is_url(self.model)
+
+    @property
+    def engine_class(self) -> type[LocalEngine]:
         """The plain class to build, here or inside an actor, with `arguments()`."""
-        return EmbeddedEngine
+        if self.external:
+            return ExternalSglangEngine
+        return HostedSglangEngine if self.kind == "sglang" else EmbeddedEngine
+
+    def build(self) -> LocalEngine:
+        """The engine, in this process."""
+        return self.engine_class(**self.arguments())
 
     def arguments(self) -> dict[str, Any]:
-        return {
+        if self.external:
+            return {"url": self.model, "request_deadline_s": self.request_deadline_s}
+        shared = {
             "model_path": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
             "max_batch_rows": self.max_batch_rows,
-            "score_token_budget": self.score_token_budget,
         }
+        if self.kind == "embedded":
+            return shared | {"score_token_budget": self.score_token_budget}
+        return shared | {
+            "flags": self.server_flags,
+            "in_flight": self.in_flight,
+            "gpu_share": self.gpu_share,
+            "log_path": self.log_path,
+            "start_deadline_s": self.start_deadline_s,
+            "request_deadline_s": self.request_deadline_s,
+        }
+
+
+@asynccontextmanager
+async def running_engines(*configs: EngineConfig) -> AsyncIterator[list[LocalEngine]]:
+    """Engines in this process, started side by side and ended together."""
+    engines = [config.build() for config in configs]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,13 +17,17 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded_engine import EmbeddedEngine
+from actors.sglang_external import ExternalSglangEngine
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import sglang_installed
 from distill.errors import DataError, EngineError
-from distill.interfaces import Engine, GenerateRequest, Sample, ScoreRequest
+from distill.interfaces import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.models import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.tensors import PackedTensors
+from distill.tokenizer import load_tokenizer, probe
 from distill.types import StopReason
-from tests.tiny import EOS, VOCAB_SIZE, tiny_model_dir
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")
 CONTEXT = 256
@@ -34,9 +39,16 @@ class Party:
     """An engine under test, plain models of its first weights and of others, and a loop."""
 
     engine: Engine
+    model_dir: str
     model: PreTrainedModel
     other_model: PreTrainedModel
     runner: asyncio.Runner
+    # What an engine of this kind cannot do, and why; the tests of it are skipped with the reason.
+    lacks: dict[str, str]
+
+    def needs(self, ability: str) -> None:
+        if ability in self.lacks:
+            pytest.skip(self.lacks[ability])
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=30))
@@ -56,27 +68,66 @@ def bundle(model: PreTrainedModel) -> PackedTensors:
     return PackedTensors.pack(dict(model.named_parameters()))
 
 
-def embedded(model_dir: str) -> Engine:
-    return EmbeddedEngine(model_path=model_dir, device="cpu", threads=1)
+@contextmanager
+def embedded(model_dir: str, _runner: asyncio.Runner) -> Iterator[Engine]:
+    yield EmbeddedEngine(model_path=model_dir, device="cpu", threads=1)
 
 
-@pytest.fixture(scope="module", params=[embedded])
+@contextmanager
+def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSglangEngine]:
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    engine = HostedSglangEngine(
+        model_path=model_dir, device="cpu", start_deadline_s=300, request_deadline_s=60
+    )
+    try:
+        runner.run(asyncio.wait_for(engine.info(), timeout=300))  # the start, and its first request
+        yield engine
+    finally:
+        runner.run(engine.close())
+
+
+@contextmanager
+def sglang_external(model_dir: str, runner: asyncio.Runner) -> Iterator[Engine]:
+    with sglang_hosted(model_dir, runner) as host:
+        server = host.server
+        engine = ExternalSglangEngine(url=server.url, api_key=server.api_key, request_deadline_s=60)
+        yield engine
+        runner.run(engine.close())
+
+
+_SEEDS = "SGLang seeds its samples only in its deterministic mode, which does not run on a CPU"
+_NOT_OURS = "a server that is already running is not ours to change"
+LACKS = {
+    embedded: {},
+    sglang_hosted: {"seeds": _SEEDS, "NaN weights": "NaN weights are refused, and tested below"},
+    sglang_external: {
+        "seeds": _SEEDS, "loads": _NOT_OURS, "aborts": _NOT_OURS, "NaN weights": _NOT_OURS,
+        "end-of-sequence ids": "a server does not tell them",
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(LACKS), ids=lambda start: start.__name__)
 def party(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Party]:
-    start: Callable[[str], Engine] = request.param
+    start: Callable[[str, asyncio.Runner], Any] = request.param
     directories = [
         tiny_model_dir(tmp_path_factory.mktemp("m"), seed=seed, context_length=CONTEXT)
         for seed in (1, 2)
     ]
+    for directory in directories:
+        save_tokenizer(directory)
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
-    with asyncio.Runner() as runner:
-        yield Party(start(directories[0]), models[0], models[1], runner)
+    with asyncio.Runner() as runner, start(directories[0], runner) as engine:
+        yield Party(engine, directories[0], models[0], models[1], runner, LACKS[start])
 
 
 @pytest.fixture
 def engine_at_version_0(party: Party) -> Iterator[Party]:
     """For tests that change the weights: puts the first ones back."""
+    party.needs("loads")
     yield party
     party.load(party.model, 0)
 
@@ -174,6 +225,60 @@ def test_scoring_a_shared_prefix_equals_scoring_one_by_one(party: Party) -> None
         np.testing.assert_allclose(logprobs[0], expected, atol=1e-4)
 
 
+def test_decode_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:
+    requests = [
+        ScoreRequest(tokens_T=prompt(length, length), start=start, temperatures=temperatures)
+        for length, start, temperatures in [
+            (2, 1, (0.7,)),
+            (40, 33, TEMPERATURES),
+            (CONTEXT, CONTEXT - 3, (1.5,)),
+            (90, 89, (0.5, 1.0)),
+        ]
+    ]
+    busy = ask(prompt(12), TrainSampling(temperature=1.5, max_new_tokens=30), num_samples=3)
+
+    async def beside_generation() -> tuple[list[Sample], list[Score]]:
+        return await asyncio.gather(
+            party.engine.generate(busy), party.engine.decode_score(requests)
+        )
+
+    samples, scores = party.run(beside_generation())
+    for request, score in zip(requests, scores, strict=True):
+        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+    for sample in samples:
+        expect_like_naive(party.model, busy, sample)
+
+
+def test_decode_score_is_what_generate_reports(party: Party) -> None:
+    request = ask(prompt(21), TrainSampling(temperature=0.5, max_new_tokens=6), num_samples=2)
+    [samples] = party.generate(request)
+    chains = [chain(request.prompt_tokens_T, sample) for sample in samples]
+    scores = party.run(
+        party.engine.decode_score(
+            [ScoreRequest(tokens_T=c, start=21, temperatures=(0.5,)) for c in chains]
+        )
+    )
+    for sample, score in zip(samples, scores, strict=True):
+        np.testing.assert_allclose(score.logprobs_by_temperature[0], sample.logprobs_T, atol=1e-4)
+
+
+def test_decode_score_of_every_token_is_a_distribution(party: Party) -> None:
+    prompt_T = prompt(12)
+    every = np.column_stack([np.tile(prompt_T, (VOCAB_SIZE, 1)), np.arange(VOCAB_SIZE)])
+    requests = [
+        ScoreRequest(tokens_T=tokens_T.astype(np.int32), start=12, temperatures=(0.7,))
+        for tokens_T in every
+    ]
+    scores = party.run(party.engine.decode_score(requests))
+    assert np.exp([s.logprobs_by_temperature[0][0] for s in scores]).sum() == pytest.approx(1)
+
+
+def test_nothing_to_score_is_no_score(party: Party) -> None:
+    assert party.run(party.engine.score([])) == party.run(party.engine.decode_score([])) == []
+
+
 def test_train_sampling_is_softmax_of_z_over_t(party: Party) -> None:
     count, prompt_T = 4000, prompt(12)
     request = ask(prompt_T, TrainSampling(temperature=0.7, max_new_tokens=1), num_samples=count)
@@ -208,6 +313,7 @@ def test_greedy_is_the_argmax_loop(party: Party) -> None:
 
 
 def test_samples_do_not_depend_on_batch_mates(party: Party) -> None:
+    party.needs("seeds")
     sampling = TrainSampling(temperature=1.0, max_new_tokens=40)
     request = ask(prompt(33), sampling, num_samples=4, seed=5)
     [alone] = party.generate(request)
@@ -277,13 +383,14 @@ def test_a_prompt_that_cannot_be_run_is_refused(
 
 def test_tokens_that_cannot_be_scored_are_refused(party: Party) -> None:
     too_long = ScoreRequest(tokens_T=prompt(CONTEXT + 1), start=1, temperatures=(1.0,))
-    with pytest.raises(DataError, match=str(CONTEXT + 1)):
-        party.run(party.engine.score([too_long]))
     bad_id = ScoreRequest(
         tokens_T=np.array([3, VOCAB_SIZE + 7], dtype=np.int32), start=1, temperatures=(1.0,)
     )
-    with pytest.raises(DataError, match=str(VOCAB_SIZE + 7)):
-        party.run(party.engine.score([bad_id]))
+    for method in (party.engine.score, party.engine.decode_score):
+        with pytest.raises(DataError, match=str(CONTEXT + 1)):
+            party.run(method([too_long]))
+        with pytest.raises(DataError, match=str(VOCAB_SIZE + 7)):
+            party.run(method([bad_id]))
 
 
 def test_top_k_and_top_p_truncate_but_report_the_whole_distribution(party: Party) -> None:
@@ -352,12 +459,14 @@ def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Part
     for sample in samples:
         assert (sample.versions_T == 7).all()
         expect_like_naive(party.other_model, request, sample)
-    [scored] = party.run(party.engine.score([score]))
     expected = naive_logprobs(party.other_model, score.tokens_T, 20, 0.5)
-    np.testing.assert_allclose(scored.logprobs_by_temperature[0], expected, atol=1e-4)
+    for method in (party.engine.score, party.engine.decode_score):
+        [scored] = party.run(method([score]))
+        np.testing.assert_allclose(scored.logprobs_by_temperature[0], expected, atol=1e-4)
 
 
 def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None:
+    party.needs("loads")
     own = dict(party.other_model.named_parameters())
     first, *_, last = own
     bad = {
@@ -376,6 +485,7 @@ def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None
 
 
 def test_abort_ends_everything_in_flight(party: Party) -> None:
+    party.needs("aborts")
     request = ask(
         prompt(6), TrainSampling(temperature=0.7, max_new_tokens=240), num_samples=300, seed=3
     )
@@ -398,6 +508,7 @@ def test_abort_ends_everything_in_flight(party: Party) -> None:
 
 def test_nan_weights_are_an_error_and_not_a_hang(engine_at_version_0: Party) -> None:
     party = engine_at_version_0
+    party.needs("NaN weights")
     request = ask(prompt(20), TrainSampling(temperature=1.0, max_new_tokens=200), num_samples=4)
     poison = {name: tensor * float("nan") for name, tensor in party.model.named_parameters()}
 
@@ -423,3 +534,6 @@ def test_info_describes_the_model(party: Party) -> None:
     info = party.run(party.engine.info())
     assert (info.vocab_size, info.context_length) == (VOCAB_SIZE, CONTEXT)
     assert (info.weight_version, info.dtype) == (0, "float32")
+    assert info.eos_token_ids in ((EOS,), None)
+    assert info.tokenizer in (probe(load_tokenizer(party.model_dir)), None)
+    assert info.kind and info.model and info.temperature_scaling

@@ -1,0 +1,168 @@
+"""Requests to an SGLang server: pooled, with a deadline, and every failure a typed error.
+
+A request is sent again only where that is safe: when nothing was sent yet (connection refused), or
+when it changes nothing (scoring, asking). Sampling that was under way is never repeated silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from distill.errors import DataError, EngineError
+
+logger = logging.getLogger(__name__)
+
+_RETRIES = 3
+_BACK_OFF_S = 0.2
+# Below the 5 s after which the server closes an idle connection: a reused one is never half closed.
+_KEEPALIVE_S = 2.0
+
+
+class SglangClient:
+    """A client of one server, for one event loop.
+
+    Args:
+        url: says `http://host:port`; asked again for every request.
+        api_key: for generating and scoring; None sends none.
+        admin_api_key: for weights, pausing and aborting.
+        deadline_s: longest any one request may take, retries included.
+        obituary: says why the server is gone, for the errors.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        *,
+        api_key: str | None,
+        admin_api_key: str | None,
+        deadline_s: float,
+        obituary: Callable[[], str] | None = None,
+    ) -> None:
+        self._url = url
+        self._api_key, self._admin_api_key = api_key, admin_api_key
+        self._deadline_s = deadline_s
+        self._obituary = obituary
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str) -> Any:
+        """JSON of a GET, repeated where it fails on the way."""
+        return await self._request("GET", path, None, key=self._api_key, repeatable=True)
+
+    async def post(self, path: str, body: Mapping[str, Any], *, repeatable: bool = False) -> Any:
+        """JSON of a POST.
+
+        Raises:
+            DataError: the server refuses the request as such (status 400 or 422).
+            EngineError: it cannot be reached, refuses the key, fails, answers what is not JSON, or
+                takes longer than the deadline.
+        """
+        return await self._request("POST", path, body, key=self._api_key, repeatable=repeatable)
+
+    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
+        """JSON of an administrative POST. Raises as `post` does."""
+        return await self._request("POST", path, body, key=self._admin_api_key, repeatable=False)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        key: str | None,
+        repeatable: bool,
+    ) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._attempts(method, path, body, key=key, repeatable=repeatable)
+        except TimeoutError:
+            raise EngineError(
+                f"{self._url()}{path} did not answer within {self._deadline_s:.0f} s: the server "
+                f"hangs or is overloaded.{self._why()}"
+            ) from None
+
+    async def _attempts(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        key: str | None,
+        repeatable: bool,
+    ) -> Any:
+        payload = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        for attempt in range(_RETRIES + 1):
+            last = attempt == _RETRIES
+            try:
+                status, content = await self._send(method, path, payload, key)
+            except aiohttp.ClientConnectorError as error:
+                if last:
+                    raise self._unreachable(path, error) from error
+            except aiohttp.ClientError as error:
+                if last or not repeatable:
+                    raise self._unreachable(path, error) from error
+            else:
+                if not (status >= 500 and repeatable) or last:
+                    return self._checked(path, status, content)
+            logger.warning("%s%s failed (try %d); trying again", self._url, path, attempt + 1)
+            await asyncio.sleep(_BACK_OFF_S * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _send(
+        self, method: str, path: str, payload: bytes | None, key: str | None
+    ) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        session = self._open_session()
+        async with session.request(
+            method, self._url() + path, data=payload, headers=headers
+        ) as response:
+            return response.status, await response.read()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Rollouts wait in the server's own queue, so the pool is unlimited; deadlines are ours.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._session
+
+    def _checked(self, path: str, status: int, content: bytes) -> Any:
+        text = content[:500].decode(errors="replace")
+        if status in (401, 403):
+            raise EngineError(
+                f"{self._url()}{path} refused the key (status {status}); give the server's own key "
+                "in the environment variable ISOTHERM_TEACHER_API_KEY"
+            )
+        if status in (400, 422):
+            raise DataError(f"{self._url()}{path} refused the request: {text}")
+        if status >= 300:
+            raise EngineError(
+                f"{self._url()}{path} failed with status {status}: {text}.{self._why()}"
+            )
+        if not content:
+            return None
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:
+            # Some administrative answers are a line of text.
+            return text
+
+    def _unreachable(self, path: str, error: Exception) -> EngineError:
+        reason = str(error) or type(error).__name__
+        return EngineError(f"{self._url()}{path} cannot be reached ({reason}).{self._why()}")
+
+    def _why(self) -> str:
+        return f" {self._obituary()}" if self._obituary is not None else ""

@@ -1,0 +1,91 @@
+"""An HTTP server that answers like SGLang, and on request like one that has gone wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+API_KEY = "the-key"
+VOCAB_SIZE = 50
+
+Answer = dict[str, Any]
+Spoil = Callable[[Answer], Any]
+
+
+def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: int) -> Answer:
+    """What SGLang would say, with made-up log-probs."""
+    length = params["max_new_tokens"]
+    meta: Answer = {
+        "finish_reason": {"type": "length", "length": length},
+        "output_token_logprobs": [[-1.5, 7, None]] * length,
+        "weight_version": "3",
+        "weight_versions": [{"version": "3", "start": 0, "end": length}],
+    }
+    if "logprob_start_len" in body:
+        start = body["logprob_start_len"][i]
+        rows = [[-0.5 * params["temperature"], t, None] for t in tokens[start:]]
+        rows[0][0] = None
+        meta["input_token_logprobs"] = rows
+        meta["input_logprob_temperature"] = [params["temperature"]]
+    if "token_ids_logprob" in body:
+        meta["output_token_ids_logprobs"] = [[[-2.5, body["token_ids_logprob"][i][0], None]]]
+    return {"output_ids": [7] * length, "meta_info": meta}
+
+
+class MisbehavingServer:
+    """Counts what it is asked; `spoil` sees every answer, `failures` are used up one a request."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.spoil: Spoil = lambda answer: answer
+        # A status to answer with, "hang" or "drop"; in order, then it behaves.
+        self.failures: list[int | str] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked[request.path] += 1
+        if request.headers.get("Authorization") != f"Bearer {API_KEY}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        failure = self.failures.pop(0) if self.failures else None
+        if failure == "hang":
+            await asyncio.sleep(3600)
+        if failure == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if isinstance(failure, int):
+            return web.Response(status=failure, text=f"status {failure} on purpose")
+        if request.path != "/generate":
+            return web.json_response(self.spoil({"weight_version": "3"}))
+        content = self.spoil(self._generate(await request.json()))
+        if isinstance(content, str):
+            return web.Response(text=content)
+        return web.json_response(content)
+
+    def _generate(self, body: Answer) -> Any:
+        params = body["sampling_params"]
+        answers = []
+        for i, tokens in enumerate(body["input_ids"]):
+            own = params[i] if isinstance(params, list) else params
+            answers += [proper_answer(tokens, own, body, i)] * own.get("n", 1)
+        return answers
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self.handle)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,77 @@
+"""Which engine a setting builds, and with what."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from actors import config as config_module
+from actors import sglang_server
+from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.embedded_engine import EmbeddedEngine
+from actors.sglang_external import ExternalSglangEngine
+from actors.sglang_hosted import HostedSglangEngine
+from distill.errors import ConfigError
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_auto_is_sglang_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    for module in (config_module, sglang_server):
+        monkeypatch.setattr(module, "sglang_installed", lambda: installed)
+    assert choose_engine("auto") == ("sglang" if installed else "embedded")
+    assert choose_engine("embedded") == "embedded"
+    if installed:
+        assert choose_engine("sglang") == "sglang"
+    else:
+        with pytest.raises(ConfigError, match="engine=sglang but SGLang is not installed here"):
+            choose_engine("sglang")
+
+
+def test_auto_is_half_precision_on_cuda_alone() -> None:
+    assert (choose_dtype("auto", "cpu"), choose_dtype("auto", "cuda")) == ("float32", "bfloat16")
+    assert choose_dtype("bfloat16", "cpu") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "kind, model, engine_class",
+    [
+        ("embedded", "dir", EmbeddedEngine),
+        ("sglang", "dir", HostedSglangEngine),
+        ("embedded", "http://10.0.0.1:3000", ExternalSglangEngine),
+        ("sglang", "https://teacher:3000", ExternalSglangEngine),
+    ],
+)
+def test_the_class_follows_from_kind_and_model(kind, model: str, engine_class: type) -> None:
+    config = EngineConfig(kind=kind, model=model)
+    assert config.engine_class is engine_class
+    assert config.external == model.startswith("http")
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_every_setting_reaches_the_server() -> None:
+    config = EngineConfig(
+        kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_batch_rows=5,
+        server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
+        start_deadline_s=7, request_deadline_s=8,
+    )  # fmt: skip
+    assert config.arguments() == {
+        "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
+        "max_batch_rows": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
+        "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"max_batch_rows": 0}, "max_batch_rows=0 must be at least 1"),
+        ({"server_flags": "tp 2"}, "'tp' belongs to no flag"),
+        ({"model": "http://host/v1"}, "write http://host:port"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{"kind": "sglang", "model": "m"} | settings)

@@ -1,0 +1,261 @@
+"""The HTTP engine against a server that misbehaves in every way a server can, on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.sglang_engine import SglangEngine
+from actors.sglang_external import ExternalSglangEngine
+from actors.sglang_http import SglangClient
+from distill.errors import ConfigError, DataError, EngineError
+from distill.interfaces import GenerateRequest, Score, ScoreRequest
+from distill.sampling import TrainSampling
+from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
+
+TOKENS_T = np.arange(2, 10, dtype=np.int32)
+GENERATE = GenerateRequest(
+    prompt_tokens_T=TOKENS_T,
+    sampling=TrainSampling(temperature=0.7, max_new_tokens=4),
+    num_samples=2,
+    seed=0,
+)
+SCORE = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7,))
+
+Call = Callable[[SglangEngine], Awaitable[Any]]
+
+
+def generate(engine: SglangEngine) -> Awaitable[Any]:
+    return engine.generate(GENERATE)
+
+
+def score(engine: SglangEngine) -> Awaitable[Any]:
+    return engine.score([SCORE])
+
+
+def decode_score(engine: SglangEngine) -> Awaitable[Any]:
+    return engine.decode_score([SCORE])
+
+
+def ask(
+    server: MisbehavingServer, call: Call, *, deadline_s: float = 20, key: str | None = API_KEY
+) -> Any:
+    """Runs `call` on an engine of the server."""
+
+    async def run() -> Any:
+        async with server.running():
+            client = SglangClient(
+                lambda: server.url, api_key=key, admin_api_key=key, deadline_s=deadline_s
+            )
+            engine = SglangEngine(
+                client, server=None, model="made up", vocab_size=VOCAB_SIZE, context_length=64,
+                dtype="float32", stop_ids=None, weights=None, seeded=False,
+            )  # fmt: skip
+            try:
+                return await asyncio.wait_for(call(engine), 30)
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def in_meta(**changes: Any) -> Callable[[list[dict]], list[dict]]:
+    def spoil(answers: list[dict]) -> list[dict]:
+        for answer in answers:
+            answer["meta_info"] |= changes
+        return answers
+
+    return spoil
+
+
+def test_proper_answers_are_taken() -> None:
+    server = MisbehavingServer()
+    samples = ask(server, generate)
+    assert [sample.tokens_T.tolist() for sample in samples] == [[7] * 4] * 2
+    assert samples[0].versions_T.tolist() == [3] * 4
+    [found] = ask(server, score)
+    np.testing.assert_allclose(found.logprobs_by_temperature[0], [-0.35] * 5)
+    [found] = ask(server, decode_score)
+    np.testing.assert_allclose(found.logprobs_by_temperature[0], [-2.5] * 5)
+
+
+@pytest.mark.parametrize("call", [generate, score, decode_score])
+def test_a_hanging_server_is_given_up_at_the_deadline(call: Call) -> None:
+    server = MisbehavingServer()
+    server.failures = ["hang"] * 9
+    with pytest.raises(EngineError, match=r"/generate did not answer within 1 s: the server hangs"):
+        ask(server, call, deadline_s=1)
+
+
+@pytest.mark.parametrize("failure", [500, 503, "drop"])
+def test_scoring_is_repeated_and_sampling_is_not(failure: int | str) -> None:
+    server = MisbehavingServer()
+    server.failures = [failure, failure]
+    [found] = ask(server, score)
+    assert isinstance(found, Score) and server.asked["/generate"] == 3
+    server.asked.clear()
+    server.failures = [failure]
+    with pytest.raises(EngineError, match=f"status {failure}" if failure != "drop" else "reached"):
+        ask(server, generate)
+    assert server.asked["/generate"] == 1, "samples were drawn twice"
+
+
+@pytest.mark.parametrize("call", [score, decode_score])
+def test_a_server_that_keeps_failing_is_given_up(call: Call) -> None:
+    server = MisbehavingServer()
+    server.failures = [500] * 9
+    with pytest.raises(EngineError, match="failed with status 500: status 500 on purpose"):
+        ask(server, call)
+
+
+def test_a_refused_connection_is_named() -> None:
+    server = MisbehavingServer()
+
+    async def after_it_went(engine: SglangEngine) -> Any:
+        server.url = "http://127.0.0.1:9"  # the discard port: nobody listens
+        return await engine.generate(GENERATE)
+
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/generate cannot be reached"):
+        ask(server, after_it_went)
+
+
+@pytest.mark.parametrize("key", [None, "another key"])
+def test_a_wrong_key_names_the_variable(key: str | None) -> None:
+    with pytest.raises(EngineError, match=r"refused the key .* ISOTHERM_TEACHER_API_KEY"):
+        ask(MisbehavingServer(), score, key=key)
+
+
+def test_a_refused_request_is_the_requests_fault() -> None:
+    server = MisbehavingServer()
+    server.failures = [400]
+    with pytest.raises(DataError, match="refused the request: status 400 on purpose"):
+        ask(server, score)
+
+
+# SGLang writes a NaN or an infinity as null.
+NAN_ROW = [[None, 7, None]]
+ROWS = [[-1.5, 7, None]]
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda answers: "<html>Bad gateway</html>", "not SGLang's: <html>"),
+        (lambda answers: {"answers": answers}, "not SGLang's"),
+        (lambda answers: [None] * len(answers), "not SGLang's"),
+        (lambda answers: answers[:-1], "answered 1 of 2 requests"),
+        (in_meta(output_token_logprobs=ROWS * 3 + NAN_ROW), "hold nan at 3 of 4"),
+        (in_meta(output_token_logprobs=ROWS * 3), "3 output log-probs for 4 tokens"),
+        (in_meta(output_token_logprobs=ROWS * 3 + [[-1.5, 8, None]]), "or of others"),
+        (in_meta(output_token_logprobs=None), "returned no output_token_logprobs"),
+        (in_meta(output_token_logprobs=[-1.5] * 4), "output_token_logprobs cannot be read"),
+        (in_meta(finish_reason=None), "unknown reason None"),
+        (in_meta(finish_reason={"type": "abort", "status_code": 500}), "ended a sample"),
+        (
+            in_meta(weight_versions=[{"version": "3", "start": 0, "end": 2}]),
+            "do not cover 4 tokens",
+        ),
+    ],
+)
+def test_what_no_sample_can_be_made_of(spoil: Callable[[Any], Any], message: str) -> None:
+    server = MisbehavingServer()
+    server.spoil = spoil
+    with pytest.raises(EngineError, match=message):
+        ask(server, generate)
+
+
+def input_rows(*logprobs: float | None, first_token: int = 4) -> list[list[Any]]:
+    return [[value, first_token + i, None] for i, value in enumerate(logprobs)]
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda answers: "not JSON", "not SGLang's: not JSON"),
+        (lambda answers: answers * 2, "answered 2 of 1 requests"),
+        (
+            in_meta(input_token_logprobs=input_rows(None, -1, -1, None, -1, -1)),
+            "hold nan at 2 of 5",
+        ),
+        (in_meta(input_token_logprobs=input_rows(None, -1)), "2 input log-probs for 6 tokens"),
+        (
+            in_meta(input_token_logprobs=input_rows(None, -1, -1, -1, -1, -1, first_token=5)),
+            "or of others",
+        ),
+        (in_meta(input_logprob_temperature=[1.0]), "scored at temperature 1, asked was 0.7"),
+    ],
+)
+def test_what_no_score_can_be_made_of(spoil: Callable[[Any], Any], message: str) -> None:
+    server = MisbehavingServer()
+    server.spoil = spoil
+    with pytest.raises(EngineError, match=message):
+        ask(server, score)
+
+
+@pytest.mark.parametrize("rows", [None, [], [[]], [[[-1.0, 9999, None]]], [[[None, 5, None]]]])
+def test_what_no_decode_reference_can_be_made_of(rows: Any) -> None:
+    server = MisbehavingServer()
+    server.spoil = in_meta(output_token_ids_logprobs=rows)
+    with pytest.raises(EngineError, match=r"output_token_ids_logprobs are|log-prob of token"):
+        ask(server, decode_score)
+
+
+def test_a_server_without_the_plugin_is_asked_again_for_unscaled_logprobs() -> None:
+    server = MisbehavingServer()
+    server.spoil = in_meta(input_logprob_temperature=None)
+    both = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7, 1.0))
+    [found] = ask(server, lambda engine: engine.score([both]))
+    np.testing.assert_allclose(found.logprobs_by_temperature, [[-0.35] * 5, [-0.5] * 5])
+    assert server.asked["/generate"] == 2
+
+
+def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
+    server = MisbehavingServer()
+    server.spoil = in_meta(input_logprobs_unscaled=[[-3.0] * 5])
+    both = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7, 1.0))
+    [found] = ask(server, lambda engine: engine.score([both]))
+    np.testing.assert_allclose(found.logprobs_by_temperature, [[-0.35] * 5, [-3.0] * 5])
+    assert server.asked["/generate"] == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://host:port", "http://host:1/v1", "http://host?x=1"]
+)
+def test_an_external_address_must_be_one(url: str) -> None:
+    with pytest.raises(ConfigError, match="write http://host:port"):
+        ExternalSglangEngine(url=url)
+
+
+def test_an_external_server_that_is_something_else_is_refused() -> None:
+    server = MisbehavingServer()
+
+    async def run() -> None:
+        async with server.running():
+            engine = ExternalSglangEngine(url=server.url, api_key=API_KEY, request_deadline_s=10)
+            try:
+                await engine.info()
+            finally:
+                await engine.close()
+
+    with pytest.raises(EngineError, match="does not answer as an SGLang server does"):
+        asyncio.run(run())
+
+
+def test_the_key_of_an_external_server_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ISOTHERM_TEACHER_API_KEY", API_KEY)
+    server = MisbehavingServer()
+
+    async def run() -> None:
+        async with server.running():
+            engine = ExternalSglangEngine(url=server.url, request_deadline_s=10)
+            with pytest.raises(EngineError, match="does not answer as"):  # the key was accepted
+                await engine.info()
+            await engine.close()
+
+    asyncio.run(run())

@@ -1,0 +1,623 @@
+"""The SGLang plugin: its maths against slow loops, its refusals, and real servers against truth.
+
+The truth is transformers in fp32: log softmax(z / T) of every token, at each request's own T.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import pkgutil
+import random
+import re
+import sys
+import types
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actors import sglang_plugin as plugin
+from actors.sglang_plugin_internals import native_option_present, unrecognised_internals
+from actors.sglang_plugin_rows import ScaledRows, UnknownPassError, rows_of_requests
+from actors.sglang_server import SglangServer, sglang_installed
+from distill.models import load_causal_lm
+from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+
+needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
+
+TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
+TOLERANCE = 1e-3
+CONTEXT = 256
+UNSCALED = {"custom_params": {plugin.UNSCALED_SWITCH: True}}
+
+
+# --- maths ---------------------------------------------------------------------------------------
+
+lengths_G = st.lists(
+    st.integers(1, 7).flatmap(lambda e: st.tuples(st.just(e), st.integers(0, e))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(lengths_G)
+def test_rows_are_those_that_sglang_keeps(lengths: list[tuple[int, int]]) -> None:
+    extend_lens, start_lens = zip(*lengths, strict=True)
+    kept: list[tuple[int, bool]] = []  # of every kept row: its request, whether it is scored
+    sampled = []
+    for g, (extend, start) in enumerate(lengths):
+        for position in range(extend):
+            if position >= start or position == extend - 1:
+                kept.append((g, position >= start))
+        sampled.append(len(kept) - 1)
+
+    rows = rows_of_requests(extend_lens, start_lens)
+
+    expected = [(g, n < r.scored) for g, r in enumerate(rows) for n in range(r.count)]
+    assert expected == kept
+    assert [r.sampled for r in rows] == sampled
+    assert [r.first_scored for r in rows] == [
+        sum(e - s for e, s in lengths[:g]) for g in range(len(rows))
+    ]
+
+
+@given(lengths_G, st.data())
+def test_scaled_rows_equal_the_slow_loop(
+    lengths: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    width = 11
+    rows = rows_of_requests(*zip(*lengths, strict=True))
+    temperatures = data.draw(
+        st.lists(st.sampled_from(TEMPERATURES), min_size=len(rows), max_size=len(rows))
+    )
+    scored_G = [g for g, r in enumerate(rows) if r.scored]
+    unscaled = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
+    total = sum(r.count for r in rows)
+    logits_NV = torch.randn(total, width) * 3
+    tokens_S = torch.randint(width, (sum(r.scored for r in rows),))
+    cuts = sorted(data.draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
+
+    scaled_rows = ScaledRows(
+        rows, temperatures, unscaled=unscaled, vocab_size=width + 2, device=torch.device("cpu")
+    )
+    chunks = zip([0, *cuts], [*cuts, total], strict=True)
+    divided = [scaled_rows.take(logits_NV[lo:hi].clone(), tokens_S) for lo, hi in chunks]
+    divided_NV = torch.cat(divided)
+
+    for g, (request, temperature) in enumerate(zip(rows, temperatures, strict=True)):
+        for n in range(request.first, request.first + request.count):
+            assert torch.equal(divided_NV[n], logits_NV[n] / temperature)
+        assert torch.equal(scaled_rows.undivided_GV()[g], logits_NV[request.sampled])
+        if g in unscaled:
+            expected = [
+                torch.log_softmax(logits_NV[request.first + n], 0)[
+                    tokens_S[request.first_scored + n]
+                ].item()
+                for n in range(request.scored - 1)
+            ]
+            assert scaled_rows.unscaled_of(g).copy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_rows_divided_by_one_are_the_same_bits() -> None:
+    logits_NV = torch.randn(6, 50)
+    rows = rows_of_requests([3, 3], [0, 0])
+    scaled_rows = ScaledRows(
+        rows, [1.0, 0.7], unscaled=[], vocab_size=50, device=torch.device("cpu")
+    )
+    divided_NV = scaled_rows.take(logits_NV.clone(), torch.zeros(6, dtype=torch.long))
+    assert torch.equal(divided_NV[:3], logits_NV[:3])
+
+
+def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.sglang_plugin_rows._BLOCK_ELEMENTS", 100)
+    rows = rows_of_requests([9], [0])
+    logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
+    scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))
+    scaled_rows.take(logits_NV.clone(), tokens_S)
+    expected = torch.log_softmax(logits_NV, 1)[torch.arange(9), tokens_S][:-1]
+    assert scaled_rows.unscaled_of(0).copy() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "dtype"), [([3], torch.float32), ([5], torch.float32), ([4], torch.bfloat16)]
+)
+def test_other_rows_than_the_requests_have_are_refused(
+    chunks: list[int], dtype: torch.dtype
+) -> None:
+    rows = rows_of_requests([4], [0])
+    scaled_rows = ScaledRows(rows, [0.7], unscaled=[], vocab_size=8, device=torch.device("cpu"))
+    with pytest.raises(UnknownPassError, match="rows"):
+        for count in chunks:
+            scaled_rows.take(torch.zeros(count, 8, dtype=dtype), torch.zeros(4, dtype=torch.long))
+        scaled_rows.undivided_GV()
+
+
+def test_impossible_lengths_are_refused() -> None:
+    with pytest.raises(UnknownPassError, match="extend length 3 with a log-prob start of 4"):
+        rows_of_requests([3], [4])
+
+
+# --- hooks, around a stand-in for LogitsProcessor ------------------------------------------------
+
+
+def _batch(asked: list[plugin.Asked] | None, lens: list[int], starts: list[int]) -> SimpleNamespace:
+    info = SimpleNamespace()
+    if asked is not None:
+        setattr(info, plugin._NOTE, asked)
+    mode = SimpleNamespace(is_extend=lambda: True, is_target_verify=lambda: False)
+    return SimpleNamespace(
+        forward_mode=mode,
+        return_logprob=True,
+        sampling_info=info,
+        extend_seq_lens_cpu=lens,
+        extend_logprob_start_lens_cpu=starts,
+    )
+
+
+def _forward(batch: SimpleNamespace, logits_NV: Tensor, **metadata: Any) -> Any:
+    """What SGLang does, in one chunk, with the hooks around it."""
+    processor = SimpleNamespace(vocab_size=logits_NV.shape[1])
+    lens = zip(batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu, strict=True)
+    rows = rows_of_requests(*zip(*lens, strict=True))
+    scored = sum(r.scored for r in rows)
+    found = SimpleNamespace(
+        extend_input_logprob_token_ids_gpu=torch.zeros(scored, dtype=torch.long),
+        sample_indices_cpu=[r.sampled for r in rows],
+        input_logprob_indices_cpu=list(range(scored)),
+    )
+    vars(found).update(metadata)
+
+    def original(*_: Any) -> Any:
+        logits = plugin.get_logits(lambda *_: logits_NV, processor, None, None, found)
+        return SimpleNamespace(
+            next_token_logits=logits[found.sample_indices_cpu], customized_info=None
+        )
+
+    return plugin.forward(original, processor, None, torch.zeros(1), None, batch)
+
+
+def test_the_sampler_gets_undivided_logits_and_the_echo_is_per_request() -> None:
+    asked = [
+        plugin.Asked(0.5, True, False),
+        plugin.Asked(2.0, False, True),
+        plugin.Asked(2.0, True, True),
+    ]
+    logits_NV = torch.randn(7, 10)
+    before_NV = logits_NV.clone()
+    output = _forward(_batch(asked, [3, 2, 3], [0, 2, 0]), logits_NV)
+    assert torch.equal(output.next_token_logits, before_NV[[2, 3, 6]])
+    assert torch.equal(logits_NV, before_NV / torch.tensor([0.5] * 3 + [2.0] * 4)[:, None])
+    assert output.customized_info[plugin.TEMPERATURE_KEY] == [0.5, None, 2.0]
+    first, second, third = output.customized_info[plugin.UNSCALED_KEY]
+    assert first is None and second is None
+    expected = torch.log_softmax(before_NV, 1)[4:6, 0]
+    assert third.copy() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_at_one_nothing_is_touched() -> None:
+    # The second request samples at 0.7, but is not scored: its logits are nobody's input log-prob.
+    asked = [plugin.Asked(1.0, True, True), plugin.Asked(0.7, True, False)]
+    logits_NV = torch.randn(4, 10)
+    before_NV = logits_NV.clone()
+    output = _forward(_batch(asked, [3, 2], [0, 2]), logits_NV)
+    assert torch.equal(logits_NV, before_NV)
+    assert output.customized_info == {plugin.TEMPERATURE_KEY: [1.0, None]}
+
+
+def test_a_pass_without_input_logprobs_is_left_alone() -> None:
+    batch = _batch(None, [3], [3])
+    sentinel = object()
+    assert plugin.forward(lambda *_: sentinel, object(), None, None, None, batch) is sentinel
+
+
+@pytest.mark.parametrize(
+    ("asked", "metadata"),
+    [
+        (None, {}),
+        ([], {}),
+        ([plugin.Asked(0.5, True, False)] * 2, {}),
+        ([plugin.Asked(0.5, True, False)], {"sample_indices_cpu": [1]}),
+        ([plugin.Asked(0.5, True, False)], {"input_logprob_indices_cpu": [0]}),
+        ([plugin.Asked(0.5, True, False)], {"extend_input_logprob_token_ids_gpu": torch.zeros(1)}),
+    ],
+)
+def test_a_pass_it_does_not_understand_raises(
+    asked: list[plugin.Asked] | None, metadata: dict[str, Any]
+) -> None:
+    with pytest.raises(UnknownPassError):
+        _forward(_batch(asked, [3], [0]), torch.randn(3, 10), **metadata)
+
+
+def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
+    def request(temperature: float, *, logprobs: bool, custom: Any) -> SimpleNamespace:
+        sampling = SimpleNamespace(temperature=temperature, custom_params=custom)
+        return SimpleNamespace(sampling_params=sampling, return_logprob=logprobs)
+
+    reqs = [
+        request(0.7, logprobs=True, custom={plugin.UNSCALED_SWITCH: True}),
+        request(1.5, logprobs=False, custom=None),
+        request(0.5, logprobs=True, custom={}),
+    ]
+    batch = SimpleNamespace(
+        return_logprob=True,
+        forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False),
+        decoding_reqs=[reqs[2]],
+        reqs=reqs,
+        sampling_info=SimpleNamespace(),
+    )
+    plugin.note_requests(None, None, batch, None)
+    metadata = SimpleNamespace()
+    plugin.carry_note(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
+    assert getattr(metadata, plugin._NOTE) == [
+        plugin.Asked(0.7, True, True),
+        plugin.Asked(1.5, False, False),
+        plugin.Asked(0.5, False, False),
+    ]
+
+
+# --- an SGLang that is not the one we know -------------------------------------------------------
+
+
+@pytest.fixture
+def doctored(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("doctored_sglang")
+    exec(
+        "class Processor:\n"
+        "    size: int\n"
+        "    def forward(self, hidden_states, input_ids): ...\n"
+        "class Request:\n"
+        "    input_logprob_temperature: float | None = None\n",
+        vars(module),
+    )
+    monkeypatch.setitem(sys.modules, "doctored_sglang", module)
+    return module
+
+
+@pytest.mark.usefixtures("doctored")
+def test_each_unrecognised_internal_is_named() -> None:
+    wrong = unrecognised_internals(
+        parameters={
+            "doctored_sglang.Processor.forward": ("self", "input_ids"),
+            "doctored_sglang.Processor._get_logits": ("self",),
+            "doctored_sglang.gone.f": ("self",),
+        },
+        fields={"doctored_sglang.Processor": ("size", "shape"), "doctored_sglang.Gone": ("a",)},
+    )
+    assert wrong == [
+        "doctored_sglang.Processor.forward takes ('self', 'hidden_states', 'input_ids'), "
+        "not ('self', 'input_ids')",
+        "no doctored_sglang.Processor._get_logits",
+        "no doctored_sglang.gone.f",
+        "doctored_sglang.Processor has no shape",
+        "no doctored_sglang.Gone",
+    ]
+
+
+@needs_sglang
+def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_processor = importlib.import_module("sglang.srt.layers.logits_processor")
+    monkeypatch.setattr(logits_processor.LogitsProcessor, "_get_logits", lambda self, states: None)
+    with pytest.raises(SystemExit, match=r"does not recognise.*_get_logits takes"):
+        plugin.activate()
+
+
+@needs_sglang
+def test_it_steps_aside_where_the_server_has_the_option(
+    doctored: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not native_option_present()
+    io_struct = importlib.import_module("sglang.srt.managers.io_struct")
+    monkeypatch.setattr(io_struct, "GenerateReqInput", doctored.Request)
+    monkeypatch.setattr(plugin, "_install", lambda _: pytest.fail("it did not step aside"))
+    plugin.activate()
+
+
+@needs_sglang
+@pytest.mark.parametrize("works", [True, False])
+def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
+    applied: list[str] = []
+
+    class Registry:
+        @classmethod
+        def register(cls, target: str, _function: Any, _kind: Any) -> None:
+            applied.append(target)
+
+        @classmethod
+        def apply_hooks(cls) -> None:
+            applied.append("applied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        plugin._install(SimpleNamespace(HookRegistry=Registry, HookType={"AFTER": 1, "AROUND": 2}))
+        if works:
+            for hook in plugin.HOOKS:
+                owner, name = hook.target.rsplit(".", 1)
+                patch.setattr(pkgutil.resolve_name(owner), name, lambda: None)
+            Registry.apply_hooks()
+        else:
+            with pytest.raises(SystemExit, match="could not hook"):
+                Registry.apply_hooks()
+    assert applied == [hook.target for hook in plugin.HOOKS] + ["applied"]
+
+
+# --- real servers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a batch."""
+
+    prompt: list[int]
+    temperature: float
+    start: int = 0
+    new_tokens: int = 1
+    return_logprob: bool = True
+    top: int = 0
+    token_ids: list[int] | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The model itself, in fp32."""
+
+    directory: str
+
+    def logits_TV(self, tokens: Sequence[int]) -> Tensor:
+        with torch.no_grad():
+            return self._model()(torch.tensor([tokens])).logits[0].float()
+
+    def _model(self) -> Any:
+        return _models.setdefault(
+            self.directory, load_causal_lm(self.directory, dtype=torch.float32, device="cpu")
+        )
+
+
+_models: dict[str, Any] = {}
+
+
+class Served:
+    """A server of the tiny model, asked with whole batches."""
+
+    def __init__(self, truth: Truth, log: Path, *flags: str, **environment: str) -> None:
+        self.truth = truth
+        common = (
+            f"--model-path {truth.directory} --device cpu --dtype float32 --attention-backend "
+            "torch_native --sampling-backend pytorch --grammar-backend none --max-total-tokens "
+            f"16384 --max-running-requests 64 --context-length {CONTEXT} --sleep-on-idle "
+            "--skip-server-warmup"
+        )
+        environment = {"SGLANG_USE_CPU_ENGINE": "1", **environment}
+        self.server = SglangServer(
+            [*common.split(), *flags], environment=environment, log_path=log, start_deadline_s=300
+        )
+        asyncio.run(self.server.ready())
+
+    def generate(self, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+        """Their `meta_info`, with the tokens sampled under `output_ids`."""
+        body = {
+            "input_ids": [a.prompt for a in asks],
+            "sampling_params": [
+                {
+                    "temperature": a.temperature,
+                    "max_new_tokens": a.new_tokens,
+                    "ignore_eos": True,
+                    **a.sampling,
+                }
+                for a in asks
+            ],
+            "return_logprob": [a.return_logprob for a in asks],
+            "logprob_start_len": [a.start for a in asks],
+            "top_logprobs_num": [a.top for a in asks],
+        }
+        if asks[0].token_ids:  # a batch has them for all its requests or for none
+            body["token_ids_logprob"] = [a.token_ids for a in asks]
+        request = urllib.request.Request(
+            f"{self.server.url}/generate",
+            data=json.dumps(body).encode(),
+            headers={
+                "Content-Type": "application/json",
+                "Authorization": f"Bearer {self.server.api_key}",
+            },
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answers = json.load(response)
+        return [{**a["meta_info"], "output_ids": a["output_ids"]} for a in answers]
+
+    def gaps(self, ask: Ask, meta: dict[str, Any]) -> tuple[float, float]:
+        """Largest distance of the input and of the output log-probs from the truth."""
+        tokens, n = [*ask.prompt, *meta["output_ids"]], len(ask.prompt)
+        truth_TV = torch.log_softmax(self.truth.logits_TV(tokens) / (ask.temperature or 1.0), 1)
+
+        def gap(position: int, token: int, logprob: float) -> float:
+            return abs(logprob - truth_TV[position - 1, token].item())
+
+        first, *scored = meta["input_token_logprobs"]
+        assert first[0] is None and len(scored) == n - ask.start - 1
+        positions = range(ask.start + 1, n)
+        # Not by the token id that comes along: SGLang reports the vocabulary's last id as 0.
+        inputs = [gap(t, tokens[t], s[0]) for t, s in zip(positions, scored, strict=True)]
+        for key in ("input_top_logprobs", "input_token_ids_logprobs"):
+            for t, rows in zip(positions, (meta.get(key) or [])[1:], strict=False):
+                inputs += [gap(t, token, logprob) for logprob, token, _ in rows or []]
+        # A request for no new token may come back with one output log-prob all the same.
+        sampled = meta["output_token_logprobs"][: len(meta["output_ids"])]
+        outputs = [gap(n + i, token, logprob) for i, (logprob, token, _) in enumerate(sampled)]
+        return max(inputs, default=0.0), max(outputs, default=0.0)
+
+    def unscaled_gap(self, ask: Ask, meta: dict[str, Any]) -> float:
+        (values,) = meta[plugin.UNSCALED_KEY]
+        truth_TV = torch.log_softmax(self.truth.logits_TV(ask.prompt), 1)
+        last = range(len(ask.prompt) - len(values), len(ask.prompt))
+        return max(
+            abs(v - truth_TV[t - 1, ask.prompt[t]].item())
+            for t, v in zip(last, values, strict=True)
+        )
+
+    def largest_prefill_batch(self) -> int:
+        counts = re.findall(r"Prefill batch.*?#new-seq: (\d+)", self.server.log_path.read_text())
+        return max(map(int, counts), default=0)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    root = tmp_path_factory.mktemp("sglang-plugin")
+    directory = tiny_model_dir(root, seed=3, hidden_size=64, layers=2, context_length=CONTEXT)
+    save_tokenizer(directory)
+    return Truth(directory)
+
+
+def _served(truth: Truth, tmp: Path, *flags: str, **environment: str) -> Iterator[Served]:
+    served = Served(truth, tmp / "server.log", *flags, **environment)
+    try:
+        yield served
+    finally:
+        served.server.stop()
+
+
+@pytest.fixture(scope="module")
+def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _served(truth, tmp_path_factory.mktemp("served"), "--enable-mixed-chunk")
+
+
+@pytest.fixture
+def served_in_pieces(truth: Truth, tmp_path: Path) -> Iterator[Served]:
+    yield from _served(
+        truth,
+        tmp_path,
+        *("--chunked-prefill-size", "48"),
+        SGLANG_ENABLE_LOGPROB_CHUNK="1",
+        SGLANG_LOGPROB_CHUNK_SIZE="16",
+        SGLANG_ENABLE_FAST_INPUT_LOGPROBS="0",
+    )
+
+
+@pytest.fixture
+def served_stock(truth: Truth, tmp_path: Path) -> Iterator[Served]:
+    yield from _served(truth, tmp_path, SGLANG_PLUGINS="none")
+
+
+def _prompt(rng: random.Random, least: int = 2, most: int = 200) -> list[int]:
+    return [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(least, most))]
+
+
+def _mixed_asks(seed: int) -> list[Ask]:
+    """Every temperature with every way to ask, in one batch."""
+    rng = random.Random(seed)
+    asks = []
+    for temperature in TEMPERATURES:
+        asks += [
+            Ask(_prompt(rng), temperature, new_tokens=0),
+            Ask(_prompt(rng), temperature, new_tokens=6),
+            Ask(prompt := _prompt(rng), temperature, start=rng.randrange(len(prompt))),
+            Ask(prompt := _prompt(rng), temperature, start=len(prompt) - 1, new_tokens=3),
+            Ask(_prompt(rng), temperature, top=3, new_tokens=2),
+            Ask(_prompt(rng), temperature, return_logprob=False, start=-1, new_tokens=4),
+            Ask(_prompt(rng), temperature, start=-1, new_tokens=4),
+        ]
+    asks.append(Ask(_prompt(rng), 0.0, new_tokens=3))
+    rng.shuffle(asks)
+    return asks
+
+
+def _check_mixed(served: Served, asks: Sequence[Ask]) -> None:
+    gaps = []
+    for ask, meta in zip(asks, served.generate(asks), strict=True):
+        echo = meta.get(plugin.TEMPERATURE_KEY)
+        if not ask.return_logprob or ask.start == -1:
+            assert echo in (None, [], [None]), f"{ask} was not scored, and the echo says {echo}"
+            continue
+        assert echo == [ask.temperature or 1.0], f"the echo of {ask} is {echo}"
+        gaps.append(served.gaps(ask, meta))
+    assert served.largest_prefill_batch() > 1, "the requests never met in one batch"
+    inputs, outputs = map(max, zip(*gaps, strict=True))
+    print(f"{len(gaps)} scored requests: inputs within {inputs:.1e}, outputs within {outputs:.1e}")
+    assert inputs <= TOLERANCE and outputs <= TOLERANCE
+
+
+@needs_sglang
+def test_a_mixed_batch_is_at_each_requests_own_temperature(served: Served) -> None:
+    asks = _mixed_asks(0)
+    _check_mixed(served, asks)
+    _check_mixed(served, [replace(ask, token_ids=[5, 9, 150]) for ask in asks])
+
+
+@needs_sglang
+def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
+    """Prompts prefilled in several passes, and each pass's logits computed in several chunks."""
+    asks = _mixed_asks(1)
+    _check_mixed(served_in_pieces, asks)
+    _check_mixed(served_in_pieces, [replace(ask, token_ids=[5, 9, 150]) for ask in asks])
+
+    # Of a prompt in pieces, the unscaled log-probs are those of the last piece.
+    rng = random.Random(5)
+    asks = [Ask(_prompt(rng, 100, 200), 0.7, sampling=UNSCALED) for _ in range(4)]
+    for ask, meta in zip(asks, served_in_pieces.generate(asks), strict=True):
+        assert 0 < len(meta[plugin.UNSCALED_KEY][0]) < len(ask.prompt) - 1
+        assert served_in_pieces.unscaled_gap(ask, meta) <= TOLERANCE
+
+
+@needs_sglang
+def test_scoring_beside_decoding(served: Served) -> None:
+    """Scored prompts arrive while other requests decode, in the batch after and in mixed ones."""
+    rng = random.Random(2)
+    slow = [Ask(_prompt(rng, most=20), t, new_tokens=100, start=-1) for t in TEMPERATURES]
+    quick = [Ask(_prompt(rng), t, new_tokens=n) for t in TEMPERATURES for n in (0, 1, 20)]
+    asks = [*slow, *quick]
+    for ask, meta in zip(asks, served.generate(asks), strict=True):
+        if ask.start == 0:
+            inputs, outputs = served.gaps(ask, meta)
+            assert inputs <= TOLERANCE and outputs <= TOLERANCE
+
+
+@needs_sglang
+def test_a_cached_prefix_changes_nothing(served: Served) -> None:
+    rng = random.Random(3)
+    prefix = _prompt(rng, 90, 90)
+    served.generate([Ask(prefix, 1.0, start=-1)])
+    asks = [Ask([*prefix, *_prompt(rng, 5, 60)], t, start=90) for t in TEMPERATURES]
+    for ask, meta in zip(asks, served.generate(asks), strict=True):
+        assert meta["cached_tokens"] > 0, "the prefix cache was not used: nothing was tested"
+        assert max(served.gaps(ask, meta)) <= TOLERANCE
+
+
+@needs_sglang
+def test_unscaled_logprobs_come_along_on_request(served: Served) -> None:
+    rng = random.Random(4)
+    ways = [(t, n) for t in (0.5, 0.7, 1.5) for n in (0, 1)]
+    asks = [Ask(_prompt(rng), t, new_tokens=n, sampling=UNSCALED) for t, n in ways]
+    others = [Ask(_prompt(rng), 0.7), Ask(_prompt(rng), 1.0, sampling=UNSCALED)]
+    metas = served.generate([*asks, *others])
+    for ask, meta in zip(asks, metas[: len(asks)], strict=True):
+        assert len(meta[plugin.UNSCALED_KEY][0]) == len(ask.prompt) - 1
+        assert served.unscaled_gap(ask, meta) <= TOLERANCE
+        assert served.gaps(ask, meta)[0] <= TOLERANCE
+    for meta in metas[len(asks) :]:
+        assert meta.get(plugin.UNSCALED_KEY) in (None, [], [None])
+
+
+@needs_sglang
+def test_stock_is_off_and_does_not_say_so(served: Served, served_stock: Served) -> None:
+    """If this fails, SGLang has changed, and the plugin may have to step aside."""
+    rng = random.Random(6)
+    asks = [Ask(_prompt(rng, 50, 100), t, new_tokens=4) for t in TEMPERATURES]
+    for ask, meta in zip(asks, served_stock.generate(asks), strict=True):
+        assert plugin.TEMPERATURE_KEY not in meta
+        inputs, outputs = served_stock.gaps(ask, meta)
+        assert outputs <= TOLERANCE
+        assert (inputs <= TOLERANCE) if ask.temperature == 1 else (inputs > 0.1)
+
+    # At T = 1 the plugin changes no bit.
+    ask = Ask(_prompt(rng, 50, 100), 1.0, sampling={"top_k": 1})
+    ours, stock = served.generate([ask])[0], served_stock.generate([ask])[0]
+    for key in ("input_token_logprobs", "output_token_logprobs"):
+        assert ours[key] == stock[key]

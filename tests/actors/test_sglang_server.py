@@ -1,0 +1,205 @@
+"""A real server process: how it starts, fails to start, and never outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors import sglang_server
+from actors.sglang_flags import parse_flags, server_flags, tensor_parallel_size
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import SglangServer, sglang_installed
+from distill.errors import CheckpointError, ConfigError, EngineError
+from tests.conftest import TinyPair
+
+needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+
+# Against hangs only.
+START_DEADLINE_S = 300
+# What the project promises: no server process outlives its owner by more than this.
+ORPHAN_S = 10
+
+
+def flags(model: str, extra: str = "") -> list[str]:
+    return server_flags(
+        model=model, dtype="float32", device="cpu", max_running_requests=16, context_length=135,
+        extra=extra,
+    )  # fmt: skip
+
+
+CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+# A process that owns a server, says who it is once the server answers, and waits.
+OWNER = """
+import asyncio, sys, time
+from actors.sglang_hosted import HostedSglangEngine
+
+async def main():
+    engine = HostedSglangEngine(model_path=sys.argv[1], device="cpu", start_deadline_s=300)
+    await engine.info()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@needs_sglang
+def test_a_killed_owner_leaves_no_server_behind(tiny_pair: TinyPair) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tiny_pair.student], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "ready\n"
+        family = psutil.Process(owner.pid).children(recursive=True)
+        assert len(family) >= 3, "an HTTP server, a scheduler and a detokenizer"
+        assert not any("--api-key" in process.cmdline() for process in family), "a key to be read"
+        os.kill(owner.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=ORPHAN_S)
+        assert not alive, f"orphans: {[process.cmdline()[:4] for process in alive]}"
+    finally:
+        owner.kill()
+        owner.communicate()
+
+
+@needs_sglang
+def test_a_taken_port_is_left_and_a_dead_server_says_why(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "logs/server.log"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = iter([taken.getsockname()[1]])
+        free_port = sglang_server._free_port
+        monkeypatch.setattr(
+            sglang_server, "_free_port", lambda host: next(ports, None) or free_port(host)
+        )
+        server = SglangServer(
+            flags(tiny_pair.student), environment=CPU, log_path=log,
+            start_deadline_s=START_DEADLINE_S,
+        )  # fmt: skip
+        try:
+            asyncio.run(server.ready())
+            assert server.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
+            assert stat.S_IMODE(log.stat().st_mode) == 0o600, "the log may hold the keys"
+            [scheduler, *_] = [
+                child
+                for child in psutil.Process(server.pid).children(recursive=True)
+                if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline())
+            ]
+            scheduler.kill()
+            deadline = time.monotonic() + 120
+            while server.running:
+                assert time.monotonic() < deadline, "the server lives on without its scheduler"
+                time.sleep(0.2)
+            assert "the SGLang server ended with code" in server.obituary()
+            assert str(log) in server.obituary()
+        finally:
+            server.stop()
+
+
+@contextmanager
+def little_memory(limit: int) -> Iterator[None]:
+    """Processes started inside have so much address space, bytes; this one keeps what it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    "extra, memory, said",
+    [
+        ("--no-such-flag 1", resource.RLIM_INFINITY, "unrecognized arguments: --no-such-flag"),
+        ("", 1 << 30, "memory|failed to map"),
+    ],
+    ids=["unknown flag", "out of memory"],
+)
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(
+    tiny_pair: TinyPair, tmp_path: Path, extra: str, memory: int, said: str
+) -> None:
+    log = tmp_path / "server.log"
+    all_flags = flags(tiny_pair.student, extra)
+    with little_memory(memory):
+        server = SglangServer(
+            all_flags, environment=CPU, log_path=log, start_deadline_s=START_DEADLINE_S
+        )
+    with pytest.raises(EngineError, match="before it was ready") as error:
+        asyncio.run(server.ready())
+    assert re.search(said, str(error.value), re.IGNORECASE) and str(log) in str(error.value)
+    assert not server.running
+
+
+@needs_sglang
+def test_a_server_that_takes_too_long_is_ended(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    server = SglangServer(
+        flags(tiny_pair.student), environment=CPU, log_path=tmp_path / "s.log", start_deadline_s=0.5
+    )
+    with pytest.raises(EngineError, match=r"not ready within 0 s|not ready within 1 s"):
+        asyncio.run(server.ready())
+    assert not server.running
+
+
+@needs_sglang
+def test_a_model_that_is_none_is_refused_before_a_server_starts(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        HostedSglangEngine(model_path=str(tmp_path))
+
+
+def test_without_sglang_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_server, "sglang_installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"make install-sglang.* or engine=embedded"):
+        SglangServer([])
+
+
+def test_your_flags_replace_ours() -> None:
+    made = flags("m", "--attention-backend triton --max-total-tokens=99 --tp-size 2")
+    assert made[made.index("--attention-backend") + 1] == "triton"
+    assert made.count("--max-total-tokens") == 1
+    assert made[made.index("--max-total-tokens") + 1] == "99"
+    assert parse_flags("--a 1 --b --c=2 3") == {"--a": ["1"], "--b": [], "--c": ["2", "3"]}
+    assert tensor_parallel_size("--tp-size 2") == tensor_parallel_size("--tp=2") == 2
+    assert tensor_parallel_size("") == 1
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("--dtype float16", "--dtype cannot be set here: set dtype="),
+        ("--api-key x", "--api-key cannot be set here: a key is made for each run"),
+        ("--trust-remote-code", "never runs code"),
+        ("8 --a", "'8' belongs to no flag"),
+        ("--a 'open", "cannot be read"),
+    ],
+)
+def test_flags_that_cannot_be_set(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_flags(text)
+
+
+def test_a_gpu_share_bounds_the_servers_memory() -> None:
+    made = server_flags(
+        model="m", dtype="bfloat16", device="cuda", max_running_requests=8, context_length=64,
+        gpu_share=0.5,
+    )  # fmt: skip
+    assert made[made.index("--mem-fraction-static") + 1] == "0.42"
+    assert "--attention-backend" not in made, "SGLang knows best on a GPU"
