@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import ray
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.config import EngineConfig
+from actors.config import EngineConfig, choose_engine
 from actors.evaluate import Evaluator
+from actors.sglang_flags import tensor_parallel_size
 from actors.worker import RolloutWorker
 from cluster.checks import OpdInputs, SftInputs
 from cluster.config import CommonConfig, OpdConfig, SftConfig
@@ -19,7 +20,7 @@ from cluster.handles import EnginePool
 from cluster.ledger import Ledger
 from cluster.outputs import RunDirectory
 from cluster.queue import GroupQueue, WorkerEnd
-from cluster.weights import Publisher
+from cluster.weights import Publisher, PushSettings
 from distill.batching import TrainingRow
 from distill.delivery import TrainedGroups
 from distill.envs.single_turn import PromptDataset
@@ -54,9 +55,21 @@ class LearnerActor:
     def save(self) -> Checkpoint:
         return self._loop.save()
 
-    def publish(self) -> None:
+    def publish(self) -> str:
+        """Returns how weights reach which engine."""
+        publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
         self._loop.publish()
+        return publisher.describe()
+
+    def settle(self) -> float | None:
+        """The last weight probe's gap."""
+        return self._publisher().settle()
+
+    def _publisher(self) -> Publisher:
+        assert isinstance(self._loop, PolicyLoop)
+        assert isinstance(self._loop.publisher, Publisher)
+        return self._loop.publisher
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self._loop.learner.logprobs(rows_D)
@@ -87,10 +100,14 @@ class OpdActors:
             "queue": self.queue.actor,
             "learner": self.learner,
             "evaluator": self.evaluator,
-            **{f"policy engine {i}": actor for i, actor in enumerate(self.policies)},
-            **{f"teacher engine {i}": actor for i, actor in enumerate(self.teachers)},
+            **_named("policy", self.policies),
+            **_named("teacher", self.teachers),
             **{f"rollout worker {i}": actor for i, actor in enumerate(self.workers)},
         }
+
+
+def _named(role: str, engines: Sequence[Any]) -> dict[str, Any]:
+    return {f"{role} engine {i}": actor for i, actor in enumerate(engines)}
 
 
 def resolve_device(config: CommonConfig) -> str:
@@ -122,13 +139,17 @@ def build_opd(
     """Creates the actors; none has been waited for yet."""
     student = resume_from.model_dir if resume_from else config.student
     policies = [
-        _engine(config, config.engine_config(student, device), directory.actor_name(f"policy-{i}"))
+        _engine(
+            config,
+            config.policy_engine(student, device, directory.log(f"policy-{i}")),
+            directory.actor_name(f"policy-{i}"),
+        )
         for i in range(config.policy_engines)
     ]
     teachers = [
         _engine(
             config,
-            config.engine_config(config.teacher, device),
+            config.teacher_engine(device, directory.log(f"teacher-{i}")),
             directory.actor_name(f"teacher-{i}"),
         )
         for i in range(config.teacher_engines)
@@ -152,7 +173,17 @@ def build_opd(
         learner_config=config.learner(student, device),
         tokenizer=inputs.tokenizer,
         queue=queue,
-        publisher=Publisher(policies, queue, config.prompts_per_step, config.deadline_s),
+        policies=_named("policy", policies),
+        push=PushSettings(
+            choice=config.weights,
+            served=choose_engine(config.engine) == "sglang",
+            device=device,
+            directory=str(directory.path / "weights"),
+            model=config.student,
+            temperature=config.temperature,
+            probe_every=config.probe_every,
+            timeout_s=config.deadline_s,
+        ),
         store=directory.store,
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
@@ -207,9 +238,19 @@ def build_sft(
 
 def _engine(config: CommonConfig, engine: EngineConfig, name: str) -> Any:
     actor_class = ray.remote(engine.engine_class)
-    return actor_class.options(**_compute(config, engine.device), name=name).remote(
-        **engine.arguments()
-    )
+    options = _engine_resources(config, engine)
+    return actor_class.options(**options, name=name).remote(**engine.arguments())
+
+
+def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
+    """A server somewhere else takes nothing here; a tensor-parallel one takes whole GPUs."""
+    if engine.external:
+        return {"num_cpus": 0, "num_gpus": 0}
+    resources = _compute(config, engine.device)
+    ranks = tensor_parallel_size(engine.server_flags)
+    if engine.kind == "sglang" and engine.device == "cuda" and ranks > 1:
+        resources["num_gpus"] = ranks
+    return resources
 
 
 def _learner(
@@ -238,16 +279,18 @@ def _build_policy_loop(
     learner_config: LearnerConfig,
     tokenizer: PreTrainedTokenizerBase,
     queue: GroupQueue,
-    publisher: Publisher,
+    policies: Mapping[str, Any],
+    push: PushSettings,
     store: CheckpointStore,
     resume_from: Checkpoint | None,
     dump_dir: str,
 ) -> PolicyLoop:
+    learner = Learner(learner_config, dump_dir)
     return PolicyLoop(
-        learner=Learner(learner_config, dump_dir),
+        learner=learner,
         tokenizer=tokenizer,
         source=queue,
-        publish=publisher,
+        publish=Publisher(policies, queue, config.prompts_per_step, push, learner.logprobs),
         store=store,
         objective=config.objective(),
         groups_per_step=config.prompts_per_step,

@@ -6,12 +6,15 @@ from typing import Literal
 
 import chz
 
-from actors.config import EngineConfig
+from actors.config import DtypeChoice, EngineChoice, EngineConfig, choose_dtype, choose_engine
+from actors.sglang_flags import parse_flags
+from actors.sglang_weights import InFlight
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling, TrainSampling
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.loop import ObjectiveConfig
 
+WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -92,7 +95,10 @@ class OpdConfig(CommonConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
-    teacher: str = chz.field(doc="teacher checkpoint; shares the student's tokenizer")
+    teacher: str = chz.field(
+        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
+        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer"
+    )
     prompts: str = chz.field(
         doc="JSONL; each line has `prompt` (string) or `messages` (chat), optionally `answer`"
     )
@@ -102,11 +108,46 @@ class OpdConfig(CommonConfig):
     prompts_per_step: int = chz.field(default=32, doc="prompts (groups) per optimizer step")
     group_size: int = chz.field(default=4, doc="samples per prompt")
     max_new_tokens: int = chz.field(default=256, doc="longest response, tokens")
-    engine: Literal["embedded"] = chz.field(
-        default="embedded", doc="embedded: transformers in the actor's process"
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
+        "sglang where it is installed",
     )
-    dtype: Literal["float32", "bfloat16"] = chz.field(
-        default="float32", doc="precision of the engines; the learner keeps float32 weights"
+    policy_server_flags: str = chz.field(
+        default="", doc="more of SGLang's own flags for policy servers, '--tp-size 2' for example"
+    )
+    teacher_server_flags: str = chz.field(
+        default="", doc="more of SGLang's own flags for teacher servers"
+    )
+    in_flight: InFlight = chz.field(
+        default="continue",
+        doc="samples under way when weights are pushed to an SGLang server: continue under the new "
+        "ones (each token's version is recorded), restart, or finish first",
+    )
+    weights: WeightsChoice = chz.field(
+        default="auto",
+        doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
+        "node; group: SGLang engines on other nodes, by torch.distributed (NCCL or gloo); "
+        "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
+        "shares; auto: each engine by its place",
+    )
+    probe_every: int = chz.field(
+        default=1,
+        doc="weight versions between two that are probed: do the policy engines hold what the "
+        "learner sent? 0 trusts them",
+    )
+    start_deadline_s: float = chz.field(
+        default=600.0, doc="longest an SGLang server may take to start, seconds"
+    )
+    require_handshake: bool = chz.field(
+        default=True,
+        doc="False trains although the parties disagree, on another objective than the one named: "
+        "for experiments about just that",
+    )
+    dtype: DtypeChoice = chz.field(
+        default="auto",
+        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA; the learner "
+        "keeps float32 weights",
     )
     max_staleness: int = chz.field(
         default=1,
@@ -150,7 +191,16 @@ class OpdConfig(CommonConfig):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("max_staleness", "eval_every"):
+        if not self.start_deadline_s > 0:
+            raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+        parse_flags(self.policy_server_flags)
+        parse_flags(self.teacher_server_flags)
+        if self.weights == "group" and choose_engine(self.engine) == "embedded":
+            raise ConfigError(
+                "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
+                "weights=auto"
+            )
+        for name in ("max_staleness", "eval_every", "probe_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         self.train_sampling()
@@ -180,9 +230,25 @@ class OpdConfig(CommonConfig):
             reward_coef=self.reward_coef,
         )
 
-    def engine_config(self, model: str, device: str) -> EngineConfig:
+    def policy_engine(self, model: str, device: str, log_path: str) -> EngineConfig:
+        return self._engine(model, device, log_path, self.policy_server_flags)
+
+    def teacher_engine(self, device: str, log_path: str) -> EngineConfig:
+        return self._engine(self.teacher, device, log_path, self.teacher_server_flags)
+
+    def _engine(self, model: str, device: str, log_path: str, server_flags: str) -> EngineConfig:
         return EngineConfig(
-            kind=self.engine, model=model, dtype=self.dtype, device=device, threads=self.threads
+            kind=choose_engine(self.engine),
+            model=model,
+            dtype=choose_dtype(self.dtype, device),
+            device=device,
+            threads=self.threads,
+            server_flags=server_flags,
+            in_flight=self.in_flight,
+            gpu_share=min(1.0, self.gpus_per_actor),
+            log_path=log_path,
+            start_deadline_s=self.start_deadline_s,
+            request_deadline_s=self.deadline_s,
         )
 
 

@@ -1,54 +1,384 @@
-"""Weights from the learner to every policy engine, through Ray's object store.
+"""Weights from the learner to every policy engine.
 
-    learner   weights() -> ray.put once -> load_weights on every engine -> wait for all -> release
-    engine    between two decode steps: load, drop every cached prefix, acknowledge
+    learner   start -> every engine acknowledges -> release slots -> probe
+    engine    pause, load, drop every cached prefix, new version, continue, acknowledge
 
-Both ends of the transport are in this file's one class: the learner holds a `Publisher`; an engine
-receives `PackedTensors` that Ray reads from shared memory without a copy. Slots are released last,
-so no rollout starts on weights older than the newest.
+Slots are released only when every engine has acknowledged, so no rollout starts on weights older
+than the newest. Four transports, each with a reason to be (`choose_transports`):
+
+    shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
+                   them, read it there (distill/shared_memory.py)
+    object_store   any node: `ray.put` once, and Ray brings it to each node once
+    disk           any node that shares out/: a checkpoint directory, which late joiners can read
+    group          other nodes: a torch.distributed group with SGLang's ranks
+                   (cluster/weights_group.py)
+
+A push that fails leaves engines at their old weights, or says which must be restarted; it always
+ends generation's pause. Whether an engine holds what it acknowledged is not believed but asked:
+cluster/weight_probe.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError
+from safetensors.torch import save_file
+from torch import Tensor
 
+from cluster.acknowledge import values
+from cluster.config import WeightsChoice
 from cluster.queue import GroupQueue
-from distill.errors import EngineError
-from distill.tensors import PackedTensors
+from cluster.weight_probe import WeightProbe
+from cluster.weights_group import GroupTransport, own_address
+from distill.batching import TrainingRow
+from distill.errors import ConfigError, EngineError
+from distill.interfaces import CheckpointDirectory, Score
+from distill.models import load_config
+from distill.shared_memory import SharedBlock
+from distill.tensors import PackedTensors, first_non_finite
+from distill.types import FloatArray
+
+
+class Transport(Protocol):
+    """The learner's end of one way to some engines."""
+
+    engines: Mapping[str, Any]
+
+    def describe(self) -> str: ...
+
+    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+        """Each engine's acknowledgement to be (a Ray reference to its pause, seconds)."""
+        ...
+
+    def problem(self) -> str | None:
+        """What went wrong on this side meanwhile."""
+        ...
+
+    def finish(self) -> None:
+        """Called when every engine has acknowledged."""
+        ...
+
+    def abort(self) -> None:
+        """Called when the push failed."""
+        ...
+
+
+class SharedMemoryTransport:
+    """One copy into a block of shared memory, which engines of this node read."""
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+        self._block = SharedBlock()
+
+    def describe(self) -> str:
+        return "shared memory"
+
+    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+        if (bad := first_non_finite(tensors)) is not None:
+            raise EngineError(f"{bad!r} is not finite: version {version} is not pushed")
+        self._block.write(tensors)
+        return {
+            name: engine.load_weights.remote(self._block.share(), version)
+            for name, engine in self.engines.items()
+        }
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._block = SharedBlock()  # a late engine may still be reading the old one
+
+
+class ObjectStoreTransport:
+    """One copy into Ray's object store, which engines read without another."""
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+
+    def describe(self) -> str:
+        return "Ray's object store"
+
+    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+        reference = ray.put(PackedTensors.pack(tensors))
+        return {
+            name: engine.load_weights.remote(reference, version)
+            for name, engine in self.engines.items()
+        }
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class DiskTransport:
+    """A directory of safetensors a version, under one that every node shares; the newest stays."""
+
+    def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
+        """`model` is the checkpoint whose config the directories carry."""
+        self.engines = engines
+        self._root, self._model = Path(directory), model
+        self._newest: Path | None = None
+
+    def describe(self) -> str:
+        return f"shared disk ({self._root})"
+
+    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+        path = self._write(tensors, version)
+        source = CheckpointDirectory(path=str(path.resolve()))
+        self._newest = path
+        return {
+            name: engine.load_weights.remote(source, version)
+            for name, engine in self.engines.items()
+        }
+
+    def _write(self, tensors: Mapping[str, Tensor], version: int) -> Path:
+        """Renamed into place when it is whole. Not synced: it need not survive this run."""
+        final = self._root / f"version-{version:06d}"
+        partial = self._root / f".{final.name}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            load_config(self._model).save_pretrained(partial)
+            whole = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+            save_file(whole, partial / "model.safetensors", metadata={"format": "pt"})
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except Exception as error:  # OSError; safetensors has its own
+            shutil.rmtree(partial, ignore_errors=True)
+            raise EngineError(
+                f"cannot write weights version {version} to {final}: {error}. Free some space, or "
+                "use weights=object_store; the engines go on with the weights they had"
+            ) from error
+        return final
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        for old in self._root.glob("version-*"):
+            if old != self._newest:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def abort(self) -> None:
+        """An engine may still be reading; the next push that succeeds removes the directory."""
+
+
+def choose_transports(
+    choice: WeightsChoice,
+    engines: Mapping[str, Any],
+    *,
+    served: bool,
+    device: str,
+    directory: str,
+    model: str,
+    timeout_s: float,
+) -> list[Transport]:
+    """One transport for all engines; with auto, one for those here and one for the others.
+
+    Args:
+        engines: Ray handles by name; they have started.
+        served: they are SGLang servers, which can join a group.
+        device: the learner's, cpu or cuda.
+        directory: shared by all nodes, for `disk`.
+        model: the checkpoint that is trained.
+
+    Raises:
+        ConfigError: a choice that cannot reach these engines.
+        EngineError: an engine does not say where it is.
+    """
+    if choice == "disk":
+        return [DiskTransport(engines, directory, model)]
+    if choice == "object_store":
+        return [ObjectStoreTransport(engines)]
+    if choice == "group" and not served:
+        raise ConfigError(
+            "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
+            "weights=auto"
+        )
+    asked = {name: engine.__ray_call__.remote(_node_id) for name, engine in engines.items()}
+    nodes = values(asked, "asking the engines for their nodes", timeout_s)
+    here = {name: e for name, e in engines.items() if nodes[name] == _node_id(None)}
+    others = {name: e for name, e in engines.items() if name not in here}
+    if choice == "shared_memory" and others:
+        raise ConfigError(
+            f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
+            "nodes; use weights=auto"
+        )
+    transports: list[Transport] = []
+    if choice in ("auto", "shared_memory") and here:
+        transports.append(SharedMemoryTransport(here))
+    by_network = engines if choice == "group" else others
+    if by_network and served:
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        address = own_address(not others)
+        transports.append(
+            GroupTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
+        )
+    elif by_network:
+        transports.append(ObjectStoreTransport(by_network))
+    return transports
+
+
+def _node_id(_actor: object) -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSettings:
+    """How a run pushes. `choose_transports` explains most of it.
+
+    Attributes:
+        temperature: the run's; the probe scores at it.
+        probe_every: versions between two that are probed; 0 probes none.
+        timeout_s: longest a push may take.
+    """
+
+    choice: WeightsChoice
+    served: bool
+    device: str
+    directory: str
+    model: str
+    temperature: float
+    probe_every: int
+    timeout_s: float
 
 
 class Publisher:
-    """`publish(weights, version)`: returns once every engine holds them and slots are free."""
+    """`publish(tensors, version)`: returns once every engine holds them and slots are free."""
 
     def __init__(
-        self, engines: Sequence[Any], queue: GroupQueue, groups_per_step: int, timeout_s: float
+        self,
+        engines: Mapping[str, Any],
+        queue: GroupQueue,
+        groups_per_step: int,
+        settings: PushSettings,
+        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
     ) -> None:
-        """`engines` are Ray handles of policy engines."""
+        """
+        Args:
+            engines: Ray handles of the policy engines, by the name to call them.
+            learner_logprobs: of rows, under the weights that were just published.
+        """
         self._engines = engines
         self._queue = queue
         self._groups_per_step = groups_per_step
-        self._timeout_s = timeout_s
+        self._settings = settings
+        self._learner_logprobs = learner_logprobs
+        self._transports: list[Transport] | None = None
+        self._probe: WeightProbe[Any, Any] | None = None
         self._published: int | None = None
 
-    def __call__(self, weights: PackedTensors, version: int) -> None:
-        """Raises EngineError if an engine does not acknowledge within the deadline."""
-        reference = ray.put(weights)
-        acknowledgements = [
-            engine.load_weights.remote(reference, version) for engine in self._engines
-        ]
-        try:
-            ray.get(acknowledgements, timeout=self._timeout_s)
-        except GetTimeoutError:
-            done, _ = ray.wait(acknowledgements, num_returns=len(acknowledgements), timeout=0)
-            late = len(acknowledgements) - len(done)
-            raise EngineError(
-                f"{late} of {len(acknowledgements)} policy engines did not acknowledge version "
-                f"{version} within {self._timeout_s:.0f} s"
-            ) from None
+    def describe(self) -> str:
+        """How weights reach which engine, for people."""
+        return "; ".join(
+            f"{transport.describe()} to {', '.join(transport.engines)}"
+            for transport in self._transports or []
+        )
+
+    def __call__(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, float]:
+        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
+
+        Raises:
+            CalibrationError: an engine does not hold the version before.
+            EngineError: names every engine that refused the weights, died, or did not answer
+                within the deadline.
+        """
+        metrics = {}
+        if (gap := self.settle()) is not None:
+            metrics["push/probe_gap"] = gap
+        if self._transports is None:
+            self._transports = self._choose()
+        started = time.perf_counter()
+        pauses = self._pushed(self._transports, tensors, version)
+        metrics |= {
+            "push/bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "push/seconds": time.perf_counter() - started,
+            "push/pause": max(pauses.values()),
+        }
         if self._published is not None:  # the first publication follows no step: nothing to free
             self._queue.release(self._groups_per_step)
         self._published = version
+        every = self._settings.probe_every
+        if every and version % every == 0:
+            self._ask(version)
+        return metrics
+
+    def _pushed(
+        self, transports: Sequence[Transport], tensors: Mapping[str, Tensor], version: int
+    ) -> dict[str, float]:
+        try:
+            pending: dict[str, Any] = {}
+            for transport in transports:
+                pending |= transport.start(tensors, version)
+            pauses = values(
+                pending,
+                f"pushing weights version {version}",
+                self._settings.timeout_s,
+                lambda: next((p for t in transports if (p := t.problem())), None),
+            )
+            for transport in transports:
+                transport.finish()
+        except EngineError:
+            for transport in transports:
+                transport.abort()
+            raise
+        return pauses
+
+    def settle(self) -> float | None:
+        """Collects what the engines answered to the probe; call once more at the end of a run.
+
+        Raises:
+            CalibrationError: an engine does not hold the weights that it acknowledged.
+        """
+        return None if self._probe is None else self._probe.settle()
+
+    def _ask(self, version: int) -> None:
+        if self._probe is None:
+            first = next(iter(self._engines.items()))
+            answers = {first[0]: first[1].info.remote()}
+            [info] = values(answers, "asking for the model", self._settings.timeout_s).values()
+            self._probe = WeightProbe(
+                engines=self._engines,
+                info=info,
+                temperature=self._settings.temperature,
+                learner=self._learner_logprobs,
+                submit=lambda engine, requests: engine.score.remote(requests),
+                collect=self._collect,
+            )
+        self._probe.ask(version)
+
+    def _collect(self, reference: Any) -> list[Score]:
+        try:
+            return ray.get(reference, timeout=self._settings.timeout_s)
+        except GetTimeoutError:
+            raise EngineError(
+                f"a policy engine did not answer the weight probe within "
+                f"{self._settings.timeout_s:.0f} s: it hangs or is overloaded"
+            ) from None
+
+    def _choose(self) -> list[Transport]:
+        settings = self._settings
+        return choose_transports(
+            settings.choice,
+            self._engines,
+            served=settings.served,
+            device=settings.device,
+            directory=settings.directory,
+            model=settings.model,
+            timeout_s=settings.timeout_s,
+        )

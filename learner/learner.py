@@ -103,14 +103,21 @@ class Learner:
         self.model.train()
         return [by_row[id(row)] for row in rows_D]
 
-    def weights(self) -> PackedTensors:
-        """The present weights, each stored tensor once: a tied lm_head is left to its embedding."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The present weights themselves, on the learner's device; the next step changes them.
+
+        Each stored tensor once: a tied lm_head is left to its embedding.
+        """
         tensors, seen = {}, set()
         for name, parameter in self.model.state_dict().items():
             if parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())
                 tensors[name] = parameter
-        return PackedTensors.pack(tensors)
+        return tensors
+
+    def weights(self) -> PackedTensors:
+        """`tensors` as buffers in main memory: views of them where they are there already."""
+        return PackedTensors.pack(self.tensors())
 
     def trainer_state(self) -> dict[str, Any]:
         """Everything besides the weights that the next step depends on."""

@@ -9,7 +9,7 @@ The loop is given a source of groups and a `publish` callable. It knows neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import chz
@@ -23,7 +23,6 @@ from distill.logprobs import TokenStats
 from distill.losses import Metrics, importance_sampling
 from distill.metrics import group_metrics
 from distill.rows import policy_rows
-from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner
@@ -61,8 +60,9 @@ class GroupSource(Protocol):
         ...
 
 
-# Hands weights of a version to every policy engine; returns once all of them acknowledged.
-Publish = Callable[[PackedTensors, int], None]
+# Hands weights of a version to every policy engine; returns `push/*` metrics once all of them
+# acknowledged.
+Publish = Callable[[Mapping[str, Tensor], int], Mapping[str, float]]
 
 
 class PolicyLoop:
@@ -84,7 +84,7 @@ class PolicyLoop:
         self.learner = learner
         self._tokenizer = tokenizer
         self._source = source
-        self._publish = publish
+        self.publisher = publish
         self._store = store
         self._objective = objective
         self._groups_per_step = groups_per_step
@@ -94,9 +94,9 @@ class PolicyLoop:
             self._trained = TrainedGroups.from_json(resume_from.delivery)
             learner.load_trainer_state(resume_from.trainer_state())
 
-    def publish(self) -> None:
+    def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
-        self._publish(self.learner.weights(), self.step_count)
+        return self.publisher(self.learner.tensors(), self.step_count)
 
     def step(self) -> dict[str, float]:
         """Takes one step's groups, trains on them once, publishes; returns the step's metrics."""
@@ -120,7 +120,7 @@ class PolicyLoop:
             self._trained.add(group_id)
         self.step_count += 1
         learnt = time.perf_counter()
-        self.publish()
+        metrics |= self.publish()
         done = time.perf_counter()
         return metrics | {
             "step": self.step_count,

@@ -7,16 +7,19 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
+from actors.config import choose_engine
 from cluster.build import OpdActors, build_opd, kill, resolve_device
 from cluster.checks import OpdInputs, check_opd
 from cluster.config import OpdConfig
+from cluster.handles import EnginePool
 from cluster.handshake import handshake
 from cluster.outputs import RunDirectory
 from cluster.recipes.common import Session, already_complete, session
 from cluster.run import Driver, drive
 from cluster.tracking import agreement_table
-from distill.tokenizer import fingerprint
+from distill.tokenizer import fingerprint, probe
 
 
 def run_opd(config: OpdConfig, console: Console) -> None:
@@ -43,7 +46,8 @@ def _plan(config: OpdConfig, inputs: OpdInputs, directory: RunDirectory) -> str:
     mode = "synchronous" if config.max_staleness == 0 else "overlapped"
     return (
         f"opd: {config.student} learns from {config.teacher} at T={config.temperature:g}\n"
-        f"  engine    {config.engine} ({config.dtype}); {config.policy_engines} policy, "
+        f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
+        f"{config.policy_engines} policy, "
         f"{config.teacher_engines} teacher, {config.rollout_workers} rollout workers\n"
         f"  prompts   {len(inputs.train_prompts_P)} to train on, "
         f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
@@ -60,6 +64,7 @@ class _Run:
         self._config = config
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
+        self._tokenizer_probe = probe(inputs.tokenizer)
         self._has_eval = bool(inputs.eval_prompts_P)
         self.actors: OpdActors = build_opd(
             config,
@@ -73,7 +78,8 @@ class _Run:
     def to_the_end(self) -> None:
         actors, running = self.actors, self._running
         self._shake_hands()
-        self._driver.call("publishing the first weights", actors.learner.publish.remote())
+        way = self._driver.call("publishing the first weights", actors.learner.publish.remote())
+        running.progress.note(f"weights: {way}")
         if self._has_eval:
             self._evaluate_teacher()
             if running.first_step == 0:
@@ -89,6 +95,7 @@ class _Run:
             on_step=self._on_step,
             end_waits=actors.queue.close,
         )
+        self._driver.call("the last weight probe", actors.learner.settle.remote())
         if self._has_eval:
             self._evaluate("after")
         running.complete(checkpoint)
@@ -102,9 +109,10 @@ class _Run:
         report = self._driver.run(
             "the handshake",
             handshake(
-                policy=self.actors.policy,
-                teacher=self.actors.teacher,
+                policies=_named("policy", self.actors.policy),
+                teachers=_named("teacher", self.actors.teacher),
                 learner=learner_logprobs,
+                tokenizer=self._tokenizer_probe,
                 temperature=self._config.temperature,
             ),
             timeout=self._config.deadline_s,
@@ -112,13 +120,18 @@ class _Run:
         self._running.directory.write_json(
             "calibration.json", report.to_json() | {"tokenizer": asdict(self._fingerprint)}
         )
-        if not report.agrees:
-            self._running.console.print(agreement_table(report))
-        report.require_agreement()
-        worst = max(c.max_gap for c in report.comparisons if not c.must_differ)
-        self._running.progress.note(
-            f"handshake: policy, learner and teacher agree to {worst:.1e} nats at "
-            f"T={self._config.temperature:g}"
+        if report.agrees:
+            self._running.progress.note(
+                f"handshake: policy, learner and teacher agree to {report.largest_gap:.1e} nats "
+                f"at T={self._config.temperature:g}"
+            )
+            return
+        self._running.console.print(agreement_table(report))
+        if self._config.require_handshake:
+            report.require_agreement()
+        self._running.console.print(
+            f"[bold red]WARNING: training although the handshake failed (require_handshake=False); "
+            f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
         )
 
     def _on_step(self, metrics: dict[str, float]) -> None:
@@ -155,3 +168,8 @@ class _Run:
         self._running.summary[f"eval {when}"] = metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._running.progress.note(f"evaluation, {when}: {shown}")
+
+
+def _named(role: str, pool: EnginePool) -> dict[str, EnginePool]:
+    """Each engine of a pool under the name that it has in every other message."""
+    return {f"{role} engine {i}": engine for i, engine in enumerate(pool.each())}

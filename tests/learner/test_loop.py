@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import chz
 import numpy as np
 import pytest
+from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import ConfigError, NonFiniteError
 from distill.metrics import group_metrics
 from distill.rows import policy_rows
-from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.loop import ObjectiveConfig, PolicyLoop
@@ -37,10 +37,11 @@ class World:
         self.events.append(f"take {[made.group_id for made in taken]}")
         return taken
 
-    def publish(self, weights: PackedTensors, version: int) -> None:
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
         self.events.append(f"publish {version}")
-        copied = {name: tensor.numpy().tobytes() for name, tensor in weights.unpack()}
+        copied = {name: tensor.detach().numpy().tobytes() for name, tensor in weights.items()}
         self.published.append((version, copied))
+        return {"push/bytes": sum(map(len, copied.values()))}
 
 
 def weights(loop: PolicyLoop) -> dict[str, bytes]:

@@ -1,0 +1,345 @@
+"""Weights into a real SGLang server while it generates: no sample lost, no version mixed unawares.
+
+One server for the module; each test puts a session of its own mode before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from actors.embedded_engine import EmbeddedEngine
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import sglang_installed
+from actors.sglang_weights import InFlight, WeightSession
+from distill.errors import EngineError
+from distill.interfaces import (
+    CheckpointDirectory,
+    Engine,
+    GenerateRequest,
+    GroupBroadcast,
+    Sample,
+    ScoreRequest,
+    TensorLayout,
+    WeightSource,
+)
+from distill.models import load_causal_lm, tensor_shapes
+from distill.sampling import TrainSampling
+from distill.tensors import PackedTensors
+from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+
+T = TypeVar("T")
+MODES: tuple[InFlight, ...] = ("continue", "restart", "finish")
+CONTEXT = 256
+TEMPERATURE = 0.7
+
+
+@dataclass
+class Served:
+    """A server, and two models: even versions are the first one's weights, odd ones the other's."""
+
+    engine: HostedSglangEngine
+    directories: list[str]
+    models: list[PreTrainedModel]
+    runner: asyncio.Runner
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(asyncio.wait_for(coroutine, timeout=120))
+
+    def session(self, mode: InFlight) -> WeightSession:
+        """Puts a new session of this mode before the server."""
+        shapes = partial(tensor_shapes, self.directories[0])
+        self.engine._weights = WeightSession(self.engine._client, mode, shapes)
+        return self.engine._weights
+
+    def weights(self, version: int) -> PackedTensors:
+        return PackedTensors.pack(dict(self.models[version % 2].named_parameters()))
+
+    def generate(self, num_samples: int = 3) -> list[Sample]:
+        return self.run(self.engine.generate(ask(20, num_samples)))
+
+    def expect_whole(self, version: int) -> None:
+        """The server serves this version, and nothing of another."""
+        assert self.run(self.engine.info()).weight_version == version
+        request = ask(20, 3)
+        for sample in self.generate():
+            assert (sample.versions_T == version).all()
+            self.expect_own_logprobs(request, sample)
+
+    @torch.no_grad()
+    def expect_own_logprobs(self, request: GenerateRequest, sample: Sample) -> None:
+        """Each token has the log-prob that the model of its version gives it."""
+        start = len(request.prompt_tokens_T)
+        ids = np.concatenate([request.prompt_tokens_T, sample.tokens_T]).astype(np.int64)
+        ids_1T = torch.from_numpy(ids)[None]
+        for parity, model in enumerate(self.models):
+            logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+            log_p_TV = torch.log_softmax(logits_TV / TEMPERATURE, dim=-1)[start - 1 : -1]
+            expected_T = log_p_TV.gather(1, ids_1T[0, start:, None])[:, 0].numpy()
+            mine = sample.versions_T % 2 == parity
+            np.testing.assert_allclose(sample.logprobs_T[mine], expected_T[mine], atol=1e-4)
+
+
+def ask(prompt_length: int, num_samples: int, max_new_tokens: int = 8) -> GenerateRequest:
+    prompt_T = np.random.default_rng(prompt_length).integers(2, VOCAB_SIZE, size=prompt_length)
+    return GenerateRequest(
+        prompt_tokens_T=prompt_T.astype(np.int32),
+        sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=max_new_tokens),
+        num_samples=num_samples,
+        seed=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    root = tmp_path_factory.mktemp("models")
+    directories = [tiny_model_dir(root, seed=seed, context_length=CONTEXT) for seed in (1, 2)]
+    for directory in directories:
+        save_tokenizer(directory)
+    models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
+    with asyncio.Runner() as runner:
+        engine = HostedSglangEngine(
+            model_path=directories[0], device="cpu", start_deadline_s=300, request_deadline_s=60
+        )
+        try:
+            runner.run(asyncio.wait_for(engine.info(), timeout=300))
+            yield Served(engine, directories, models, runner)
+        finally:
+            runner.run(engine.close())
+
+
+@pytest.fixture
+def server(shared_server: Served) -> Iterator[Served]:
+    """At version 0 before each test, and found in order after it."""
+    shared_server.session("continue")
+    shared_server.run(shared_server.engine.load_weights(shared_server.weights(0), 0))
+    yield shared_server
+    assert len(shared_server.generate()) == 3, "the server was left paused"
+
+
+async def push_in_the_middle(server: Served, requests: list[GenerateRequest]) -> Any:
+    """(samples by request, the load's pause); the load begins when tokens have been sampled."""
+    tasks = [asyncio.create_task(server.engine.generate(request)) for request in requests]
+    await asyncio.sleep(0.15)
+    pause = await server.engine.load_weights(server.weights(1), 1)
+    unfinished = sum(not task.done() for task in tasks)
+    return await asyncio.gather(*tasks), pause, unfinished
+
+
+LONG = [ask(length, 4, max_new_tokens=200) for length in (5, 40)]
+
+
+def test_restart_samples_again_from_the_new_weights(server: Served) -> None:
+    server.session("restart")
+    groups, pause, unfinished = server.run(push_in_the_middle(server, LONG))
+    assert unfinished, "nothing was under way"
+    assert 0 < pause < 30
+    for request, group in zip(LONG, groups, strict=True):
+        assert len(group) == 4
+        versions = {int(v) for sample in group for v in sample.versions_T}
+        assert len(versions) == 1, "a group of two versions"
+        for sample in group:
+            server.expect_own_logprobs(request, sample)
+    assert any(group[0].versions_T[0] == 1 for group in groups)
+    server.expect_whole(1)
+
+
+def test_finish_waits_for_the_samples_under_way(server: Served) -> None:
+    server.session("finish")
+    groups, _, unfinished = server.run(push_in_the_middle(server, LONG))
+    assert unfinished == 0, "the load did not wait"
+    for request, group in zip(LONG, groups, strict=True):
+        assert len(group) == 4
+        for sample in group:
+            assert (sample.versions_T == 0).all()
+            server.expect_own_logprobs(request, sample)
+    server.expect_whole(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlight) -> None:
+    server.session(mode)
+    last = 8
+    requests = [ask(4 + 3 * i, 2, max_new_tokens=60) for i in range(12)]
+
+    async def push() -> None:
+        for version in range(1, last + 1):
+            source: WeightSource = server.weights(version)
+            if version % 3 == 0:
+                source = CheckpointDirectory(path=server.directories[version % 2])
+            await server.engine.load_weights(source, version)
+            await asyncio.sleep(0.05)
+
+    async def both() -> list[list[Sample]]:
+        pushing = asyncio.create_task(push())
+        groups = []
+        for i in range(0, len(requests), 4):
+            wave = (server.engine.generate(request) for request in requests[i : i + 4])
+            groups += await asyncio.gather(*wave)
+        await pushing
+        return groups
+
+    for request, group in zip(requests, server.run(both()), strict=True):
+        assert len(group) == 2
+        for sample in group:
+            assert len(sample.tokens_T) and sample.versions_T.min() >= 0
+            assert (np.diff(sample.versions_T) >= 0).all()
+            if mode != "continue":
+                assert len(set(sample.versions_T.tolist())) == 1
+            server.expect_own_logprobs(request, sample)
+    server.expect_whole(last)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scoring_call_sees_one_version(server: Served, mode: InFlight) -> None:
+    server.session(mode)
+    tokens_T = ask(200, 1).prompt_tokens_T
+    requests = [
+        ScoreRequest(tokens_T=np.roll(tokens_T, i), start=1, temperatures=(TEMPERATURE,))
+        for i in range(30)
+    ]
+
+    async def all_along(engine: Engine, source: WeightSource) -> list[np.ndarray]:
+        scoring = asyncio.create_task(engine.score(requests))
+        await asyncio.sleep(0.02)
+        await engine.load_weights(source, 1)
+        return [score.logprobs_by_temperature[0] for score in await scoring]
+
+    during = server.run(all_along(server.engine, server.weights(1)))
+    plain = EmbeddedEngine(model_path=server.directories[0], device="cpu", threads=1)
+    before = server.run(plain.score(requests))
+    for found, expected in zip(during, before, strict=True):
+        np.testing.assert_allclose(found, expected.logprobs_by_temperature[0], atol=1e-4)
+
+
+def truncated(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def of_other_shapes(directory: Path) -> None:
+    """The first tensor's header names another shape of the same size."""
+    file = directory / "model.safetensors"
+    content = file.read_bytes()
+    [length] = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    name = next(name for name in header if name.endswith("q_proj.weight"))
+    header[name]["shape"] = [int(np.prod(header[name]["shape"]))]
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def emptied(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [truncated, of_other_shapes, emptied])
+def test_a_bad_directory_leaves_the_old_weights(server: Served, tmp_path: Path, spoil) -> None:
+    server.models[1].save_pretrained(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(EngineError, match=r"safetensors|q_proj.weight"):
+        server.run(server.engine.load_weights(CheckpointDirectory(path=str(tmp_path)), 5))
+    server.expect_whole(0)
+
+
+class Sabotage:
+    """Stands for the client: orders to `path` fail, without reaching the server."""
+
+    def __init__(self, client: Any, path: str) -> None:
+        self._client, self._path, self.orders = client, path, []
+
+    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
+        self.orders.append(path)
+        if path == self._path:
+            return {"success": False, "message": "on purpose"}
+        return await self._client.admin(path, body)
+
+    async def get(self, path: str) -> Any:
+        return await self._client.get(path)
+
+
+@pytest.mark.parametrize("path", ["/update_weights_from_tensor", "/end_weight_update"])
+def test_torn_weights_generate_nothing(server: Served, path: str) -> None:
+    session = server.session("continue")
+    client, session._client = session._client, Sabotage(session._client, path)
+
+    async def push_and_break() -> list[Any]:
+        task = asyncio.create_task(server.engine.generate(LONG[0]))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineError, match=r"on purpose.*restart the engine"):
+            await server.engine.load_weights(server.weights(1), 1)
+        return await asyncio.gather(task, return_exceptions=True)
+
+    [outcome] = server.run(push_and_break())
+    assert isinstance(outcome, EngineError), "samples of torn weights came back"
+    for call in (server.engine.generate(ask(9, 1)), server.engine.score([SCORE])):
+        with pytest.raises(EngineError, match="parts of two versions"):
+            server.run(call)
+    assert session._client.orders[-2:] == ["/abort_request", "/continue_generation"]
+    if path == "/end_weight_update":  # the sabotage left the server's update open
+        server.run(client.admin("/end_weight_update", {}))
+    session._client = client
+    server.run(server.engine.load_weights(server.weights(3), 3))  # whole weights heal it
+    server.expect_whole(3)
+
+
+SCORE = ScoreRequest(tokens_T=ask(9, 1).prompt_tokens_T, start=2, temperatures=(TEMPERATURE,))
+
+
+def test_an_update_that_cannot_begin_leaves_the_old_weights(server: Served) -> None:
+    session = server.session("continue")
+    session._client = Sabotage(session._client, "/begin_weight_update")
+    with pytest.raises(EngineError, match="on purpose") as error:
+        server.run(server.engine.load_weights(server.weights(1), 1))
+    assert "restart" not in str(error.value)
+    server.expect_whole(0)
+
+
+def broadcast(*tensors: TensorLayout, **changes: Any) -> GroupBroadcast:
+    settings: dict[str, Any] = {
+        "address": "127.0.0.1", "port": 9, "group": "nobody", "backend": "gloo", "world_size": 2,
+        "rank_offset": 1, "buckets": (tensors,), "join_deadline_s": 3,
+    } | changes  # fmt: skip
+    return GroupBroadcast(**settings)
+
+
+def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -> None:
+    session = server.session("continue")
+    session._client = spy = Sabotage(session._client, "")
+    layout = TensorLayout(name="model.norm.weight", dtype="float32", shape=(3,))
+    for call in (
+        server.engine.weight_ranks([layout]),
+        server.engine.load_weights(broadcast(layout), 1),
+    ):
+        with pytest.raises(EngineError, match=r"'model.norm.weight' has shape \(3,\)"):
+            server.run(call)
+    assert spy.orders == []
+    whole = [
+        TensorLayout(name=name, dtype="float32", shape=shape)
+        for name, shape in tensor_shapes(server.directories[0]).items()
+    ]
+    assert server.run(server.engine.weight_ranks(whole)) == 1
+
+
+def test_the_embedded_engine_joins_no_group(tmp_path: Path) -> None:
+    engine = EmbeddedEngine(model_path=tiny_model_dir(tmp_path, seed=1), device="cpu", threads=1)
+
+    async def ask_it() -> None:
+        for call in (engine.load_weights(broadcast(), 1), engine.weight_ranks([])):
+            with pytest.raises(EngineError, match="weights=object_store or weights=disk"):
+                await call
+
+    asyncio.run(ask_it())

@@ -1,0 +1,467 @@
+"""The push, both ends on real Ray: each transport, what it costs, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import cluster.acknowledge
+import cluster.weights_group
+from actors.embedded_engine import EmbeddedEngine
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import sglang_installed
+from cluster.config import OpdConfig
+from cluster.recipes.opd import run_opd
+from cluster.weights import (
+    DiskTransport,
+    GroupTransport,
+    ObjectStoreTransport,
+    Publisher,
+    PushSettings,
+    SharedMemoryTransport,
+    choose_transports,
+)
+from cluster.weights_group import plan_buckets
+from distill.errors import CalibrationError, ConfigError, EngineError
+from distill.interfaces import CheckpointDirectory, GenerateRequest, WeightSource
+from distill.models import load_causal_lm, read_weights
+from distill.sampling import TrainSampling
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from tests.conftest import TinyPair
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+T = 0.7
+TIMEOUT_S = 60.0
+# Several broadcasts a push, of the tiny student's 20 tensors.
+BUCKET_BYTES = 16 << 10
+
+
+class Queue:
+    """Counts the slots that were freed."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def release(self, num_groups: int) -> None:
+        self.released.append(num_groups)
+
+
+class Liar(EmbeddedEngine):
+    """Acknowledges every push and loads only the first."""
+
+    _loaded = False
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        if self._loaded:
+            return 0.0
+        self._loaded = True
+        return await super().load_weights(weights, version)
+
+
+class Troubled:
+    """An engine in trouble: `hangs`, `dies`, or refuses."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def load_weights(self, weights: WeightSource, version: int) -> float:
+        if self._how == "hangs":
+            time.sleep(3600)
+        if self._how == "dies":
+            import os
+
+            os._exit(1)
+        raise EngineError("no room for them")
+
+
+def actor(kind: type, *arguments: Any, **named: Any) -> Any:
+    return ray.remote(kind).options(num_cpus=0).remote(*arguments, **named)
+
+
+@pytest.fixture
+def learner(tiny_pair: TinyPair, tmp_path: Path) -> Learner:
+    settings = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu")
+    return Learner(settings, str(tmp_path))
+
+
+def learn(learner: Learner) -> None:
+    for parameter in learner.model.parameters():
+        parameter.data.mul_(1.02)
+
+
+@pytest.fixture
+def engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
+    """engines(*kinds): actors of the tiny student, named as a run names them."""
+    made: list[Any] = []
+
+    def make(*kinds: type) -> dict[str, Any]:
+        for kind in kinds:
+            made.append(actor(kind, model_path=tiny_pair.student, device="cpu", threads=1))
+        return {f"policy engine {i}": engine for i, engine in enumerate(made)}
+
+    yield make
+    for engine in made:
+        ray.kill(engine)
+
+
+def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **changes: Any):
+    settings: dict[str, Any] = {
+        "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere",
+        "model": learner._config.model, "temperature": T, "probe_every": 1, "timeout_s": TIMEOUT_S,
+    } | changes  # fmt: skip
+    return Publisher(engines, queue, 4, PushSettings(**settings), learner.logprobs)
+
+
+def versions(engines: Mapping[str, Any]) -> list[int]:
+    return [info.weight_version for info in ray.get([e.info.remote() for e in engines.values()])]
+
+
+def test_a_push_reaches_every_engine_and_then_frees_slots(engines, learner: Learner) -> None:
+    pair, queue = engines(EmbeddedEngine, EmbeddedEngine), Queue()
+    publish = publisher(pair, learner, queue)
+    first = publish(learner.tensors(), 0)
+    assert queue.released == [] and "push/probe_gap" not in first
+    assert publish.describe() == ("shared memory to policy engine 0, policy engine 1")
+    for version in (1, 2):
+        learn(learner)
+        metrics = publish(learner.tensors(), version)
+        assert versions(pair) == [version] * 2
+        assert queue.released == [4] * version
+        assert metrics["push/bytes"] == sum(p.nbytes for p in learner.model.parameters())
+        assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
+        assert 0 <= metrics["push/probe_gap"] < 1e-5
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-5
+    assert publish.settle() is None
+
+
+@pytest.mark.parametrize("every, asked", [(0, []), (1, [0, 1, 2, 3, 4]), (3, [0, 3])])
+def test_every_so_many_versions_are_probed(
+    engines, learner: Learner, every: int, asked: list[int]
+) -> None:
+    publish = publisher(engines(EmbeddedEngine), learner, Queue(), probe_every=every)
+    found = []
+    for version in range(5):
+        metrics = publish(learner.tensors(), version)
+        found += [version - 1] if "push/probe_gap" in metrics else []
+    found += [4] if publish.settle() is not None else []
+    assert found == asked
+
+
+def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Learner) -> None:
+    publish = publisher(engines(EmbeddedEngine, Liar), learner, Queue())
+    publish(learner.tensors(), 0)
+    learn(learner)
+    publish(learner.tensors(), 1)
+    with pytest.raises(CalibrationError, match="policy engine 1 does not hold weights version 1"):
+        publish(learner.tensors(), 2)
+
+
+def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -> None:
+    only = engines(EmbeddedEngine)
+    publish = publisher(only, learner, Queue())
+    tensors = dict(learner.tensors())
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("inf"))
+    with pytest.raises(EngineError, match=r"'model.norm.weight' is not finite"):
+        publish(tensors, 1)
+    assert versions(only) == [0]
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("refuses", "policy engine 1: no room for them"),
+        ("dies", "policy engine 1 died"),
+        ("hangs", r"no answer from policy engine 1 in 1 s"),
+    ],
+)
+def test_an_engine_in_trouble_is_named(engines, learner: Learner, how: str, message: str) -> None:
+    queue, troubled = Queue(), actor(Troubled, how)
+    both = engines(EmbeddedEngine) | {"policy engine 1": troubled}
+    publish = publisher(both, learner, queue, probe_every=0, choice="object_store")
+    ray.get(both["policy engine 0"].info.remote())  # it has started: the deadline is the other's
+    publish._published = 0
+    publish._settings = PushSettings(
+        **{name: getattr(publish._settings, name) for name in PushSettings.__slots__}
+        | {"timeout_s": 1.0 if how == "hangs" else TIMEOUT_S}
+    )
+    with pytest.raises(EngineError, match=message) as error:
+        publish(learner.tensors(), 1)
+    assert "policy engine 0" not in str(error.value)
+    assert queue.released == [], "rollouts would start on old weights"
+    ray.kill(troubled)
+
+
+def test_all_engines_in_trouble_are_named_and_a_hanging_one_not_waited_for(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.acknowledge, "GRACE_S", 0.5)
+    sick = {how: actor(Troubled, how) for how in ("refuses", "hangs")}
+    publish = publisher(sick, learner, Queue(), choice="object_store", timeout_s=3600)
+    with pytest.raises(EngineError, match=r"refuses: no room for them; no answer from hangs$"):
+        publish(learner.tensors(), 1)
+    for engine in sick.values():
+        ray.kill(engine)
+
+
+def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path: Path) -> None:
+    pair, directory = engines(EmbeddedEngine, EmbeddedEngine), tmp_path / "weights"
+    publish = publisher(pair, learner, Queue(), choice="disk", directory=str(directory))
+    for version in range(3):
+        learn(learner)
+        publish(learner.tensors(), version)
+        assert [path.name for path in directory.iterdir()] == [f"version-{version:06d}"]
+        assert versions(pair) == [version] * 2
+    assert publish.settle() is not None
+    newest = str(directory / "version-000002")
+    late = engines(EmbeddedEngine)["policy engine 2"]
+    ray.get(late.load_weights.remote(CheckpointDirectory(path=newest), 2))
+    assert versions({"late": late}) == [2]
+    written = dict(read_weights(newest).unpack())
+    model = load_causal_lm(newest, dtype=torch.float32, device="cpu")
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, written[name])
+
+
+def test_a_disk_that_cannot_be_written(engines, learner: Learner, tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    only = engines(EmbeddedEngine)
+    publish = publisher(only, learner, Queue(), choice="disk", directory=str(tmp_path / "a file"))
+    with pytest.raises(EngineError, match=r"cannot write weights version 3 .*object_store"):
+        publish(learner.tensors(), 3)
+    assert versions(only) == [0]
+
+
+def on_node(node: str | None) -> Any:
+    """What `choose_transports` sees of an engine: the node that it is on (None: this one)."""
+    own = ray.get_runtime_context().get_node_id()
+    return SimpleNamespace(
+        __ray_call__=SimpleNamespace(remote=lambda _: ray.put(own if node is None else node))
+    )
+
+
+HERE, THERE = None, "another node"
+SHARED, OBJECTS = SharedMemoryTransport, ObjectStoreTransport
+FILES, GROUP = DiskTransport, GroupTransport
+
+
+@pytest.mark.parametrize(
+    "choice, nodes, served, expected",
+    [
+        ("auto", [HERE, HERE], True, [(SHARED, [0, 1])]),
+        ("auto", [HERE, HERE], False, [(SHARED, [0, 1])]),
+        ("auto", [HERE, THERE], False, [(SHARED, [0]), (OBJECTS, [1])]),
+        ("auto", [HERE, THERE, THERE], True, [(SHARED, [0]), (GROUP, [1, 2])]),
+        ("shared_memory", [HERE, HERE], True, [(SHARED, [0, 1])]),
+        ("auto", [THERE, THERE], True, [(GROUP, [0, 1])]),
+        ("group", [HERE, THERE], True, [(GROUP, [0, 1])]),
+        ("group", [HERE], True, [(GROUP, [0])]),
+        ("disk", [HERE, THERE], True, [(FILES, [0, 1])]),
+        ("object_store", [HERE, THERE], True, [(OBJECTS, [0, 1])]),
+    ],
+)
+def test_the_transport_fits_the_placement(choice, nodes, served, expected) -> None:
+    engines = {str(i): on_node(node) for i, node in enumerate(nodes)}
+    for device in ("cpu", "cuda"):
+        found = choose_transports(
+            choice, engines, served=served, device=device, directory="d", model="m", timeout_s=9
+        )
+        assert [(type(t), [int(name) for name in t.engines]) for t in found] == expected
+        for transport in found:
+            if isinstance(transport, GroupTransport):
+                kind, address = transport.describe().split(" group from ")
+                assert kind == {"cpu": "gloo", "cuda": "nccl"}[device]
+                assert (address == "127.0.0.1") == (THERE not in nodes)
+
+
+@pytest.mark.parametrize(
+    "choice, node, message",
+    [
+        ("group", HERE, "weights=group needs engine=sglang"),
+        ("shared_memory", THERE, "policy engine 0 and the learner are on different nodes"),
+    ],
+)
+def test_a_choice_that_cannot_reach_the_engines_is_refused(choice, node, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_transports(
+            choice, {"policy engine 0": on_node(node)}, served=False, device="cpu", directory="d",
+            model="m", timeout_s=9,
+        )  # fmt: skip
+
+
+def test_buckets_are_in_order_full_and_of_one_dtype() -> None:
+    sizes = [
+        ("a", 10, torch.float32),
+        ("b", 6, torch.float32),
+        ("c", 1, torch.float32),
+        ("d", 4, torch.bfloat16),
+        ("e", 99, torch.bfloat16),
+        ("f", 1, torch.float32),
+    ]
+    tensors = {name: torch.zeros(size, dtype=dtype) for name, size, dtype in sizes}
+    buckets = plan_buckets(tensors, bucket_bytes=64)
+    assert [[layout.name for layout in bucket] for bucket in buckets] == [
+        ["a", "b"], ["c"], ["d"], ["e"], ["f"],
+    ]  # fmt: skip
+    assert [layout.dtype for layout in buckets[2]] == ["bfloat16"]
+
+
+def test_a_run_over_the_disk_is_probed_to_its_last_version(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    config = OpdConfig(
+        student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
+        out=str(tmp_path / "run"), temperature=T, steps=3, prompts_per_step=4, group_size=2,
+        max_new_tokens=8, eval_size=2, engine="embedded", weights="disk",
+    )  # fmt: skip
+    run_opd(config, Console(quiet=True))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for step in map(json.loads, lines):
+        assert step["push/probe_gap"] < 1e-4
+        assert 0 < step["push/pause"] <= step["push/seconds"] <= step["time/push"]
+    assert [p.name for p in (tmp_path / "run" / "weights").iterdir()] == ["version-000003"]
+
+
+# ---- SGLang: one server for all that follows
+
+
+@pytest.fixture(scope="module")
+def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    engine = actor(
+        HostedSglangEngine, model_path=tiny_pair.student, device="cpu", start_deadline_s=300,
+        request_deadline_s=TIMEOUT_S,
+    )  # fmt: skip
+    ray.get(engine.info.remote(), timeout=300)
+    yield engine
+    ray.kill(engine)
+
+
+@pytest.fixture
+def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
+    """A publisher that sends the first weights as version 0 by a group, in several buckets."""
+    monkeypatch.setattr(cluster.acknowledge, "GRACE_S", 20.0)
+    ray.get(server.load_weights.remote(learner.weights(), 0))
+    publish = publisher({"policy engine 0": server}, learner, Queue(), choice="group", served=True)
+    transport = GroupTransport(
+        {"policy engine 0": server}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
+        bucket_bytes=BUCKET_BYTES,
+    )  # fmt: skip
+    publish._transports = [transport]
+    assert len(plan_buckets(learner.tensors(), BUCKET_BYTES)) >= 3
+    yield publish
+    transport.abort()
+
+
+def samples(server: Any) -> Any:
+    request = GenerateRequest(
+        prompt_tokens_T=np.arange(5, 20, dtype=np.int32),
+        sampling=TrainSampling(temperature=T, max_new_tokens=4), num_samples=2, seed=0,
+    )  # fmt: skip
+    return ray.get(server.generate.remote(request), timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("choice", ["shared_memory", "object_store", "disk", "group"])
+def test_every_transport_into_a_server(
+    server: Any, learner: Learner, tmp_path: Path, choice: str
+) -> None:
+    publish = publisher(
+        {"policy engine 0": server}, learner, Queue(), choice=choice, served=True,
+        directory=str(tmp_path / "weights"),
+    )  # fmt: skip
+    for version in range(3):
+        learn(learner)
+        metrics = publish(learner.tensors(), version)
+        assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
+        assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
+                   for sample in samples(server))  # fmt: skip
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-4
+    for transport in publish._transports or []:
+        transport.abort()
+
+
+def test_a_group_sends_several_buckets_again_and_again(by_group, learner, server: Any) -> None:
+    for version in range(1, 6):
+        learn(learner)
+        metrics = by_group(learner.tensors(), version)
+        assert metrics.get("push/probe_gap", 0) < 1e-4
+    assert by_group.settle() < 1e-4
+    assert versions({"server": server}) == [5]
+
+
+@pytest.mark.parametrize("when", ["before the group", "in the group"])
+def test_what_an_engine_refuses_never_hangs_the_learner(
+    by_group, learner: Learner, server: Any, when: str
+) -> None:
+    if when == "in the group":
+        by_group(learner.tensors(), 1)
+    version = versions({"server": server})[0]
+    tensors = dict(learner.tensors()) | {"model.norm.weight": torch.ones(7)}
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"policy engine 0: 'model.norm.weight' has shape \(7,\)"):
+        by_group(tensors, 9)
+    assert time.monotonic() - started < TIMEOUT_S / 2
+    assert versions({"server": server}) == [version]
+    assert len(samples(server)) == 2
+    by_group(learner.tensors(), 10)  # by a new group
+    assert by_group.settle() < 1e-4
+
+
+def spoilt(learner: Learner) -> dict[str, Tensor]:
+    tensors = dict(learner.tensors())
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].detach().clone()
+    tensors["model.norm.weight"][3] = float("nan")
+    return tensors
+
+
+def test_weights_that_are_not_finite_are_not_sent(by_group, learner: Learner, server: Any) -> None:
+    with pytest.raises(EngineError, match=r"'model.norm.weight' is not finite"):
+        by_group(spoilt(learner), 1)
+    assert versions({"server": server}) == [0]
+
+
+@pytest.mark.parametrize("survives", [0, 1])
+def test_a_broadcast_that_breaks_off(
+    by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
+) -> None:
+    """`survives` buckets arrive: none, and the engine keeps its weights; one, and it is torn."""
+    by_group(learner.tensors(), 1)
+    by_group.settle()
+    broadcast, sent = torch.distributed.broadcast, []
+
+    def break_off(*arguments: Any, **named: Any) -> None:
+        if len(sent) == survives:
+            raise RuntimeError("the network is down")
+        sent.append(1)
+        broadcast(*arguments, **named)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", break_off)
+    learn(learner)
+    with pytest.raises(EngineError, match="the network is down") as error:
+        by_group(learner.tensors(), 2)
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    if survives:
+        assert "restart the engine" in str(error.value)
+        with pytest.raises(EngineError, match="parts of two versions"):
+            samples(server)
+    else:
+        assert "goes on with the weights it had" in str(error.value)
+        assert all((sample.versions_T == 1).all() for sample in samples(server))
+    by_group(learner.tensors(), 3)
+    assert by_group.settle() < 1e-4
+    assert len(samples(server)) == 2
