@@ -7,20 +7,35 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import chz
 from rich.console import Console
 
-from actors.config import EngineConfig
+from actors.config import (
+    DtypeChoice,
+    EngineChoice,
+    EngineConfig,
+    choose_dtype,
+    choose_engine,
+    running_engines,
+)
+from actors.sglang_external import is_url
 from cluster.command import run_command
 from cluster.handshake import handshake
 from cluster.tracking import agreement_table
 from distill.batching import TrainingRow
 from distill.calibration import CalibrationReport
 from distill.sampling import check_temperature
-from distill.tokenizer import check_same_tokenizer, load_tokenizer
+from distill.tokenizer import (
+    TokenizerProbe,
+    check_same_tokenizer,
+    fingerprint,
+    load_tokenizer,
+    probe,
+)
 from distill.types import FloatArray
 from learner.config import LearnerConfig
 from learner.learner import Learner
@@ -31,12 +46,20 @@ class CalibrateConfig:
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
     student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
-    teacher: str = chz.field(doc="teacher checkpoint; shares the student's tokenizer")
-    temperature: float = chz.field(doc="the rollout temperature T > 0 to prove")
-    engine: Literal["embedded"] = chz.field(
-        default="embedded", doc="embedded: transformers in this process"
+    teacher: str = chz.field(
+        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
+        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer"
     )
-    dtype: Literal["float32", "bfloat16"] = chz.field(default="float32", doc="engine precision")
+    temperature: float = chz.field(doc="the rollout temperature T > 0 to prove")
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: a server of our own; embedded: transformers in this process; auto: sglang "
+        "where it is installed",
+    )
+    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
+    dtype: DtypeChoice = chz.field(
+        default="auto", doc="engine precision; auto: float32 on a CPU, bfloat16 on CUDA"
+    )
     device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="where it runs")
     threads: int = chz.field(default=2, doc="torch threads on CPU")
     out: str | None = chz.field(default=None, doc="write the report here, as JSON")
@@ -45,31 +68,39 @@ class CalibrateConfig:
     def _in_range(self) -> None:
         check_temperature(self.temperature, "temperature")
 
+    def engine_config(self, model: str) -> EngineConfig:
+        return EngineConfig(
+            kind=choose_engine(self.engine),
+            model=model,
+            dtype=choose_dtype(self.dtype, self.device),
+            device=self.device,
+            threads=self.threads,
+            server_flags=self.server_flags,
+        )
+
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:
     """Prints the agreement table; raises CalibrationError (exit code 3) on disagreement."""
-    check_same_tokenizer(load_tokenizer(config.student), load_tokenizer(config.teacher))
-    report = asyncio.run(_handshake(config))
+    student = load_tokenizer(config.student)
+    prints = {"student": asdict(fingerprint(student))}
+    if not is_url(config.teacher):  # a running server is asked, in the handshake
+        teacher = load_tokenizer(config.teacher)
+        check_same_tokenizer(student, teacher)
+        prints["teacher"] = asdict(fingerprint(teacher))
+    report = asyncio.run(_handshake(config, probe(student)))
+    console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     console.print(agreement_table(report))
+    console.print(report.verdict(), highlight=False, markup=False)
     if config.out is not None:
-        Path(config.out).write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        _write(Path(config.out), report.to_json() | {"tokenizers": prints})
     report.require_agreement()
 
 
-async def _handshake(config: CalibrateConfig) -> CalibrationReport:
-    policy, teacher = (
-        engine_config.engine_class(**engine_config.arguments())
-        for engine_config in (
-            EngineConfig(
-                kind=config.engine,
-                model=model,
-                dtype=config.dtype,
-                device=config.device,
-                threads=config.threads,
-            )
-            for model in (config.student, config.teacher)
-        )
-    )
+def _write(path: Path, report: dict[str, Any]) -> None:
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+async def _handshake(config: CalibrateConfig, tokenizer: TokenizerProbe) -> CalibrationReport:
     with tempfile.TemporaryDirectory() as scratch:
         learner = Learner(
             LearnerConfig(
@@ -81,12 +112,15 @@ async def _handshake(config: CalibrateConfig) -> CalibrationReport:
         async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
             return learner.logprobs(rows_D)
 
-        return await handshake(
-            policy=policy,
-            teacher=teacher,
-            learner=learner_logprobs,
-            temperature=config.temperature,
-        )
+        models = (config.student, config.teacher)
+        async with running_engines(*map(config.engine_config, models)) as (policy, teacher):
+            return await handshake(
+                policies={"policy": policy},
+                teachers={"teacher": teacher},
+                learner=learner_logprobs,
+                tokenizer=tokenizer,
+                temperature=config.temperature,
+            )
 
 
 def main(argv: list[str] | None = None) -> int:

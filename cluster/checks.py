@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,19 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from actors.config import choose_engine
+from actors.sglang_external import ExternalSglangEngine, is_url
 from cluster.config import OpdConfig, SftConfig
 from distill.batching import TrainingRow
 from distill.errors import CheckpointError, ConfigError
+from distill.interfaces import EngineInfo
 from distill.models import context_length, load_config, vocab_size
 from distill.prompts import Prompt, load_prompts
 from distill.rows import load_sft_rows
-from distill.tokenizer import check_same_tokenizer, load_tokenizer
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+
+# An external teacher says who it is in far less; one that does not answer is not there.
+_INTRODUCTION_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +50,23 @@ def check_opd(config: OpdConfig) -> OpdInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    student, teacher = _check_model(config.student), _check_model(config.teacher)
+    choose_engine(config.engine)
+    student = _check_model(config.student)
     tokenizer = load_tokenizer(config.student)
-    check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
-    for role, model in (("student", student), ("teacher", teacher)):
-        if vocab_size(model) < len(tokenizer):
+    teacher = _check_teacher(config.teacher, tokenizer)
+    for role, size in (("student", vocab_size(student)), ("teacher", teacher.vocab_size)):
+        if size < len(tokenizer):
             raise ConfigError(
-                f"{role}={getattr(config, role)} has a vocabulary of {vocab_size(model)}, smaller "
-                f"than the tokenizer's {len(tokenizer)}; model and tokenizer do not belong together"
+                f"{role}={getattr(config, role)} has a vocabulary of {size}, smaller than the "
+                f"tokenizer's {len(tokenizer)}; model and tokenizer do not belong together"
             )
-    if vocab_size(teacher) < vocab_size(student):
+    if teacher.vocab_size < vocab_size(student):
         raise ConfigError(
-            f"teacher={config.teacher} has a vocabulary of {vocab_size(teacher)}, smaller than the "
+            f"teacher={config.teacher} has a vocabulary of {teacher.vocab_size}, smaller than the "
             f"student's {vocab_size(student)}: a token that the student may sample could not be "
             "scored. Resize the teacher's embeddings, or choose another pair"
         )
-    shared_context = min(context_length(student), context_length(teacher))
+    shared_context = min(context_length(student), teacher.context_length)
 
     def load(path: str, max_new_tokens: int) -> list[Prompt]:
         return load_prompts(
@@ -82,6 +90,35 @@ def check_opd(config: OpdConfig) -> OpdInputs:
             f"{config.prompts}:{line} has none"
         )
     return OpdInputs(tokenizer=tokenizer, train_prompts_P=train_P, eval_prompts_P=eval_P)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Teacher:
+    vocab_size: int
+    context_length: int
+
+
+def _check_teacher(teacher: str, tokenizer: PreTrainedTokenizerBase) -> _Teacher:
+    """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
+    if is_url(teacher):
+        info = asyncio.run(_ask(teacher))
+        if info.tokenizer is not None and info.tokenizer.texts != probe(tokenizer).texts:
+            raise ConfigError(
+                f"student and teacher={teacher} do not share a tokenizer: the server encodes known "
+                "texts differently. It scores the student's token ids as they are"
+            )
+        return _Teacher(vocab_size=info.vocab_size, context_length=info.context_length)
+    model = _check_model(teacher)
+    check_same_tokenizer(tokenizer, load_tokenizer(teacher))
+    return _Teacher(vocab_size=vocab_size(model), context_length=context_length(model))
+
+
+async def _ask(url: str) -> EngineInfo:
+    engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
+    try:
+        return await engine.info()
+    finally:
+        await engine.close()
 
 
 def check_sft(config: SftConfig) -> SftInputs:

@@ -12,12 +12,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import chz
 from rich.console import Console
 from rich.table import Table
 
+from actors.config import EngineChoice
 from cluster.command import run_command
 from cluster.config import OpdConfig, SftConfig
 from cluster.recipes.opd import run_opd
@@ -51,8 +51,10 @@ class DemoConfig:
         doc="directory for data, models and runs; an earlier demo in it is removed"
     )
     temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
-    engine: Literal["embedded"] = chz.field(
-        default="embedded", doc="embedded: transformers in the actor's process"
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
+        "sglang where it is installed",
     )
     steps: int = chz.field(default=120, doc="optimizer steps of the distillation")
     seed: int = chz.field(default=0, doc="seed of problems, models and training")

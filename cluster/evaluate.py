@@ -13,8 +13,16 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import EngineConfig
+from actors.config import (
+    DtypeChoice,
+    EngineChoice,
+    EngineConfig,
+    choose_dtype,
+    choose_engine,
+    running_engines,
+)
 from actors.evaluate import Evaluator, Response, summarise
+from actors.sglang_external import is_url
 from cluster.command import run_command
 from distill.errors import ConfigError
 from distill.models import context_length, load_config, vocab_size
@@ -39,10 +47,15 @@ class EvaluateConfig:
     )
     temperature: float | None = chz.field(default=None, doc="the T of that KL")
     num_samples: int = chz.field(default=4, doc="samples per prompt for that KL")
-    engine: Literal["embedded"] = chz.field(
-        default="embedded", doc="embedded: transformers in this process"
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: a server of our own; embedded: transformers in this process; auto: sglang "
+        "where it is installed",
     )
-    dtype: Literal["float32", "bfloat16"] = chz.field(default="float32", doc="engine precision")
+    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
+    dtype: DtypeChoice = chz.field(
+        default="auto", doc="engine precision; auto: float32 on a CPU, bfloat16 on CUDA"
+    )
     device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="where it runs")
     threads: int = chz.field(default=2, doc="torch threads on CPU")
     out: str | None = chz.field(default=None, doc="write metrics and every response here, as JSON")
@@ -52,6 +65,11 @@ class EvaluateConfig:
         self.sampling()
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
+        if self.teacher is not None and is_url(self.teacher):
+            raise ConfigError(
+                f"teacher={self.teacher} must be a checkpoint here: evaluation shakes no hands, so "
+                "whether a running server scores at T is not known. cluster.calibrate proves it"
+            )
         if self.temperature is not None:
             self.train_sampling()
         for name in ("num_samples", "threads"):
@@ -74,11 +92,12 @@ class EvaluateConfig:
 
     def engine_config(self, model: str) -> EngineConfig:
         return EngineConfig(
-            kind=self.engine,
+            kind=choose_engine(self.engine),
             model=model,
-            dtype=self.dtype,
+            dtype=choose_dtype(self.dtype, self.device),
             device=self.device,
             threads=self.threads,
+            server_flags=self.server_flags,
         )
 
 
@@ -97,6 +116,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
     evaluator = Evaluator(prompts_P, tokenizer)
     metrics, responses = asyncio.run(_measure(config, evaluator))
+    console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     table = Table(title=f"{config.model}: {len(prompts_P)} prompts")
     table.add_column("metric")
     table.add_column("value", justify="right")
@@ -112,16 +132,14 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
 async def _measure(
     config: EvaluateConfig, evaluator: Evaluator
 ) -> tuple[dict[str, float], list[Response]]:
-    engine_config = config.engine_config(config.model)
-    engine = engine_config.engine_class(**engine_config.arguments())
-    responses = await evaluator.respond(engine, config.sampling())
-    metrics = summarise(responses)
-    if config.teacher is not None:
-        teacher_config = config.engine_config(config.teacher)
-        teacher = teacher_config.engine_class(**teacher_config.arguments())
-        metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
-            engine, teacher, config.train_sampling(), config.num_samples
-        )
+    models = [config.model] if config.teacher is None else [config.model, config.teacher]
+    async with running_engines(*map(config.engine_config, models)) as (engine, *teachers):
+        responses = await evaluator.respond(engine, config.sampling())
+        metrics = summarise(responses)
+        for teacher in teachers:
+            metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
+                engine, teacher, config.train_sampling(), config.num_samples
+            )
     return metrics, responses
 
 

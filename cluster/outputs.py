@@ -28,7 +28,8 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 _MAY_CHANGE = {
     "steps", "checkpoint_every", "keep_checkpoints", "wandb", "device", "gpus_per_actor", "threads",
     "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
-    "token_budget", "out",
+    "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
+    "weights", "probe_every",
 }  # fmt: skip
 
 
@@ -45,6 +46,10 @@ class RunDirectory:
     def actor_name(self, role: str) -> str:
         """A name no other run on the cluster uses, this directory's earlier runs included."""
         return f"{self._recipe}-{self._attempt}/{role}"
+
+    def log(self, name: str) -> str:
+        """Where a process of this run, a server for example, keeps what it prints."""
+        return str(self.path / "logs" / f"{name}.log")
 
     @property
     def run_id(self) -> str:

@@ -9,6 +9,7 @@ os.environ.update(
     RAY_memory_monitor_refresh_ms="0",
     RAY_USAGE_STATS_ENABLED="0",
     HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
 )
 

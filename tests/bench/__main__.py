@@ -15,12 +15,14 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
+from actors.config import EngineChoice
 from cluster.command import run_command
 from cluster.config import OpdConfig
 from cluster.recipes.opd import run_opd
 from distill.errors import ConfigError
 from tests.bench.pair import make_pair
 from tests.bench.stages import measure_stages
+from tests.bench.transports import measure_transports
 
 HERE = Path(__file__).parent
 
@@ -42,6 +44,7 @@ class BenchConfig:
     prompts_per_step: int = chz.field(default=8, doc="prompts a step")
     group_size: int = chz.field(default=4, doc="samples a prompt")
     max_new_tokens: int = chz.field(default=64, doc="new tokens a sample")
+    engine: EngineChoice = chz.field(default="embedded", doc="sglang or embedded")
     peer: bool = chz.field(default=True, doc="also run TRL's DistillationTrainer")
 
     @chz.validate
@@ -70,6 +73,7 @@ def _opd(config: BenchConfig, pair: tuple[str, str, str], out: Path, staleness: 
         max_new_tokens=config.max_new_tokens,
         max_staleness=staleness,
         lr=LR,
+        engine=config.engine,
         checkpoint_every=10_000,
         eval_size=1,
     )
@@ -86,13 +90,20 @@ def bench(config: BenchConfig, console: Console) -> None:
         made = make_pair(work / "pair")
         pair = (made.student, made.teacher, made.prompts)
     stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
+    transports = measure_transports(work)
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
         run_opd(opd, console)
         jobs[mode] = _job(work / mode)
     peer = _run_peer(config, pair, work / "peer.json") if config.peer else None
-    report = {"stages": stages, "jobs": jobs, "peer": peer, "settings": chz.asdict(config)}
+    report = {
+        "stages": stages,
+        "transports": transports,
+        "jobs": jobs,
+        "peer": peer,
+        "settings": chz.asdict(config),
+    }
     (out / "bench.json").write_text(json.dumps(report, indent=1) + "\n")
     _print(report, console)
     console.print(f"the whole report is in {out / 'bench.json'}")
@@ -134,6 +145,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         stage = report["stages"][name]
         table.add_row(name, f"{stage['seconds']:.3f}", f"{stage['tokens_per_s']:.0f}")
     console.print(table)
+    console.print(_transports_table(report["transports"]))
     table = Table(title="the whole job, median step")
     for header in ("mode", "s/step", "s wait", "s learn", "s push", "tokens/s"):
         table.add_column(header, justify="right" if header != "mode" else "left")
@@ -146,6 +158,21 @@ def _print(report: dict[str, Any], console: Console) -> None:
                       f"{peer['trained_tokens_per_s']:.0f}")  # fmt: skip
     console.print(table)
     console.print(_findings(report), highlight=False)
+
+
+def _transports_table(transports: dict[str, Any]) -> Table:
+    table = Table(title=f"weight pushes of {transports['bytes'] / 1e6:.0f} MB, median")
+    for header in ("engine, transport", "s/push", "x memcpy", "s pause", "pause x memcpy"):
+        table.add_column(header, justify="right" if header[1] != "n" else "left")
+    for name, push in transports["pushes"].items():
+        table.add_row(
+            name,
+            f"{push['seconds']:.3f}",
+            f"{push['seconds'] / push['memcpy_seconds']:.1f}",
+            f"{push['pause_seconds']:.3f}",
+            f"{push['pause_seconds'] / push['memcpy_seconds']:.1f}",
+        )
+    return table
 
 
 def _findings(report: dict[str, Any]) -> str:

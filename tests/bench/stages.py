@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from actors.config import EngineConfig
 from actors.episode import rollout_group
 from actors.teacher import score_group
 from cluster.checks import check_opd
 from cluster.config import OpdConfig
 from distill.envs.single_turn import PromptDataset
-from distill.interfaces import Engine
 from distill.rows import policy_rows
 from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
@@ -25,10 +23,6 @@ from learner.learner import Learner
 from learner.loop import importance_sampling_loss
 
 REPEATS = 5
-
-
-def _engine(config: EngineConfig) -> Engine:
-    return config.engine_class(**config.arguments())
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -43,8 +37,8 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     dataset = PromptDataset(
         inputs.train_prompts_P, inputs.tokenizer, group_size=config.group_size, seed=config.seed
     )
-    policy = _engine(config.engine_config(config.student, "cpu"))
-    teacher = _engine(config.engine_config(config.teacher, "cpu"))
+    policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
+    teacher = config.teacher_engine("cpu", str(scratch / "teacher.log")).build()
     learner = Learner(config.learner(config.student, "cpu"), str(scratch))
 
     async def rollout(step: int) -> list[TrajectoryGroup]:

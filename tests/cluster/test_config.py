@@ -91,7 +91,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     optimizer = learner.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (0.01, "cosine", 2)
     assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.1, 3.0)
-    engine = config.engine_config("model", "cpu")
+    engine = config.policy_engine("model", "cpu", "policy.log")
     assert (engine.model, engine.dtype, engine.device, engine.threads) == (
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
@@ -181,14 +181,22 @@ def test_settings_and_stores_pickle_equal(opd: NewOpd, sft) -> None:
     for value in (
         config,
         sft(),
-        config.engine_config("m", "cpu"),
+        config.policy_engine("m", "cpu", "policy.log"),
         config.learner("m", "cpu"),
         config.objective(),
         config.train_sampling(),
         config.eval_sampling(),
         checkpoint,
         EngineInfo(
-            kind="k", model="m", vocab_size=1, context_length=2, weight_version=3, dtype="float32"
+            kind="k",
+            model="m",
+            vocab_size=1,
+            context_length=2,
+            weight_version=3,
+            dtype="float32",
+            eos_token_ids=(1,),
+            tokenizer=None,
+            temperature_scaling="s",
         ),
     ):
         assert came(value) == value

@@ -1,0 +1,190 @@
+"""The main job on real SGLang servers: it learns, it refuses, and it survives their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors import sglang_server
+from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang_server import sglang_installed
+from tests.conftest import TinyPair
+from tests.e2e.harness import finish, metrics, opd_arguments, run, start, trained_groups, wait_until
+from tests.e2e.judge import exact_reverse_kl
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
+]
+
+HELD_OUT = [f"{a} - {b} =" for a in (7, 8, 9) for b in (1, 2)]
+
+
+def judged(student: str | Path, pair: TinyPair) -> float:
+    return exact_reverse_kl(str(student), pair.teacher, HELD_OUT, 0.7, max_new_tokens=8, samples=4)
+
+
+def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, engine="sglang", steps=30, prompts_per_step=8, group_size=8, lr=1e-3,
+        checkpoint_every=100,
+    )  # fmt: skip
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    assert "engine    sglang" in output
+    assert trained_groups(out) == list(range(30 * 8))
+    steps = metrics(out)
+    assert steps[0]["train/logprob_gap"] < 1e-3, "the server's log-probs are not the learner's"
+    assert all(step["opd/bias"] != 0 for step in steps), "the bias meter shows nothing at T = 0.7"
+    assert max(step["staleness/max"] for step in steps) <= 1
+    report = json.loads((out / "calibration.json").read_text())
+    assert report["agrees"] is True
+    assert judged(out / "final", tiny_pair) < 0.8 * judged(tiny_pair.student, tiny_pair)
+    assert {path.name for path in (out / "logs").iterdir()} == {"policy-0.log", "teacher-0.log"}
+
+
+def calibrate(pair: TinyPair, out: Path) -> tuple[int, str]:
+    return run(
+        "cluster.calibrate", f"student={pair.student}", f"teacher={pair.teacher}",
+        "temperature=0.7", "engine=sglang", "device=cpu", f"out={out}",
+    )  # fmt: skip
+
+
+def test_calibrate_agrees_on_sglang_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    code, output = calibrate(tiny_pair, tmp_path / "c.json")
+    assert code == 0, output
+    report = json.loads((tmp_path / "c.json").read_text())
+    gaps = [row["max_gap"] for row in report["comparisons"] if not row["must_differ"]]
+    assert len(gaps) >= 8 and max(gaps) <= 1e-3
+    temperatures = {round(row["temperature"], 6) for row in report["comparisons"]}
+    assert temperatures == {0.7, 1.05}
+
+
+@pytest.mark.parametrize(
+    "name, value, diagnosis",
+    [
+        ("SGLANG_PLUGINS", "none", "plugin"),
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+    ],
+)
+def test_calibrate_refuses_a_server_that_does_not_scale(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    diagnosis: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    code, output = calibrate(tiny_pair, tmp_path / "c.json")
+    assert code == 3, output
+    words = " ".join(output.split())
+    assert diagnosis in words and "nats" in words
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert report["agrees"] is False
+    assert max(row["max_gap"] for row in report["comparisons"]) > 0.1
+
+
+def test_a_run_whose_policy_server_dies_ends_and_resumes(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, engine="sglang", checkpoint_every=2)
+    process = start("cluster.train", "recipe=opd", *arguments, "steps=500")
+    wait_until(lambda: len(metrics(out)) >= 3, process)
+    servers = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "actors.sglang_launch" in child.cmdline()
+    ]
+    policy = next(s for s in servers if _served(s) == tiny_pair.student)
+    policy.kill()
+    code, output = finish(process)
+    assert code == 1, output
+    assert "cannot be reached" in output or "SGLang server ended" in output
+    assert str(out / "logs/policy-0.log") in output, "the error does not show the server's log"
+
+    steps = len(metrics(out)) + 2
+    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
+    assert code == 0, output
+    assert trained_groups(out) == list(range(steps * 4))
+
+
+def _served(server: psutil.Process) -> str | None:
+    """The student's or the teacher's directory, from the name of the log that it writes to."""
+    target = os.readlink(f"/proc/{server.pid}/fd/1")
+    out = json.loads((Path(target).parents[1] / "config.json").read_text())["settings"]
+    return out["student"] if "policy" in Path(target).name else out["teacher"]
+
+
+class ExternalTeacher:
+    """A server that the run does not own, on a port that a second one can have after it."""
+
+    def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._model, self._monkeypatch = model, monkeypatch
+        self._port = sglang_server._free_port("127.0.0.1")
+        monkeypatch.setattr(sglang_server, "_free_port", lambda host: self._port)
+        self._engine: HostedSglangEngine | None = None
+
+    def start(self) -> str:
+        engine = HostedSglangEngine(model_path=self._model, device="cpu", start_deadline_s=300)
+        self._engine = engine
+        assert engine.server is not None
+
+        async def ready() -> None:
+            await engine.info()
+            await engine._client.close()
+
+        asyncio.run(ready())
+        self._monkeypatch.setenv("ISOTHERM_TEACHER_API_KEY", engine.server.api_key)
+        return engine.server.url
+
+    def stop(self) -> None:
+        if self._engine is not None and self._engine.server is not None:
+            self._engine.server.stop()
+        self._engine = None
+
+
+@pytest.fixture
+def external_teacher(
+    tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ExternalTeacher]:
+    teacher = ExternalTeacher(tiny_pair.teacher, monkeypatch)
+    yield teacher
+    teacher.stop()
+
+
+def test_an_external_teacher_goes_away_and_comes_back(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    external_teacher: ExternalTeacher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "run"
+    url = external_teacher.start()
+    arguments = opd_arguments(tiny_pair, out, teacher=url)
+
+    with monkeypatch.context() as other:
+        other.setenv("ISOTHERM_TEACHER_API_KEY", "another")
+        code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 1 and "refused the key" in output and not out.exists()
+
+    process = start("cluster.train", "recipe=opd", *arguments, "steps=500")
+    wait_until(lambda: len(metrics(out)) >= 3, process)
+    external_teacher.stop()
+    code, output = finish(process)
+    assert code == 1, output
+    assert f"{url}/generate cannot be reached" in output
+
+    external_teacher.start()
+    steps = len(metrics(out)) + 2
+    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
+    assert code == 0, output
+    assert trained_groups(out) == list(range(steps * 4))
