@@ -7,6 +7,9 @@
 Keys come by stdin because a command line can be read by every user of the machine.
 """
 
+# SGLang is an extra: types are checked without it, too.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json

@@ -30,6 +30,9 @@ A pass that it does not understand raises, which ends the server; an SGLang that
 recognise ends at start. SGLang only logs an `Exception` of a plugin, hence `SystemExit`.
 """
 
+# SGLang is an extra: types are checked without it, too.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import functools

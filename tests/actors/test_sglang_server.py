@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -147,6 +148,20 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
         asyncio.run(server.ready())
     assert re.search(said, str(error.value), re.IGNORECASE) and str(log) in str(error.value)
     assert not server.running
+
+
+@needs_sglang
+def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_pair.student, tmp_path / "model"))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    server = SglangServer(
+        flags(str(model)), environment=CPU, log_path=tmp_path / "server.log",
+        start_deadline_s=START_DEADLINE_S,
+    )  # fmt: skip
+    with pytest.raises(EngineError, match="before it was ready") as error:
+        asyncio.run(server.ready())
+    assert "safetensor" in str(error.value).lower(), "the log's end does not say what is wrong"
 
 
 @needs_sglang

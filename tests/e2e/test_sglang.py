@@ -50,6 +50,19 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path
     assert {path.name for path in (out / "logs").iterdir()} == {"policy-0.log", "teacher-0.log"}
 
 
+def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    reports = {}
+    for engine in ("sglang", "embedded"):
+        code, output = run(
+            "cluster.evaluate", f"model={tiny_pair.student}", f"prompts={tiny_pair.prompts}",
+            "max_new_tokens=8", f"engine={engine}", "device=cpu", f"out={tmp_path / engine}",
+        )  # fmt: skip
+        assert code == 0, output
+        assert f"engine: {engine}" in output
+        reports[engine] = json.loads((tmp_path / engine).read_text())
+    assert reports["sglang"] == reports["embedded"], "greedy answers depend on the engine"
+
+
 def calibrate(pair: TinyPair, out: Path) -> tuple[int, str]:
     return run(
         "cluster.calibrate", f"student={pair.student}", f"teacher={pair.teacher}",
