@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import json
 import pkgutil
 import random
@@ -29,7 +30,7 @@ from torch import Tensor
 from actors import sglang_plugin as plugin
 from actors.sglang_plugin_internals import native_option_present, unrecognised_internals
 from actors.sglang_plugin_rows import ScaledRows, UnknownPassError, rows_of_requests
-from actors.sglang_server import SglangServer, sglang_installed
+from actors.sglang_server import CPU_STANDINS, SglangServer, sglang_installed
 from distill.models import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
@@ -269,6 +270,18 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
 
 
 @pytest.fixture
+def importable_sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that import SGLang into this process, as a server's own process does."""
+    standins = importlib.util.find_spec("sgl_kernel") is None
+    if standins:
+        monkeypatch.syspath_prepend(str(CPU_STANDINS))
+    yield
+    if standins:
+        for name in [n for n in sys.modules if n.split(".")[0] in ("sgl_kernel", "torchvision")]:
+            del sys.modules[name]
+
+
+@pytest.fixture
 def doctored(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("doctored_sglang")
     exec(
@@ -304,6 +317,7 @@ def test_each_unrecognised_internal_is_named() -> None:
 
 
 @needs_sglang
+@pytest.mark.usefixtures("importable_sglang")
 def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_processor = importlib.import_module("sglang.srt.layers.logits_processor")
     monkeypatch.setattr(logits_processor.LogitsProcessor, "_get_logits", lambda self, states: None)
@@ -312,6 +326,7 @@ def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_sglang
+@pytest.mark.usefixtures("importable_sglang")
 def test_it_steps_aside_where_the_server_has_the_option(
     doctored: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +338,7 @@ def test_it_steps_aside_where_the_server_has_the_option(
 
 
 @needs_sglang
+@pytest.mark.usefixtures("importable_sglang")
 @pytest.mark.parametrize("works", [True, False])
 def test_a_hook_that_is_not_applied_ends_the_process(works: bool) -> None:
     applied: list[str] = []
