@@ -28,7 +28,7 @@ import torch
 from actors.decoding import DecodeBatch, Row, new_rows, reading_rows
 from actors.loaded_model import LoadedModel, WeightMisfit
 from actors.scoring import ScoreBatch, ScoreItem, plan
-from distill.errors import CheckpointError, DataError, EngineError
+from distill.errors import CheckpointError, EngineError
 from distill.interfaces import (
     CheckpointDirectory,
     EngineInfo,
@@ -39,7 +39,8 @@ from distill.interfaces import (
     ScoreRequest,
     TensorLayout,
     WeightSource,
-    check_token_ids,
+    check_chains,
+    check_prompt,
 )
 from distill.models import read_weights
 from distill.shared_memory import SharedTensors
@@ -138,15 +139,7 @@ class EmbeddedEngine:
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """See `Engine.generate`."""
         self._check_health()
-        prompt_T = request.prompt_tokens_T
-        check_token_ids(prompt_T, self._model.vocab_size, "GenerateRequest.prompt_tokens_T")
-        room = self._model.context_length - len(prompt_T)
-        if room < 1:
-            raise DataError(
-                f"a prompt of {len(prompt_T)} tokens leaves no room for an answer in the model's "
-                f"context of {self._model.context_length}; shorten or condense it"
-            )
-        limit = min(request.sampling.max_new_tokens, room)
+        limit = check_prompt(request, self._model.vocab_size, self._model.context_length)
         call = _Generation(asyncio.get_running_loop().create_future())
         call.rows = new_rows(request, limit, owner=call)
         return await self._decoded(call)
@@ -167,7 +160,7 @@ class EmbeddedEngine:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`. The requests of one call see the same weights."""
         self._check_health()
-        self._check_chains(requests)
+        check_chains(requests, self._model.vocab_size, self._model.context_length)
         if not requests:
             return []
         call = _Scoring(asyncio.get_running_loop().create_future())
@@ -188,7 +181,7 @@ class EmbeddedEngine:
             EngineError: `abort` was called meanwhile.
         """
         self._check_health()
-        self._check_chains(requests)
+        check_chains(requests, self._model.vocab_size, self._model.context_length)
         if not requests:
             return []
         call = _Generation(asyncio.get_running_loop().create_future())
@@ -203,15 +196,6 @@ class EmbeddedEngine:
             Score(logprobs_by_temperature=tuple(part_N.reshape(shape)))
             for shape, part_N in zip(shapes, np.split(logprobs_N, ends), strict=True)
         ]
-
-    def _check_chains(self, requests: Sequence[ScoreRequest]) -> None:
-        for request in requests:
-            check_token_ids(request.tokens_T, self._model.vocab_size, "ScoreRequest.tokens_T")
-            if len(request.tokens_T) > self._model.context_length:
-                raise DataError(
-                    f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
-                    f"{self._model.context_length}"
-                )
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         """See `Engine.load_weights`. A bundle that does not fit leaves the old weights in place.

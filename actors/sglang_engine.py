@@ -17,14 +17,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from actors.sglang_answers import (
+    answers_of,
+    read_echo,
+    read_forced,
+    read_input_logprobs,
+    read_sample,
+    read_unscaled,
+    read_version,
+)
 from actors.sglang_http import SglangClient
-from actors.sglang_plugin import TEMPERATURE_KEY, UNSCALED_KEY, UNSCALED_SWITCH
+from actors.sglang_plugin import UNSCALED_SWITCH
 from actors.sglang_server import SglangServer
 from actors.sglang_weights import WeightSession
 from distill.errors import DataError, EngineError
@@ -36,11 +45,12 @@ from distill.interfaces import (
     ScoreRequest,
     TensorLayout,
     WeightSource,
-    check_token_ids,
+    check_chains,
+    check_prompt,
 )
 from distill.sampling import UNSCALED, EvalSampling, Sampling
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
-from distill.types import FloatArray, StopReason, TokenArray
+from distill.types import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +98,7 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """See `Engine.generate`."""
         await self._ready()
-        prompt_T = request.prompt_tokens_T
-        check_token_ids(prompt_T, self._vocab_size, "GenerateRequest.prompt_tokens_T")
-        room = self._context_length - len(prompt_T)
-        if room < 1:
-            raise DataError(
-                f"a prompt of {len(prompt_T)} tokens leaves no room for an answer in the model's "
-                f"context of {self._context_length}; shorten or condense it"
-            )
-        limit = min(request.sampling.max_new_tokens, room)
+        limit = check_prompt(request, self._vocab_size, self._context_length)
         if self._weights is None:
             return await self._sample(request, limit)
         return await self._weights.generate(partial(self._sample, request, limit))
@@ -117,10 +119,10 @@ class SglangEngine:
             body["sampling_params"] = self._sampling_params(request, limit) | n
         self._in_flight += request.num_samples
         try:
-            answers = _answers(await self._client.post("/generate", body), request.num_samples)
+            answers = answers_of(await self._client.post("/generate", body), request.num_samples)
         finally:
             self._in_flight -= request.num_samples
-        return [_sample(answer) for answer in answers]
+        return [read_sample(answer) for answer in answers]
 
     def _sampling_params(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
         params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
@@ -134,8 +136,7 @@ class SglangEngine:
         The plugin returns unscaled log-probs of the same pass, so a request at (T, 1) costs one.
         """
         await self._ready()
-        for request in requests:
-            self._check_chain(request)
+        check_chains(requests, self._vocab_size, self._context_length)
         if not requests:
             return []
         if self._weights is None:
@@ -183,11 +184,13 @@ class SglangEngine:
             # The first entry that SGLang returns has no log-prob.
             "logprob_start_len": [request.start - 1 for request, _ in passes],
         }
-        answers = _answers(await self._client.post("/generate", body, repeatable=True), len(passes))
+        answers = answers_of(
+            await self._client.post("/generate", body, repeatable=True), len(passes)
+        )
         return [
             (
-                _input_logprobs(answer, request, t, self._vocab_size),
-                _unscaled_logprobs(answer, request),
+                read_input_logprobs(answer, request, t, self._vocab_size),
+                read_unscaled(answer, request),
             )
             for answer, (request, t) in zip(answers, passes, strict=True)
         ]
@@ -195,8 +198,7 @@ class SglangEngine:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.decode_score`."""
         await self._ready()
-        for request in requests:
-            self._check_chain(request)
+        check_chains(requests, self._vocab_size, self._context_length)
         asked = [
             (i, t, position)
             for i, request in enumerate(requests)
@@ -219,10 +221,12 @@ class SglangEngine:
             "return_logprob": True,
             "token_ids_logprob": [[chains[i][position]] for i, _, position in asked],
         }
-        answers = _answers(await self._client.post("/generate", body, repeatable=True), len(asked))
+        answers = answers_of(
+            await self._client.post("/generate", body, repeatable=True), len(asked)
+        )
         found: dict[tuple[int, float], list[float]] = {}
         for (i, t, position), answer in zip(asked, answers, strict=True):
-            value = _forced_logprob(answer, chains[i][position])
+            value = read_forced(answer, chains[i][position])
             found.setdefault((i, t), []).append(value)
         return [
             Score(
@@ -232,14 +236,6 @@ class SglangEngine:
             )
             for i, request in enumerate(requests)
         ]
-
-    def _check_chain(self, request: ScoreRequest) -> None:
-        check_token_ids(request.tokens_T, self._vocab_size, "ScoreRequest.tokens_T")
-        if len(request.tokens_T) > self._context_length:
-            raise DataError(
-                f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
-                f"{self._context_length}"
-            )
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         """See `Engine.load_weights`.
@@ -275,7 +271,7 @@ class SglangEngine:
             model=self._model,
             vocab_size=self._vocab_size,
             context_length=self._context_length,
-            weight_version=_version(answer.get("weight_version")),
+            weight_version=read_version(answer.get("weight_version")),
             dtype=self._dtype,
             eos_token_ids=None if self._stop_ids is None else tuple(sorted(self._stop_ids)),
             tokenizer=await self._probe_tokenizer(),
@@ -307,8 +303,8 @@ class SglangEngine:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        [answer] = _answers([await self._client.post("/generate", body, repeatable=True)], 1)
-        if _echo(answer) is None:
+        [answer] = answers_of([await self._client.post("/generate", body, repeatable=True)], 1)
+        if read_echo(answer) is None:
             return "not announced by the server"
         return "isotherm's plugin in the server"
 
@@ -357,142 +353,3 @@ def _passes(request: ScoreRequest) -> list[float]:
     """
     scaled = [t for t in request.temperatures if t != UNSCALED]
     return list(dict.fromkeys(scaled)) or [UNSCALED]
-
-
-def _answers(content: Any, expected: int) -> list[Mapping[str, Any]]:
-    """The list of answers of a batch request. Raises EngineError if it is anything else."""
-    if not isinstance(content, list) or not all(
-        isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict) for answer in content
-    ):
-        raise EngineError(f"the server's answer is not SGLang's: {str(content)[:200]}")
-    if len(content) != expected:
-        raise EngineError(f"the server answered {len(content)} of {expected} requests")
-    return content
-
-
-def _sample(answer: Mapping[str, Any]) -> Sample:
-    meta = answer["meta_info"]
-    logprobs_T, tokens_T = _columns(meta, "output_token_logprobs")
-    if tokens_T.tolist() != list(answer.get("output_ids") or []):
-        raise EngineError(
-            f"the server returned {len(tokens_T)} output log-probs for "
-            f"{len(answer.get('output_ids') or [])} tokens, or of others"
-        )
-    reason = _stop_reason(meta)
-    if len(tokens_T) == 0 and reason is not StopReason.ABORTED:
-        raise EngineError("the server returned a sample without a token")
-    return Sample(
-        tokens_T=tokens_T,
-        logprobs_T=_finite(logprobs_T, "output_token_logprobs"),
-        versions_T=_versions(meta, len(tokens_T)),
-        stop_reason=reason,
-    )
-
-
-def _columns(meta: Mapping[str, Any], name: str) -> tuple[FloatArray, TokenArray]:
-    """(log-probs, token ids) of a list of [log-prob, id, text]."""
-    rows = meta.get(name)
-    if not isinstance(rows, list):
-        raise EngineError(f"the server returned no {name}")
-    try:
-        logprobs = np.asarray([np.nan if row[0] is None else row[0] for row in rows], np.float32)
-        return logprobs, np.asarray([row[1] for row in rows], np.int32)
-    except (TypeError, ValueError, IndexError) as error:
-        raise EngineError(f"the server's {name} cannot be read: {str(rows)[:200]}") from error
-
-
-def _finite(logprobs_N: FloatArray, what: str) -> FloatArray:
-    if not np.isfinite(logprobs_N).all():
-        where = int(np.argmin(np.isfinite(logprobs_N)))
-        raise EngineError(
-            f"the server's {what} hold {logprobs_N[where]} at {where} of {len(logprobs_N)}"
-        )
-    return logprobs_N
-
-
-def _input_logprobs(
-    answer: Mapping[str, Any], request: ScoreRequest, temperature: float, vocab_size: int
-) -> FloatArray:
-    """Log-probs of the scored tokens; the first entry is the context's last token, without one."""
-    echo = _echo(answer)
-    if echo is not None and echo != np.float32(temperature):
-        raise EngineError(
-            f"the server scored at temperature {echo:g}, asked was {temperature:g}; restart it "
-            "with isotherm's plugin of this version"
-        )
-    logprobs_N, tokens_N = _columns(answer["meta_info"], "input_token_logprobs")
-    expected_N = request.tokens_T[request.start - 1 :]
-    # SGLang reports the vocabulary's last id as 0 here; the log-prob is the last id's.
-    expected_N = np.where(expected_N == vocab_size - 1, 0, expected_N)
-    if not np.array_equal(np.where(tokens_N == vocab_size - 1, 0, tokens_N), expected_N):
-        raise EngineError(
-            f"the server returned {len(tokens_N)} input log-probs for {len(expected_N)} tokens, or "
-            "of others"
-        )
-    return _finite(logprobs_N[1:], "input_token_logprobs")
-
-
-def _echo(answer: Mapping[str, Any]) -> np.float32 | None:
-    """The temperature that the plugin says it applied; None from a server without it."""
-    echo = answer["meta_info"].get(TEMPERATURE_KEY)
-    if isinstance(echo, list):
-        echo = next((value for value in echo if value is not None), None)
-    return None if echo is None else np.float32(echo)
-
-
-def _unscaled_logprobs(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArray | None:
-    """What the plugin found at T = 1 in the same pass; None if it is not all there."""
-    found = answer["meta_info"].get(UNSCALED_KEY)
-    # One entry for the one token that was sampled; null where it was not asked for.
-    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], list)):
-        return None
-    if len(found[0]) != len(request.tokens_T) - request.start:
-        return None  # prefilled in several chunks: this is the last one's
-    return _finite(np.asarray(found[0], np.float32), UNSCALED_KEY)
-
-
-def _forced_logprob(answer: Mapping[str, Any], token: int) -> float:
-    rows = answer["meta_info"].get("output_token_ids_logprobs")
-    try:
-        [[[logprob, token_id, *_]]] = rows
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"the server's output_token_ids_logprobs are {rows!r}") from error
-    if token_id != token or logprob is None or not np.isfinite(logprob):
-        raise EngineError(f"the server's log-prob of token {token} is {logprob!r} of {token_id}")
-    return float(logprob)
-
-
-def _stop_reason(meta: Mapping[str, Any]) -> StopReason:
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind == "abort":
-        code = reason.get("status_code") if isinstance(reason, dict) else None
-        if code is not None and int(code) >= 400:  # ended by a failure of the server
-            raise EngineError(f"the server ended a sample: {reason}")
-        return StopReason.ABORTED
-    if kind == "stop":
-        return StopReason.EOS
-    if kind == "length":
-        return StopReason.LENGTH
-    raise EngineError(f"the server ended a sample with the unknown reason {reason!r}")
-
-
-def _versions(meta: Mapping[str, Any], length: int) -> TokenArray:
-    """The weight version that sampled each token, from the spans that SGLang reports."""
-    spans = meta.get("weight_versions")
-    if not isinstance(spans, list):
-        return np.full(length, _version(meta.get("weight_version")), np.int32)
-    versions_T = np.full(length, -1, np.int32)
-    for span in spans:
-        versions_T[span["start"] : span["end"]] = _version(span["version"])
-    if (versions_T < 0).any():
-        raise EngineError(f"the server's weight versions {spans} do not cover {length} tokens")
-    return versions_T
-
-
-def _version(text: Any) -> int:
-    """Servers that nobody pushes weights to call their only version what they like."""
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        return 0

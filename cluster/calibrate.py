@@ -9,21 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import chz
 from rich.console import Console
 
-from actors.config import (
-    DtypeChoice,
-    EngineChoice,
-    EngineConfig,
-    choose_dtype,
-    choose_engine,
-    running_engines,
-)
+from actors.config import choose_engine, running_engines
 from actors.sglang_external import is_url
 from cluster.command import run_command
+from cluster.config import LocalEngineConfig
 from cluster.handshake import handshake
 from cluster.tracking import agreement_table
 from distill.batching import TrainingRow
@@ -42,7 +36,7 @@ from learner.learner import Learner
 
 
 @chz.chz
-class CalibrateConfig:
+class CalibrateConfig(LocalEngineConfig):
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
     student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
@@ -51,32 +45,11 @@ class CalibrateConfig:
         "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer"
     )
     temperature: float = chz.field(doc="the rollout temperature T > 0 to prove")
-    engine: EngineChoice = chz.field(
-        default="auto",
-        doc="sglang: a server of our own; embedded: transformers in this process; auto: sglang "
-        "where it is installed",
-    )
-    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
-    dtype: DtypeChoice = chz.field(
-        default="auto", doc="engine precision; auto: float32 on a CPU, bfloat16 on CUDA"
-    )
-    device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="where it runs")
-    threads: int = chz.field(default=2, doc="torch threads on CPU")
     out: str | None = chz.field(default=None, doc="write the report here, as JSON")
 
     @chz.validate
     def _in_range(self) -> None:
         check_temperature(self.temperature, "temperature")
-
-    def engine_config(self, model: str) -> EngineConfig:
-        return EngineConfig(
-            kind=choose_engine(self.engine),
-            model=model,
-            dtype=choose_dtype(self.dtype, self.device),
-            device=self.device,
-            threads=self.threads,
-            server_flags=self.server_flags,
-        )
 
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:

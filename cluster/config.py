@@ -19,6 +19,39 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 @chz.chz
+class LocalEngineConfig:
+    """Settings of a command that runs its engines in its own process."""
+
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: a server of our own; embedded: transformers in this process; auto: sglang "
+        "where it is installed",
+    )
+    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
+    dtype: DtypeChoice = chz.field(
+        default="auto", doc="engine precision; auto: float32 on a CPU, bfloat16 on CUDA"
+    )
+    device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="where it runs")
+    threads: int = chz.field(default=2, doc="torch threads on CPU")
+
+    @chz.validate
+    def _engine_in_range(self) -> None:
+        if self.threads < 1:
+            raise ConfigError(f"threads={self.threads} must be at least 1")
+        parse_flags(self.server_flags)
+
+    def engine_config(self, model: str) -> EngineConfig:
+        return EngineConfig(
+            kind=choose_engine(self.engine),
+            model=model,
+            dtype=choose_dtype(self.dtype, self.device),
+            device=self.device,
+            threads=self.threads,
+            server_flags=self.server_flags,
+        )
+
+
+@chz.chz
 class CommonConfig:
     """Settings that every recipe has."""
 

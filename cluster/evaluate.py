@@ -7,23 +7,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import (
-    DtypeChoice,
-    EngineChoice,
-    EngineConfig,
-    choose_dtype,
-    choose_engine,
-    running_engines,
-)
+from actors.config import choose_engine, running_engines
 from actors.evaluate import Evaluator, Response, summarise
 from actors.sglang_external import is_url
 from cluster.command import run_command
+from cluster.config import LocalEngineConfig
 from distill.errors import ConfigError
 from distill.models import context_length, load_config, vocab_size
 from distill.prompts import load_prompts
@@ -32,7 +25,7 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
-class EvaluateConfig:
+class EvaluateConfig(LocalEngineConfig):
     """Responses of one model to a file of prompts; accuracy where the prompts have answers."""
 
     model: str = chz.field(doc="checkpoint to evaluate: a Hugging Face directory (or hub name)")
@@ -47,17 +40,6 @@ class EvaluateConfig:
     )
     temperature: float | None = chz.field(default=None, doc="the T of that KL")
     num_samples: int = chz.field(default=4, doc="samples per prompt for that KL")
-    engine: EngineChoice = chz.field(
-        default="auto",
-        doc="sglang: a server of our own; embedded: transformers in this process; auto: sglang "
-        "where it is installed",
-    )
-    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
-    dtype: DtypeChoice = chz.field(
-        default="auto", doc="engine precision; auto: float32 on a CPU, bfloat16 on CUDA"
-    )
-    device: Literal["auto", "cpu", "cuda"] = chz.field(default="auto", doc="where it runs")
-    threads: int = chz.field(default=2, doc="torch threads on CPU")
     out: str | None = chz.field(default=None, doc="write metrics and every response here, as JSON")
 
     @chz.validate
@@ -72,9 +54,8 @@ class EvaluateConfig:
             )
         if self.temperature is not None:
             self.train_sampling()
-        for name in ("num_samples", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_samples < 1:
+            raise ConfigError(f"num_samples={self.num_samples} must be at least 1")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit} must be at least 1")
 
@@ -89,16 +70,6 @@ class EvaluateConfig:
     def train_sampling(self) -> TrainSampling:
         assert self.temperature is not None
         return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
-
-    def engine_config(self, model: str) -> EngineConfig:
-        return EngineConfig(
-            kind=choose_engine(self.engine),
-            model=model,
-            dtype=choose_dtype(self.dtype, self.device),
-            device=self.device,
-            threads=self.threads,
-            server_flags=self.server_flags,
-        )
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> None:

@@ -200,6 +200,33 @@ class Engine(Protocol):
         ...
 
 
+def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int) -> int:
+    """The most tokens that may be sampled: what was asked for, or what the context has room for.
+
+    Raises:
+        DataError: an id outside the vocabulary, or a prompt that fills the context.
+    """
+    check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
+    room = context_length - len(request.prompt_tokens_T)
+    if room < 1:
+        raise DataError(
+            f"a prompt of {len(request.prompt_tokens_T)} tokens leaves no room for an answer in "
+            f"the model's context of {context_length}; shorten or condense it"
+        )
+    return min(request.sampling.max_new_tokens, room)
+
+
+def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_length: int) -> None:
+    """Raises DataError for an id outside the vocabulary, or a chain longer than the context."""
+    for request in requests:
+        check_token_ids(request.tokens_T, vocab_size, "ScoreRequest.tokens_T")
+        if len(request.tokens_T) > context_length:
+            raise DataError(
+                f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
+                f"{context_length}"
+            )
+
+
 def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:
     """Raises DataError if an id lies outside the vocabulary (a served engine would die of it)."""
     highest = int(np.max(tokens_T))
