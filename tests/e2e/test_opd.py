@@ -47,7 +47,7 @@ def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperatur
     out = distil(tiny_pair, tmp_path / "run", temperature=temperature)
     before = judged(tiny_pair.student, tiny_pair, temperature)
     after = judged(out / "final", tiny_pair, temperature)
-    assert after < 0.8 * before
+    assert after < 0.9 * before  # over seeds: 0.40 to 0.72
 
     steps = metrics(out)
     assert [step["step"] for step in steps] == list(range(1, 31))
