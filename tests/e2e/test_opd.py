@@ -35,10 +35,13 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
 
 
 def judged(student: str | Path, pair: TinyPair, temperature: float) -> float:
-    """On prompts that the run never saw."""
-    held_out = [f"{a} - {b} =" for a in (7, 8, 9) for b in (1, 2)]
+    """Outside the training code, on fresh samples of the run's own prompts.
+
+    On other prompts it says little: a random teacher has nothing in common between prompts.
+    """
+    prompts = [f"{a} + {b} =" for a in range(4) for b in (1, 3)]
     return exact_reverse_kl(
-        str(student), pair.teacher, held_out, temperature, max_new_tokens=8, samples=4
+        str(student), pair.teacher, prompts, temperature, max_new_tokens=8, samples=4
     )
 
 
@@ -47,7 +50,7 @@ def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperatur
     out = distil(tiny_pair, tmp_path / "run", temperature=temperature)
     before = judged(tiny_pair.student, tiny_pair, temperature)
     after = judged(out / "final", tiny_pair, temperature)
-    assert after < 0.9 * before  # over seeds: 0.40 to 0.72
+    assert after < 0.8 * before
 
     steps = metrics(out)
     assert [step["step"] for step in steps] == list(range(1, 31))

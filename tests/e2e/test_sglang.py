@@ -23,11 +23,11 @@ pytestmark = [
     pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
 ]
 
-HELD_OUT = [f"{a} - {b} =" for a in (7, 8, 9) for b in (1, 2)]
-
 
 def judged(student: str | Path, pair: TinyPair) -> float:
-    return exact_reverse_kl(str(student), pair.teacher, HELD_OUT, 0.7, max_new_tokens=8, samples=4)
+    """Outside the training code, on fresh samples of the run's own prompts."""
+    prompts = [f"{a} + {b} =" for a in range(4) for b in (1, 3)]
+    return exact_reverse_kl(str(student), pair.teacher, prompts, 0.7, max_new_tokens=8, samples=4)
 
 
 def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -46,8 +46,7 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path
     assert max(step["staleness/max"] for step in steps) <= 1
     report = json.loads((out / "calibration.json").read_text())
     assert report["agrees"] is True
-    # SGLang seeds nothing; over seeds of the embedded engine it is 0.40 to 0.72.
-    assert judged(out / "final", tiny_pair) < 0.9 * judged(tiny_pair.student, tiny_pair)
+    assert judged(out / "final", tiny_pair) < 0.8 * judged(tiny_pair.student, tiny_pair)
     assert {path.name for path in (out / "logs").iterdir()} == {"policy-0.log", "teacher-0.log"}
 
 
