@@ -100,10 +100,9 @@ _SEEDS = "SGLang seeds its samples only in its deterministic mode, which does no
 _NOT_OURS = "a server that is already running is not ours to change"
 LACKS = {
     embedded: {},
-    sglang_hosted: {"seeds": _SEEDS, "NaN weights": "NaN weights are refused, and tested below"},
+    sglang_hosted: {"seeds": _SEEDS, "NaN weights": "a server never gets them: see the next test"},
     sglang_external: {
         "seeds": _SEEDS, "loads": _NOT_OURS, "aborts": _NOT_OURS, "NaN weights": _NOT_OURS,
-        "end-of-sequence ids": "a server does not tell them",
     },
 }  # fmt: skip
 
@@ -528,6 +527,19 @@ def test_nan_weights_are_an_error_and_not_a_hang(engine_at_version_0: Party) -> 
     [samples] = party.generate(request)
     for sample in samples:
         expect_like_naive(party.model, request, sample)
+
+
+def test_nan_weights_never_reach_a_server(engine_at_version_0: Party) -> None:
+    party = engine_at_version_0
+    if not isinstance(party.engine, HostedSglangEngine):
+        pytest.skip("the embedded engine finds out when it computes: see the test before")
+    poison = {name: tensor * float("nan") for name, tensor in party.model.named_parameters()}
+    with pytest.raises(EngineError, match="is not finite in the bundle; the old weights stay"):
+        party.run(party.engine.load_weights(PackedTensors.pack(poison), 1))
+    assert party.run(party.engine.info()).weight_version == 0
+    request = ask(prompt(20), TrainSampling(temperature=1.0, max_new_tokens=10))
+    [[sample]] = party.generate(request)
+    expect_like_naive(party.model, request, sample)
 
 
 def test_info_describes_the_model(party: Party) -> None:
