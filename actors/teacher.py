@@ -40,7 +40,11 @@ def _request(segment: Segment) -> ScoreRequest:
 
 def _scored(segment: Segment, score: Score) -> Segment:
     at_T, at_q1 = score.logprobs_by_temperature
-    return segment.with_teacher(_full_length(segment, at_T), _full_length(segment, at_q1))
+    return replace(
+        segment,
+        teacher_logprobs_T=_full_length(segment, at_T),
+        teacher_logprobs_q1_T=_full_length(segment, at_q1),
+    )
 
 
 def _full_length(segment: Segment, logprobs_N: FloatArray) -> FloatArray:

@@ -13,7 +13,7 @@ from distill.sampling import Sampling, check_temperature
 from distill.shared_memory import SharedTensors
 from distill.tensors import PackedTensors
 from distill.tokenizer import TokenizerProbe
-from distill.types import FloatArray, StopReason, TokenArray
+from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,11 +58,13 @@ class ScoreRequest:
         tokens_T: the whole chain, context and scored tokens.
         start: first position scored, at least 1 (position 0 has no context).
         temperatures: the T's to score at; the forward pass is shared among them.
+        top_k: also the likeliest tokens of each scored position, so many, at the first T; 0: none.
     """
 
     tokens_T: TokenArray
     start: int
     temperatures: tuple[float, ...]
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.tokens_T):
@@ -72,15 +74,21 @@ class ScoreRequest:
             )
         if not self.temperatures:
             raise DataError("ScoreRequest.temperatures is empty")
+        if self.top_k < 0:
+            raise DataError(f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above")
         for temperature in self.temperatures:
             check_temperature(temperature, "ScoreRequest.temperatures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """Log-probs of positions `start` to the end, one array a temperature of the request."""
+    """Log-probs of positions `start` to the end, one array a temperature of the request.
+
+    `top` has a row a scored position, at the request's first temperature; None if not asked for.
+    """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

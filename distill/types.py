@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -68,6 +68,71 @@ def _check_logprobs(name: str, logprobs_T: FloatArray, mask_T: BoolArray) -> Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopLogprobs:
+    """The K likeliest tokens at each of N positions; what is left of each is the tail.
+
+    Attributes:
+        ids_NK: int32 token ids, distinct within a row.
+        logprobs_NK: float32 log-probs at the temperature of the segment (or score) they belong to.
+
+    Raises:
+        DataError: shapes differ, or a row is no part of a distribution.
+    """
+
+    ids_NK: npt.NDArray[np.int32]
+    logprobs_NK: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        if self.ids_NK.ndim != 2 or self.ids_NK.shape != self.logprobs_NK.shape:
+            raise DataError(
+                f"TopLogprobs: ids_NK has shape {self.ids_NK.shape} and logprobs_NK "
+                f"{self.logprobs_NK.shape}; both must be (positions, K)"
+            )
+        for name, dtype in (("ids_NK", np.int32), ("logprobs_NK", np.float32)):
+            flat = _freeze(f"TopLogprobs.{name}", getattr(self, name).reshape(-1), dtype)
+            object.__setattr__(self, name, flat.reshape(self.ids_NK.shape))
+        self._check_values()
+
+    def _check_values(self) -> None:
+        if not len(self):
+            return
+        if self.ids_NK.shape[1] < 1:
+            raise DataError("TopLogprobs holds no token a position; K must be at least 1")
+        ordered_NK = np.sort(self.ids_NK, axis=1)
+        if ordered_NK[:, 0].min() < 0 or (np.diff(ordered_NK, axis=1) == 0).any():
+            raise DataError("TopLogprobs.ids_NK names a token twice at a position, or a negative")
+        if not np.isfinite(self.logprobs_NK).all():
+            raise DataError("TopLogprobs.logprobs_NK is not finite")
+        mass = float(np.exp(self.logprobs_NK.astype(np.float64)).sum(axis=1).max())
+        if mass > 1 + LOGPROB_SLACK:
+            raise DataError(f"TopLogprobs.logprobs_NK: a row's probabilities add up to {mass:.4f}")
+
+    def __len__(self) -> int:
+        return len(self.ids_NK)
+
+    @property
+    def k(self) -> int:
+        return self.ids_NK.shape[1]
+
+    def at(self, positions_M: npt.NDArray[Any]) -> TopLogprobs:
+        """Those of the given positions: indices, or a mask over all N."""
+        return TopLogprobs(
+            ids_NK=self.ids_NK[positions_M], logprobs_NK=self.logprobs_NK[positions_M]
+        )
+
+    def __setstate__(self, state: list[Any]) -> None:
+        _restore_read_only(self, state)
+
+
+def _restore_read_only(instance: Any, state: list[Any]) -> None:
+    """Unpickling: pickle protocols below 5 forget that an array was read-only."""
+    for attribute, value in zip(fields(instance), state, strict=True):
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        object.__setattr__(instance, attribute.name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
     """One flat token chain, exactly as the model saw it. All `_T` arrays have the same length.
 
@@ -80,6 +145,12 @@ class Segment:
         teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
         teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
             only; no loss touches it. None where it was not asked for.
+        teacher_top: the teacher's likeliest tokens at T, a row an action token; None where the
+            objective needs none.
+        teacher_context_T: int32 tokens that the teacher saw in place of those before the first
+            action: a privileged context, such as a hint. None: the same as the policy's.
+        reference_logprobs_T: float32 log-probs of the reference policy, at T; None without one.
+        bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
 
     Raises:
         DataError: names the field that breaks a rule.
@@ -92,6 +163,10 @@ class Segment:
     temperature: float
     teacher_logprobs_T: FloatArray | None = None
     teacher_logprobs_q1_T: FloatArray | None = None
+    teacher_top: TopLogprobs | None = None
+    teacher_context_T: TokenArray | None = None
+    reference_logprobs_T: FloatArray | None = None
+    bonuses_T: FloatArray | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -102,12 +177,16 @@ class Segment:
         set_(self, "action_mask_T", mask_T)
         set_(self, "versions_T", _freeze("versions_T", self.versions_T, np.int32))
         logprob_names = ["behaviour_logprobs_T"]
-        for name in ("teacher_logprobs_T", "teacher_logprobs_q1_T"):
+        for name in ("teacher_logprobs_T", "teacher_logprobs_q1_T", "reference_logprobs_T"):
             if getattr(self, name) is not None:
                 logprob_names.append(name)
-        for name in logprob_names:
+        float_names = [*logprob_names, *(["bonuses_T"] if self.bonuses_T is not None else [])]
+        for name in float_names:
             set_(self, name, _freeze(name, getattr(self, name), np.float32))
-        for name in ("action_mask_T", "versions_T", *logprob_names):
+        if self.teacher_context_T is not None:
+            context_T = _freeze("teacher_context_T", self.teacher_context_T, np.int32)
+            set_(self, "teacher_context_T", context_T)
+        for name in ("action_mask_T", "versions_T", *float_names):
             if len(getattr(self, name)) != len(self.tokens_T):
                 raise DataError(
                     f"{name} has {len(getattr(self, name))} entries for {len(self.tokens_T)} tokens"
@@ -129,12 +208,17 @@ class Segment:
             raise DataError("versions_T is negative on an action token")
         for name in logprob_names:
             _check_logprobs(name, getattr(self, name), self.action_mask_T)
+        if self.bonuses_T is not None and not np.isfinite(self.bonuses_T).all():
+            raise DataError("bonuses_T is not finite")
+        if self.teacher_context_T is not None and len(self.teacher_context_T) == 0:
+            raise DataError("teacher_context_T is empty: the first action needs a context")
+        if self.teacher_top is not None and len(self.teacher_top) != self.num_actions:
+            raise DataError(
+                f"teacher_top has {len(self.teacher_top)} rows for {self.num_actions} action tokens"
+            )
 
     def __setstate__(self, state: list[Any]) -> None:
-        for attribute, value in zip(fields(self), state, strict=True):
-            if isinstance(value, np.ndarray):
-                value.flags.writeable = False  # pickle protocols below 5 forget that it was
-            object.__setattr__(self, attribute.name, value)
+        _restore_read_only(self, state)
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -147,16 +231,6 @@ class Segment:
     def first_action(self) -> int:
         """Index of the first action token, at least 1."""
         return int(np.argmax(self.action_mask_T))
-
-    def with_teacher(
-        self, teacher_logprobs_T: FloatArray, teacher_logprobs_q1_T: FloatArray | None
-    ) -> Segment:
-        """The same segment, scored."""
-        return replace(
-            self,
-            teacher_logprobs_T=teacher_logprobs_T,
-            teacher_logprobs_q1_T=teacher_logprobs_q1_T,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,7 +266,8 @@ class TrajectoryGroup:
 
     `group_id` is the prompt's place in the run's seeded prompt stream. It is the same in every
     attempt and after every resume, which is what lets delivery be exactly once. `metrics` are
-    measurements of the group as a whole, such as the seconds its rollout took.
+    measurements of the group as a whole, such as the seconds its rollout took. `teacher` names the
+    one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt.
 
     Raises:
         DataError: a negative id, no trajectories, or mixed temperatures.
@@ -201,6 +276,8 @@ class TrajectoryGroup:
     group_id: int
     trajectories_G: tuple[Trajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    teacher: str = ""
+    tag: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))

@@ -158,17 +158,6 @@ def test_out_of_band_buffers_are_not_copied() -> None:
     assert np.shares_memory(came.tokens_T, made.tokens_T)
 
 
-def test_scoring_adds_the_teacher_and_changes_nothing_else() -> None:
-    plain = segment(teacher_logprobs_T=None, teacher_logprobs_q1_T=None)
-    scores = segment_fields(seed=9)
-    scored = plain.with_teacher(scores["teacher_logprobs_T"], None)
-    np.testing.assert_array_equal(scored.teacher_logprobs_T, scores["teacher_logprobs_T"])
-    assert scored.teacher_logprobs_q1_T is None and plain.teacher_logprobs_T is None
-    assert scored.tokens_T is plain.tokens_T
-    with pytest.raises(DataError, match="teacher_logprobs_T has 3 entries"):
-        plain.with_teacher(scores["teacher_logprobs_T"][:3], None)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
