@@ -177,6 +177,8 @@ class EmbeddedEngine:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.decode_score`. The rows are decoded with whatever else is in flight.
 
+        `top_k` is not heeded: a row reports the log-prob of one given token.
+
         Raises:
             EngineError: `abort` was called meanwhile.
         """
@@ -353,7 +355,7 @@ class EmbeddedEngine:
             call.unfinished -= 1
             if call.future.done():
                 continue
-            if not item.is_finite():
+            if item.found is None:
                 call.future.set_exception(
                     EngineError(f"non-finite log-probs from scoring at version {self._version}")
                 )

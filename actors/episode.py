@@ -13,7 +13,7 @@ from distill.errors import EngineError
 from distill.interfaces import Engine, GenerateRequest, Sample
 from distill.sampling import TrainSampling
 from distill.segments import SegmentBuilder
-from distill.types import StopReason, Trajectory, TrajectoryGroup
+from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
 
 
 async def rollout_group(
@@ -23,6 +23,7 @@ async def rollout_group(
 
     Members that start from the same observation are sampled by one request, so the engine computes
     their prompt once. The samples are a function of (weights, prompt, sampling, seed, group_id).
+    What the builder says of its teacher, tag and privileged context goes on the group.
 
     Raises:
         EngineError: the engine aborted a sample.
@@ -31,10 +32,15 @@ async def rollout_group(
     seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
     samples_G = await _first_turns(policy, envs_G, sampling, seeds_G)
     episodes = [
-        _finish(policy, env, sample, sampling, member_seed)
+        _finish(policy, env, sample, sampling, member_seed, builder.teacher_tokens_T)
         for env, sample, member_seed in zip(envs_G, samples_G, seeds_G, strict=True)
     ]
-    return TrajectoryGroup(group_id=group_id, trajectories_G=tuple(await asyncio.gather(*episodes)))
+    return TrajectoryGroup(
+        group_id=group_id,
+        trajectories_G=tuple(await asyncio.gather(*episodes)),
+        teacher=builder.teacher,
+        tag=builder.tag,
+    )
 
 
 def _mix(*parts: int) -> int:
@@ -66,18 +72,23 @@ async def _first_turns(
 
 
 async def _finish(
-    policy: Engine, env: Env, sample: Sample, sampling: TrainSampling, seed: int
+    policy: Engine,
+    env: Env,
+    sample: Sample,
+    sampling: TrainSampling,
+    seed: int,
+    teacher_context_T: TokenArray | None,
 ) -> Trajectory:
     """Plays one episode from its first sample to its end."""
-    segments = SegmentBuilder(sampling.temperature)
+    segments = SegmentBuilder(sampling.temperature, teacher_context_T)
     observation_T = env.initial_observation()
     reward, turn = 0.0, 0
     metrics: dict[str, float] = {}
     while True:
         if sample.stop_reason is StopReason.ABORTED:
             raise EngineError("a rollout was aborted by the policy engine")
-        segments.append(observation_T, sample)
         result = await env.step(sample)
+        segments.append(observation_T, sample, result.bonuses_T)
         reward += result.reward
         metrics.update(result.metrics)
         if result.observation_T is None:

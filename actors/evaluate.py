@@ -7,7 +7,7 @@ told otherwise); KL(p_T || q_T) at the run's `TrainSampling`. Neither changes th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -15,11 +15,11 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.episode import rollout_group
-from actors.teacher import score_group
+from actors.teacher import score_group, teacher_of
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.interfaces import Engine, GenerateRequest
 from distill.prompts import Prompt
-from distill.rewards import exact_match
+from distill.rewards import RewardFunction, exact_match
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
 
@@ -41,9 +41,16 @@ class Response:
 class Evaluator:
     """Evaluates an engine on a fixed list of held-out prompts."""
 
-    def __init__(self, prompts_P: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        prompts_P: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        reward: RewardFunction = exact_match,
+    ) -> None:
+        """`reward` judges a response by the prompt's answer, as `Response.correct`."""
         self._prompts_P = prompts_P
         self._tokenizer = tokenizer
+        self._reward = reward
 
     async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
         """One response a prompt, in order."""
@@ -63,7 +70,7 @@ class Evaluator:
                 text=text,
                 stop_reason=sample.stop_reason,
                 num_tokens=len(sample.tokens_T),
-                correct=None if prompt.answer is None else exact_match(text, prompt.answer),
+                correct=None if prompt.answer is None else self._reward(text, prompt.answer),
             )
 
         return await asyncio.gather(*(one(p, prompt) for p, prompt in enumerate(self._prompts_P)))
@@ -73,16 +80,26 @@ class Evaluator:
         return summarise(await self.respond(engine, sampling))
 
     async def reverse_kl(
-        self, policy: Engine, teacher: Engine, sampling: TrainSampling, num_samples: int = 1
+        self,
+        policy: Engine,
+        teachers: Mapping[str, Engine],
+        sampling: TrainSampling,
+        num_samples: int = 1,
     ) -> float:
-        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh samples a prompt."""
+        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh samples a prompt.
+
+        Scored as in training: by the teacher that the prompt names, after the context it gives.
+
+        Raises:
+            ConfigError: `teachers` lacks the one that a prompt names.
+        """
 
         async def one(p: int, prompt: Prompt) -> np.ndarray:
             builder = SingleTurnGroupBuilder(
                 prompt=prompt, tokenizer=self._tokenizer, group_size=num_samples
             )
             group = await rollout_group(policy, builder, sampling, group_id=p, seed=_SEED)
-            group = await score_group(teacher, group)
+            group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(
                 [
                     (segment.behaviour_logprobs_T - segment.teacher_logprobs_T)[

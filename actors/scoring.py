@@ -1,7 +1,8 @@
 """Scoring in batches: what to run together, which prefix to run once, which positions to project.
 
 The requests of one group continue the same prompt. If it is long enough to pay, it is run once.
-Only scored positions go through the vocabulary projection, a bounded number at a time.
+Only scored positions go through the vocabulary projection, a bounded number at a time. The
+likeliest tokens are looked for only at the positions of the requests that want them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +19,16 @@ from torch import Tensor
 from distill.interfaces import Score, ScoreRequest
 from distill.logprobs import positions_per_chunk, selected_logprobs
 from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
-from distill.types import FloatArray, TokenArray
+from distill.types import FloatArray, TokenArray, TopLogprobs
 
 
 @dataclass(slots=True, eq=False)
 class ScoreItem:
-    """One request, who asked, and, once scored, its log-probs: (temperatures, positions)."""
+    """One request, who asked, and, once scored, its score; None if that is not finite."""
 
     owner: Any
     request: ScoreRequest
-    logprobs: FloatArray | None = None
+    found: Score | None = None
 
     @property
     def prefix_T(self) -> TokenArray:
@@ -39,12 +40,28 @@ class ScoreItem:
         """Tokens whose hidden states predict the scored ones."""
         return self.request.tokens_T[self.request.start - 1 : -1]
 
-    def is_finite(self) -> bool:
-        return self.logprobs is not None and bool(np.isfinite(self.logprobs).all())
-
     def score(self) -> Score:
-        assert self.logprobs is not None
-        return Score(logprobs_by_temperature=tuple(self.logprobs))
+        assert self.found is not None
+        return self.found
+
+    def settle(self, logprobs_KN: FloatArray, top: _Top) -> None:
+        """Takes the item's part of a batch: K temperatures, N positions."""
+        if not (np.isfinite(logprobs_KN).all() and np.isfinite(top.logprobs_NK).all()):
+            return
+        self.found = Score(
+            logprobs_by_temperature=tuple(logprobs_KN.copy()),
+            top=TopLogprobs(**top._asdict()) if self.request.top_k else None,
+        )
+
+
+class _Top(NamedTuple):
+    """The K likeliest tokens at each of N positions, numpy; not checked yet."""
+
+    ids_NK: TokenArray
+    logprobs_NK: FloatArray
+
+    def part(self, first: int, end: int, k: int) -> _Top:
+        return _Top(self.ids_NK[first:end, :k], self.logprobs_NK[first:end, :k])
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +75,7 @@ class ScoreBatch:
     def run(
         self, model: SharedPrefixModel | PlainModel, head: Callable[[Tensor], Tensor]
     ) -> list[ScoreItem]:
-        """Fills in `logprobs` of every item; returns the items."""
+        """Settles every item; returns the items."""
         lengths = [len(item.suffix_T) for item in self.items]
         if self.prefixes:
             assert isinstance(model, SharedPrefixModel)
@@ -80,10 +97,17 @@ class ScoreBatch:
         # A request with fewer temperatures than its batch-mates repeats its last one.
         padded = [of_item + of_item[-1:] * (columns - len(of_item)) for of_item in temperatures]
         temperatures_MK = np.repeat(np.array(padded, dtype=np.float32), lengths, axis=0)
-        scored_KM = _project(hidden_MH, targets_M, temperatures_MK, head)
-        ends = np.cumsum(lengths)
-        for item, end, length in zip(self.items, ends, lengths, strict=True):
-            item.logprobs = scored_KM[: len(item.request.temperatures), end - length : end].copy()
+        top_k_M = np.repeat([item.request.top_k for item in self.items], lengths)
+        scored_KM, top = _project(hidden_MH, targets_M, temperatures_MK, top_k_M, head)
+        end = end_of_top = 0
+        for item, length in zip(self.items, lengths, strict=True):
+            k, first, first_of_top = item.request.top_k, end, end_of_top
+            end += length
+            end_of_top += length if k else 0
+            item.settle(
+                scored_KM[: len(item.request.temperatures), first:end],
+                top.part(first_of_top, end_of_top, k),
+            )
         return self.items
 
 
@@ -95,13 +119,20 @@ def _project(
     hidden_MH: Tensor,
     targets_M: TokenArray,
     temperatures_MK: FloatArray,
+    top_k_M: np.ndarray,
     head: Callable[[Tensor], Tensor],
-) -> FloatArray:
-    """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M)."""
+) -> tuple[FloatArray, _Top]:
+    """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M).
+
+    And the likeliest tokens at the first T, a row for each position whose `top_k_M` is above 0; as
+    many as the largest of those.
+    """
     target_tensor_M = _index(targets_M, hidden_MH)
     temperature_tensor_MK = torch.from_numpy(temperatures_MK).to(hidden_MH.device)
+    most = int(top_k_M.max())
     size = positions_per_chunk(hidden_MH.device, head(hidden_MH[:1]).shape[1])
-    chunks = []
+    chunks: list[Tensor] = []
+    tops: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(hidden_MH), size):
         part = slice(first, first + size)
         logits_CV = head(hidden_MH[part])
@@ -113,7 +144,23 @@ def _project(
                 ]
             )
         )
-    return torch.cat(chunks, dim=1).cpu().numpy()
+        wanted_N = np.flatnonzero(top_k_M[part])
+        if len(wanted_N):
+            rows_N = _index(wanted_N, hidden_MH)
+            temperature_N = temperature_tensor_MK[part][rows_N, 0]
+            tops.append(_likeliest(logits_CV[rows_N], temperature_N, most))
+    scored_KM = torch.cat(chunks, dim=1).cpu().numpy()
+    if not tops:
+        return scored_KM, _Top(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+    ids_NK, logprobs_NK = (torch.cat(parts).cpu().numpy() for parts in zip(*tops, strict=True))
+    return scored_KM, _Top(ids_NK.astype(np.int32), logprobs_NK)
+
+
+def _likeliest(logits_NV: Tensor, temperature_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids, log softmax(z / T), fp32) of the k likeliest tokens of each row, best first: (N, k)."""
+    scaled_NV = logits_NV.float() / temperature_N[:, None]
+    best_NK, ids_NK = scaled_NV.topk(k, dim=1)
+    return ids_NK, best_NK - scaled_NV.logsumexp(dim=1, keepdim=True)
 
 
 def plan(items: Sequence[ScoreItem], token_budget: int, *, share: bool) -> list[ScoreBatch]:

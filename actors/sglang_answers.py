@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from actors.sglang_plugin import TEMPERATURE_KEY, UNSCALED_KEY
-from distill.errors import EngineError
+from distill.errors import DataError, EngineError
 from distill.interfaces import Sample, ScoreRequest
-from distill.types import FloatArray, StopReason, TokenArray
+from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 
 def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
@@ -103,6 +103,51 @@ def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArra
     if len(found[0]) != len(request.tokens_T) - request.start:
         return None  # prefilled in several chunks: this is the last one's
     return _finite(np.asarray(found[0], np.float32), UNSCALED_KEY)
+
+
+def read_top(
+    answer: Mapping[str, Any], request: ScoreRequest, k: int, vocab_size: int
+) -> TopLogprobs | None:
+    """The k likeliest tokens of each scored position; None if none were asked for.
+
+    Unlike the scored tokens' own, these ids are reported as they are, the vocabulary's last one
+    included: SGLang 0.5.23 clips input_token_logprobs alone
+    (managers/scheduler_components/logprob_result_processor.py).
+    """
+    if k == 0:
+        return None
+    rows = answer["meta_info"].get("input_top_logprobs")
+    expected = len(request.tokens_T) - request.start
+    # As of the scored tokens, the first entry is the context's last token's: null.
+    if not isinstance(rows, list) or len(rows) != expected + 1:
+        found = len(rows) - 1 if isinstance(rows, list) else "no"
+        raise EngineError(f"the server returned {found} rows of input_top_logprobs for {expected}")
+    try:
+        values_NK = [
+            [np.nan if logprob is None else logprob for logprob, *_ in row] for row in rows[1:]
+        ]
+        logprobs_NK = np.asarray(values_NK, np.float32)
+        ids_NK = np.asarray([[token for _, token, *_ in row] for row in rows[1:]], np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(
+            f"the server's input_top_logprobs cannot be read: {str(rows)[:200]}"
+        ) from error
+    if logprobs_NK.shape != (expected, k):
+        raise EngineError(
+            f"the server's input_top_logprobs have shape {logprobs_NK.shape}, asked for were "
+            f"{k} tokens at each of {expected} positions"
+        )
+    if ids_NK.max() >= vocab_size:
+        raise EngineError(
+            f"the server's input_top_logprobs name token {ids_NK.max()}, outside its vocabulary "
+            f"of {vocab_size}"
+        )
+    try:
+        return TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK)
+    except DataError as error:
+        raise EngineError(
+            f"the server's input_top_logprobs are no distribution: {error}"
+        ) from error
 
 
 def read_forced(answer: Mapping[str, Any], token: int) -> float:

@@ -1,7 +1,8 @@
 """The `Engine` that is an SGLang server: one that this process hosts, or one already running.
 
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
-    score          POST /generate, logprob_start_len: given tokens, at the T of each request
+    score          POST /generate, logprob_start_len: given tokens, at the T of each request;
+                   top_logprobs_num: the likeliest beside them
     decode_score   POST /generate, one sampled token a position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang_weights.py)
 
@@ -19,7 +20,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +30,12 @@ from actors.sglang_answers import (
     read_forced,
     read_input_logprobs,
     read_sample,
+    read_top,
     read_unscaled,
     read_version,
 )
 from actors.sglang_http import SglangClient
-from actors.sglang_plugin import UNSCALED_SWITCH
+from actors.sglang_requests import forced_body, passes_of, sampling_body, scoring_body, top_k_of
 from actors.sglang_server import SglangServer
 from actors.sglang_weights import WeightSession
 from distill.errors import DataError, EngineError
@@ -48,11 +50,19 @@ from distill.interfaces import (
     check_chains,
     check_prompt,
 )
-from distill.sampling import UNSCALED, EvalSampling, Sampling
+from distill.sampling import UNSCALED
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
-from distill.types import FloatArray
+from distill.types import FloatArray, TopLogprobs
 
 logger = logging.getLogger(__name__)
+
+
+class _Prefilled(NamedTuple):
+    """What one pass found: log-probs at its T, unscaled ones and the likeliest if they came."""
+
+    scaled_N: FloatArray
+    unscaled_N: FloatArray | None
+    top: TopLogprobs | None
 
 
 class SglangEngine:
@@ -104,31 +114,13 @@ class SglangEngine:
         return await self._weights.generate(partial(self._sample, request, limit))
 
     async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
-        prompt = request.prompt_tokens_T.tolist()
-        copies = range(request.num_samples)
-        body: dict[str, Any] = {"return_logprob": True}
-        if self._seeded:
-            body["input_ids"] = [prompt for _ in copies]
-            body["sampling_params"] = [
-                self._sampling_params(request, limit) | {"sampling_seed": _seed(request, g)}
-                for g in copies
-            ]
-        else:  # SGLang computes the prompt once for all of them
-            n = {"n": request.num_samples}
-            body["input_ids"] = [prompt]
-            body["sampling_params"] = self._sampling_params(request, limit) | n
+        body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
         self._in_flight += request.num_samples
         try:
             answers = answers_of(await self._client.post("/generate", body), request.num_samples)
         finally:
             self._in_flight -= request.num_samples
         return [read_sample(answer) for answer in answers]
-
-    def _sampling_params(self, request: GenerateRequest, limit: int) -> dict[str, Any]:
-        params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
-        if self._stop_ids:
-            params["stop_token_ids"] = sorted(self._stop_ids)
-        return params
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.
@@ -144,13 +136,16 @@ class SglangEngine:
         return await self._weights.score(partial(self._score, requests))
 
     async def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        passes = [(i, t) for i, request in enumerate(requests) for t in _passes(request)]
+        passes = [(i, t) for i, request in enumerate(requests) for t in passes_of(request)]
         found = await self._prefill([(requests[i], t) for i, t in passes])
         by_request: list[dict[float, FloatArray]] = [{} for _ in requests]
-        for (i, t), (scaled_N, unscaled_N) in zip(passes, found, strict=True):
-            by_request[i][t] = scaled_N
-            if unscaled_N is not None:
-                by_request[i].setdefault(UNSCALED, unscaled_N)
+        tops: list[TopLogprobs | None] = [None for _ in requests]
+        for (i, t), prefilled in zip(passes, found, strict=True):
+            by_request[i][t] = prefilled.scaled_N
+            if prefilled.top is not None:
+                tops[i] = prefilled.top
+            if prefilled.unscaled_N is not None:
+                by_request[i].setdefault(UNSCALED, prefilled.unscaled_N)
         missing = [
             (i, t)
             for i, request in enumerate(requests)
@@ -159,44 +154,32 @@ class SglangEngine:
         ]
         if missing:  # a server without the plugin, or a chain prefilled in several chunks
             again = await self._prefill([(requests[i], t) for i, t in missing])
-            for (i, t), (scaled_N, _) in zip(missing, again, strict=True):
-                by_request[i][t] = scaled_N
+            for (i, t), prefilled in zip(missing, again, strict=True):
+                by_request[i][t] = prefilled.scaled_N
         return [
-            Score(logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures))
+            Score(
+                logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
+                top=tops[i],
+            )
             for i, request in enumerate(requests)
         ]
 
-    async def _prefill(
-        self, passes: Sequence[tuple[ScoreRequest, float]]
-    ) -> list[tuple[FloatArray, FloatArray | None]]:
-        """(log-probs at T, log-probs unscaled if they came along) of each pass."""
-        body = {
-            "input_ids": [request.tokens_T.tolist() for request, _ in passes],
-            "sampling_params": [
-                {
-                    "temperature": t,
-                    "max_new_tokens": 1,
-                    "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures},
-                }
-                for request, t in passes
-            ],
-            "return_logprob": True,
-            # The first entry that SGLang returns has no log-prob.
-            "logprob_start_len": [request.start - 1 for request, _ in passes],
-        }
+    async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
+        """What the server finds for each request at the T beside it."""
         answers = answers_of(
-            await self._client.post("/generate", body, repeatable=True), len(passes)
+            await self._client.post("/generate", scoring_body(passes), repeatable=True), len(passes)
         )
         return [
-            (
+            _Prefilled(
                 read_input_logprobs(answer, request, t, self._vocab_size),
                 read_unscaled(answer, request),
+                read_top(answer, request, top_k_of(request, t), self._vocab_size),
             )
             for answer, (request, t) in zip(answers, passes, strict=True)
         ]
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `Engine.decode_score`."""
+        """See `Engine.decode_score`. `top_k` is not heeded: one given token is asked for."""
         await self._ready()
         check_chains(requests, self._vocab_size, self._context_length)
         asked = [
@@ -214,19 +197,13 @@ class SglangEngine:
         self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]]
     ) -> list[Score]:
         """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
-        chains = [request.tokens_T.tolist() for request in requests]
-        body = {
-            "input_ids": [chains[i][:position] for i, _, position in asked],
-            "sampling_params": [{"temperature": t, "max_new_tokens": 1} for _, t, _ in asked],
-            "return_logprob": True,
-            "token_ids_logprob": [[chains[i][position]] for i, _, position in asked],
-        }
+        body = forced_body([(requests[i], t, position) for i, t, position in asked])
         answers = answers_of(
             await self._client.post("/generate", body, repeatable=True), len(asked)
         )
         found: dict[tuple[int, float], list[float]] = {}
         for (i, t, position), answer in zip(asked, answers, strict=True):
-            value = read_forced(answer, chains[i][position])
+            value = read_forced(answer, int(requests[i].tokens_T[position]))
             found.setdefault((i, t), []).append(value)
         return [
             Score(
@@ -330,26 +307,3 @@ class SglangEngine:
         await asyncio.shield(self._starting)
         if not self.server.running:
             raise EngineError(self.server.obituary())
-
-
-def _decoder(sampling: Sampling) -> dict[str, float]:
-    """SGLang's names for a decoder. Every default that a server could be given is overridden."""
-    params = {"temperature": sampling.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    if isinstance(sampling, EvalSampling):
-        params |= {"top_p": sampling.top_p, "top_k": sampling.top_k or -1}
-    return params
-
-
-def _seed(request: GenerateRequest, g: int) -> int:
-    """Sample g's own seed, as SGLang takes it: 31 bits."""
-    entropy = np.random.SeedSequence([request.seed % (1 << 64), g])
-    return int(entropy.generate_state(1, np.uint32)[0] >> 1)
-
-
-def _passes(request: ScoreRequest) -> list[float]:
-    """The temperatures that need a pass of their own; T = 1 comes with any other, if there is one.
-
-    If it does not come along after all, it is asked for afterwards.
-    """
-    scaled = [t for t in request.temperatures if t != UNSCALED]
-    return list(dict.fromkeys(scaled)) or [UNSCALED]

@@ -2,7 +2,7 @@
 
     lease     waits for: credit (slots)        unblocked by: the learner's publish
     rollout   waits for: the policy engine
-    score     waits for: the teacher engine
+    score     waits for: the group's teacher and the reference, where there are any
     put       waits for: room in the queue     unblocked by: the learner's take
 
 Many groups are under way at once; each is a task of its own.
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from actors.episode import rollout_group
-from actors.teacher import score_group
+from actors.teacher import score_rollout
 from distill.envs.base import EnvGroupBuilder
 from distill.interfaces import Engine
 from distill.sampling import TrainSampling
@@ -41,21 +41,33 @@ class GroupSink(Protocol):
 
 
 class RolloutWorker:
-    """Runs until the sink closes, or until a group fails; the error then ends `run`."""
+    """Runs until the sink closes, or until a group fails; the error then ends `run`.
+
+    Args:
+        policy: samples.
+        teachers: by name, as groups name theirs; none for plain RL.
+        reference: the policy that the learner is held near to; None without such a term.
+        top_k: how many of the teacher's likeliest tokens the objective wants at each action.
+        max_groups: most groups under way at once.
+    """
 
     def __init__(
         self,
         *,
         policy: Engine,
-        teacher: Engine,
+        teachers: Mapping[str, Engine],
         sink: GroupSink,
         dataset: EnvGroupDataset,
         sampling: TrainSampling,
         seed: int,
         max_groups: int,
+        reference: Engine | None = None,
+        top_k: int = 0,
     ) -> None:
         self._policy = policy
-        self._teacher = teacher
+        self._teachers = teachers
+        self._reference = reference
+        self._top_k = top_k
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -93,11 +105,12 @@ class RolloutWorker:
             seed=self._seed,
         )
         sampled = time.perf_counter()
-        group = await score_group(self._teacher, group)
-        timings = {
-            "time/rollout": sampled - started,
-            "time/teacher": time.perf_counter() - sampled,
-        }
+        timings = {"time/rollout": sampled - started}
+        if self._teachers or self._reference is not None:
+            group = await score_rollout(
+                group, teachers=self._teachers, reference=self._reference, top_k=self._top_k
+            )
+            timings["time/teacher"] = time.perf_counter() - sampled
         await self._sink.put(replace(group, metrics={**group.metrics, **timings}))
         self._under_way -= 1
         self._has_room.set()

@@ -225,13 +225,19 @@ def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int)
 
 
 def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_length: int) -> None:
-    """Raises DataError for an id outside the vocabulary, or a chain longer than the context."""
+    """Raises DataError for an id outside the vocabulary, a chain longer than the context, or more
+    likeliest tokens than there are tokens."""
     for request in requests:
         check_token_ids(request.tokens_T, vocab_size, "ScoreRequest.tokens_T")
         if len(request.tokens_T) > context_length:
             raise DataError(
                 f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
                 f"{context_length}"
+            )
+        if request.top_k > vocab_size:
+            raise DataError(
+                f"ScoreRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
+                f"{vocab_size}; ask for that many at most"
             )
 
 

@@ -14,7 +14,7 @@ API_KEY = "the-key"
 VOCAB_SIZE = 50
 
 Answer = dict[str, Any]
-Spoil = Callable[[Answer], Any]
+Spoil = Callable[[Any], Any]
 
 
 def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: int) -> Answer:
@@ -32,6 +32,9 @@ def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: in
         rows[0][0] = None
         meta["input_token_logprobs"] = rows
         meta["input_logprob_temperature"] = [params["temperature"]]
+        if k := body["top_logprobs_num"][i]:
+            top = [[-1.5 - params["temperature"] - j, 20 + j, None] for j in range(k)]
+            meta["input_top_logprobs"] = [None, *[top for _ in tokens[start + 1 :]]]
     if "token_ids_logprob" in body:
         meta["output_token_ids_logprobs"] = [[[-2.5, body["token_ids_logprob"][i][0], None]]]
     return {"output_ids": [7] * length, "meta_info": meta}

@@ -22,12 +22,20 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from actors import scoring
 from actors.decoding import plan_removal
 from actors.embedded_engine import EmbeddedEngine
 from actors.scoring import ScoreItem, plan
 from actors.token_sampling import draw, truncate
 from distill.errors import ConfigError, EngineError
-from distill.interfaces import GenerateRequest, Sample, ScoreRequest
+from distill.interfaces import (
+    CheckpointDirectory,
+    GenerateRequest,
+    Sample,
+    Score,
+    ScoreRequest,
+)
+from distill.models import read_weights
 from distill.sampling import Sampling, TrainSampling
 from distill.shared_prefix import SharedPrefixModel
 from distill.tensors import PackedTensors
@@ -360,3 +368,70 @@ def test_a_plan_scores_every_item_once_within_its_budget() -> None:
         assert padded <= budget + len(rows) or len(rows) == 1
         for item, prefix in zip(batch.items, batch.prefix_of_item, strict=bool(batch.prefixes)):
             np.testing.assert_array_equal(item.prefix_T, batch.prefixes[prefix])
+
+
+def top_requests() -> list[ScoreRequest]:
+    """Of unlike T, length and top_k; every second wants none."""
+    return [
+        ScoreRequest(
+            tokens_T=prompt(30 + 7 * i, i),
+            start=9 + i,
+            temperatures=(t, 1.1),
+            top_k=i % 2 * (i + 2),
+        )
+        for i, t in enumerate((0.5, 0.7, 0.9, 1.0, 1.3, 1.5))
+    ]
+
+
+def test_the_likeliest_do_not_depend_on_how_positions_are_cut(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = top_requests()
+    whole = asyncio.run(engine.score(requests))
+    monkeypatch.setattr(scoring, "positions_per_chunk", lambda device, vocab_size: 7)
+    in_pieces = asyncio.run(engine.score(requests))
+    for request, one, other in zip(requests, whole, in_pieces, strict=True):
+        np.testing.assert_allclose(
+            one.logprobs_by_temperature, other.logprobs_by_temperature, atol=1e-5
+        )
+        if request.top_k == 0:
+            assert one.top is None and other.top is None
+            continue
+        assert one.top is not None and other.top is not None
+        np.testing.assert_array_equal(one.top.ids_NK, other.top.ids_NK)
+        np.testing.assert_allclose(one.top.logprobs_NK, other.top.logprobs_NK, atol=1e-5)
+
+
+def test_the_likeliest_are_looked_for_only_where_they_are_wanted(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[int] = []
+    likeliest = scoring._likeliest
+
+    def counting(logits_NV: torch.Tensor, *arguments: Any) -> Any:
+        looked_at.append(len(logits_NV))
+        return likeliest(logits_NV, *arguments)
+
+    monkeypatch.setattr(scoring, "_likeliest", counting)
+    requests = top_requests()
+    asyncio.run(engine.score(requests))
+    assert sum(looked_at) == sum(len(r.tokens_T) - r.start for r in requests if r.top_k)
+    looked_at.clear()
+    asyncio.run(engine.score([request for request in requests if not request.top_k]))
+    assert not looked_at
+
+
+def test_a_top_of_nan_is_an_error_and_not_the_end_of_the_engine(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path, seed=1)
+    engine = start(path)
+    poison = {name: tensor * float("nan") for name, tensor in read_weights(path).unpack()}
+
+    async def poisoned_and_healed() -> list[Score]:
+        await engine.load_weights(PackedTensors.pack(poison), 1)
+        with pytest.raises(EngineError, match="non-finite log-probs from scoring at version 1"):
+            await engine.score(top_requests())
+        await engine.load_weights(CheckpointDirectory(path=path), 2)
+        return await engine.score(top_requests())
+
+    scores = asyncio.run(poisoned_and_healed())
+    assert [score.top is not None for score in scores] == [False, True] * 3

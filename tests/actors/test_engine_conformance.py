@@ -91,6 +91,7 @@ def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSgla
 def sglang_external(model_dir: str, runner: asyncio.Runner) -> Iterator[Engine]:
     with sglang_hosted(model_dir, runner) as host:
         server = host.server
+        assert server is not None
         engine = ExternalSglangEngine(url=server.url, api_key=server.api_key, request_deadline_s=60)
         yield engine
         runner.run(engine.close())
@@ -144,14 +145,21 @@ def ask(
 
 
 @torch.no_grad()
+def naive_distribution(
+    model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
+) -> np.ndarray:
+    """log softmax(z / T) of every token, a row for each of the positions start..end."""
+    ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
+    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
+    return torch.log_softmax(logits_TV / temperature, dim=-1)[start - 1 : -1].numpy()
+
+
 def naive_logprobs(
     model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
 ) -> np.ndarray:
     """log softmax(z / T)[token] for positions start..end: one row, no cache, no padding."""
-    ids_1T = torch.from_numpy(tokens_T.astype(np.int64))[None]
-    logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
-    log_p_TV = torch.log_softmax(logits_TV / temperature, dim=-1)[start - 1 : -1]
-    return log_p_TV.gather(1, ids_1T[0, start:, None])[:, 0].numpy()
+    log_p_NV = naive_distribution(model, tokens_T, start, temperature)
+    return np.take_along_axis(log_p_NV, tokens_T[start:, None], axis=1)[:, 0]
 
 
 def chain(prompt_T: np.ndarray, sample: Sample) -> np.ndarray:
@@ -222,6 +230,73 @@ def test_scoring_a_shared_prefix_equals_scoring_one_by_one(party: Party) -> None
         np.testing.assert_allclose(logprobs, np.array(alone.logprobs_by_temperature), atol=1e-5)
         expected = naive_logprobs(party.model, request.tokens_T, request.start, 0.7)
         np.testing.assert_allclose(logprobs[0], expected, atol=1e-4)
+
+
+def expect_the_likeliest(model: PreTrainedModel, request: ScoreRequest, score: Score) -> None:
+    assert score.top is not None
+    expected_NV = naive_distribution(
+        model, request.tokens_T, request.start, request.temperatures[0]
+    )
+    assert score.top.ids_NK.shape == (len(expected_NV), request.top_k)
+    best_NK = -np.sort(-expected_NV, axis=1)[:, : request.top_k]
+    np.testing.assert_allclose(score.top.logprobs_NK, best_NK, atol=1e-4)
+    # The log-prob beside an id is that id's: only tokens of all but equal log-probs may swap.
+    own_NK = np.take_along_axis(expected_NV, score.top.ids_NK, axis=1)
+    np.testing.assert_allclose(score.top.logprobs_NK, own_NK, atol=1e-4)
+    ordered_NK = np.argsort(-expected_NV, axis=1)[:, : request.top_k + 1]
+    gaps_NK = -np.diff(np.take_along_axis(expected_NV, ordered_NK, axis=1), axis=1)
+    clear_N = gaps_NK.min(axis=1) > 1e-3
+    assert clear_N.any(), "no row of the test has clear gaps: ids are not compared"
+    k = request.top_k
+    np.testing.assert_array_equal(score.top.ids_NK[clear_N], ordered_NK[clear_N, :k])
+
+
+def test_top_k_of_mixed_temperatures_beside_requests_that_want_none(party: Party) -> None:
+    shared_T = prompt(70, 4)
+    requests = [
+        ScoreRequest(tokens_T=tokens_T, start=start, temperatures=temperatures, top_k=top_k)
+        for tokens_T, start, temperatures, top_k in [
+            (prompt(40, 1), 17, (0.5,), 3),
+            (prompt(90, 2), 60, (0.7, 1.0), 0),
+            (prompt(60, 3), 1, (0.7, 1.0), 7),
+            # At the first T, whichever that is.
+            (prompt(50, 5), 20, (1.0, 1.5), 5),
+            (prompt(50, 6), 20, (1.0,), 2),
+            (prompt(2, 7), 1, (1.5, 0.5), 4),
+            # Two that share a prefix long enough to be run once, and one that wants none.
+            (np.concatenate([shared_T, prompt(30, 8)]), 70, (1.5,), 1),
+            (np.concatenate([shared_T, prompt(20, 9)]), 70, (0.7,), 6),
+            (np.concatenate([shared_T, prompt(25, 10)]), 70, (0.7,), 0),
+        ]
+    ]
+    scores = party.run(party.engine.score(requests))
+    for request, score in zip(requests, scores, strict=True):
+        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        if request.top_k == 0:
+            assert score.top is None
+        else:
+            expect_the_likeliest(party.model, request, score)
+
+
+def test_top_k_of_the_whole_vocabulary_names_each_token_by_its_own_id(party: Party) -> None:
+    tokens_T = np.array([5, VOCAB_SIZE - 1, 0, VOCAB_SIZE - 1], np.int32)
+    request = ScoreRequest(tokens_T=tokens_T, start=1, temperatures=(0.7,), top_k=VOCAB_SIZE)
+    [score] = party.run(party.engine.score([request]))
+    assert score.top is not None
+    np.testing.assert_array_equal(
+        np.sort(score.top.ids_NK, axis=1), np.tile(np.arange(VOCAB_SIZE), (3, 1))
+    )
+    expected_NV = naive_distribution(party.model, tokens_T, 1, 0.7)
+    own_NK = np.take_along_axis(expected_NV, score.top.ids_NK, axis=1)
+    np.testing.assert_allclose(score.top.logprobs_NK, own_NK, atol=1e-4)
+
+
+def test_a_top_k_above_the_vocabulary_is_refused(party: Party) -> None:
+    request = ScoreRequest(tokens_T=prompt(9), start=4, temperatures=(0.7,), top_k=VOCAB_SIZE + 1)
+    with pytest.raises(DataError, match=rf"top_k = {VOCAB_SIZE + 1} .* vocabulary of {VOCAB_SIZE}"):
+        party.run(party.engine.score([request]))
 
 
 def test_decode_score_with_mixed_temperatures_lengths_and_starts(party: Party) -> None:

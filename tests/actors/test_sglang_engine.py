@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ GENERATE = GenerateRequest(
     seed=0,
 )
 SCORE = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7,))
+SCORE_TOP = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=(0.7,), top_k=2)
 
 Call = Callable[[SglangEngine], Awaitable[Any]]
 
@@ -194,6 +196,63 @@ def test_what_no_score_can_be_made_of(spoil: Callable[[Any], Any], message: str)
     server.spoil = spoil
     with pytest.raises(EngineError, match=message):
         ask(server, score)
+
+
+@pytest.mark.parametrize("temperatures", [(0.7,), (0.7, 1.0), (1.0, 0.7), (1.0,), (0.5, 0.7)])
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_likeliest_are_those_at_the_first_temperature(
+    temperatures: tuple[float, ...], plugin: bool
+) -> None:
+    server = MisbehavingServer()
+    if not plugin:
+        server.spoil = in_meta(input_logprob_temperature=None)
+    wants = ScoreRequest(tokens_T=TOKENS_T, start=3, temperatures=temperatures, top_k=2)
+    wants_none = ScoreRequest(tokens_T=TOKENS_T, start=2, temperatures=temperatures)
+    wanted, plain = ask(server, lambda engine: engine.score([wants, wants_none]))
+    first = -1.5 - temperatures[0]
+    np.testing.assert_allclose(wanted.top.logprobs_NK, [[first, first - 1]] * 5)
+    assert wanted.top.ids_NK.tolist() == [[20, 21]] * 5
+    assert plain.top is None
+    for score, scored in ((wanted, 5), (plain, 6)):
+        expected = [[-0.5 * t] * scored for t in temperatures]
+        np.testing.assert_allclose(score.logprobs_by_temperature, expected)
+
+
+TOP_ROW = [[-1.0, 20, None], [-2.0, 21, None]]
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (None, "returned no rows of input_top_logprobs for 5"),
+        ([None, *[TOP_ROW] * 4], "returned 4 rows of input_top_logprobs for 5"),
+        ([None, *[TOP_ROW[:1]] * 5], r"have shape \(5, 1\), asked for were 2 tokens at each of 5"),
+        ([None, *[TOP_ROW] * 4, TOP_ROW[:1]], "input_top_logprobs cannot be read"),
+        ([None, *[TOP_ROW] * 4, None], "input_top_logprobs cannot be read"),
+        ([None, *[TOP_ROW] * 4, [-1.0, -2.0]], "input_top_logprobs cannot be read"),
+        ([None, *[TOP_ROW] * 4, [[None, 20, None], TOP_ROW[1]]], "logprobs_NK is not finite"),
+        (
+            [None, *[TOP_ROW] * 4, [TOP_ROW[0], [-2.0, VOCAB_SIZE, None]]],
+            f"name token {VOCAB_SIZE}, outside its vocabulary of {VOCAB_SIZE}",
+        ),
+        ([None, *[TOP_ROW] * 4, [TOP_ROW[0], [-2.0, -1, None]]], "or a negative"),
+        ([None, *[TOP_ROW] * 4, [TOP_ROW[0]] * 2], "names a token twice"),
+        ([None, *[TOP_ROW] * 4, [[-0.1, 20, None], [-0.2, 21, None]]], r"add up to 1\.72"),
+    ],
+)
+def test_what_no_top_can_be_made_of(rows: Any, message: str) -> None:
+    server = MisbehavingServer()
+    server.spoil = in_meta(input_top_logprobs=rows)
+    with pytest.raises(EngineError, match=message):
+        ask(server, lambda engine: engine.score([SCORE_TOP]))
+
+
+def test_a_top_k_above_the_vocabulary_is_never_sent() -> None:
+    server = MisbehavingServer()
+    too_many = replace(SCORE_TOP, top_k=VOCAB_SIZE + 1)
+    with pytest.raises(DataError, match=f"{VOCAB_SIZE + 1} exceeds .* {VOCAB_SIZE};"):
+        ask(server, lambda engine: engine.score([SCORE, too_many]))
+    assert not server.asked["/generate"]
 
 
 @pytest.mark.parametrize("rows", [None, [], [[]], [[[-1.0, 9999, None]]], [[[None, 5, None]]]])

@@ -1,0 +1,136 @@
+"""A group's rollout: turns, rewards and what the builder says of them, on a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from actors.episode import rollout_group
+from distill.envs.base import Env, StepResult
+from distill.errors import EngineError
+from distill.interfaces import GenerateRequest, Sample
+from distill.sampling import TrainSampling
+from distill.types import StopReason, TokenArray, TrajectoryGroup
+from tests.samples import TEMPERATURE, ids, sample
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
+
+
+class CountingEngine:
+    """Answers (40 + request, 50 + member) and remembers what it was asked."""
+
+    def __init__(self, stop_reason: StopReason = StopReason.EOS) -> None:
+        self.requests: list[GenerateRequest] = []
+        self._stop_reason = stop_reason
+
+    async def generate(self, request: GenerateRequest) -> Sequence[Sample]:
+        self.requests.append(request)
+        made = [sample(39 + len(self.requests), 50 + g) for g in range(request.num_samples)]
+        return [
+            Sample(
+                tokens_T=one.tokens_T,
+                logprobs_T=one.logprobs_T,
+                versions_T=one.versions_T,
+                stop_reason=self._stop_reason,
+            )
+            for one in made
+        ]
+
+
+@dataclass
+class ScriptedEnv:
+    """Sees `observations` in turn and pays 1 a turn; bonuses as the script has them."""
+
+    observations: list[TokenArray]
+    bonuses: list[list[float] | None] = field(default_factory=list)
+    turn: int = 0
+
+    def initial_observation(self) -> TokenArray:
+        return self.observations[0]
+
+    async def step(self, sample: Sample) -> StepResult:
+        self.turn += 1
+        ended = self.turn == len(self.observations)
+        bonuses = self.bonuses[self.turn - 1] if self.bonuses else None
+        return StepResult(
+            reward=1.0,
+            observation_T=None if ended else self.observations[self.turn],
+            bonuses_T=None if bonuses is None else np.array(bonuses, np.float32),
+            metrics={"turns": self.turn},
+        )
+
+
+@dataclass
+class ScriptedBuilder:
+    envs: list[ScriptedEnv]
+    teacher: str = ""
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+
+    def make_envs(self) -> Sequence[Env]:
+        return self.envs
+
+
+def rollout(builder: ScriptedBuilder, engine: CountingEngine | None = None) -> TrajectoryGroup:
+    policy = engine or CountingEngine()
+    return asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=3, seed=0))
+
+
+def test_members_with_one_prompt_are_one_request() -> None:
+    engine = CountingEngine()
+    builder = ScriptedBuilder([ScriptedEnv([ids(n)]) for n in (5, 6, 5)])
+    group = rollout(builder, engine)
+    asked = [(r.prompt_tokens_T.tolist(), r.num_samples) for r in engine.requests]
+    assert asked == [([5], 2), ([6], 1)]
+    assert [made.tokens_T.tolist() for made in group.segments()] == [
+        [5, 40, 50],
+        [6, 41, 50],
+        [5, 40, 51],
+    ]
+    assert group.group_id == 3 and group.temperature == TEMPERATURE
+
+
+def test_rewards_add_up_over_the_turns() -> None:
+    builder = ScriptedBuilder([ScriptedEnv([ids(5), ids(5, 40, 50, 6), ids(9)])])
+    [trajectory] = rollout(builder).trajectories_G
+    assert trajectory.reward == 3.0 and trajectory.metrics == {"turns": 3}
+    assert [made.tokens_T.tolist() for made in trajectory.segments] == [
+        [5, 40, 50, 6, 41, 50],
+        [9, 42, 50],
+    ]
+
+
+def test_the_group_says_who_scores_it_and_what_it_is() -> None:
+    group = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])], teacher="maths", tag="sums"))
+    assert (group.teacher, group.tag) == ("maths", "sums")
+    plain = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])]))
+    assert (plain.teacher, plain.tag) == ("", None)
+
+
+def test_the_privileged_context_is_on_every_member_s_first_segment() -> None:
+    envs = [ScriptedEnv([ids(5), ids(9)]) for _ in range(2)]
+    group = rollout(ScriptedBuilder(envs, teacher_tokens_T=ids(7, 8)))
+    contexts = [
+        [None if s.teacher_context_T is None else s.teacher_context_T.tolist() for s in t.segments]
+        for t in group.trajectories_G
+    ]
+    assert contexts == [[[7, 8], None]] * 2
+
+
+def test_bonuses_reach_the_tokens_of_their_turn() -> None:
+    env = ScriptedEnv([ids(5), ids(5, 40, 50, 6)], bonuses=[None, [0.5, -1.0]])
+    [made] = rollout(ScriptedBuilder([env])).segments()
+    assert made.bonuses_T is not None
+    assert made.bonuses_T.tolist() == [0, 0, 0, 0, 0.5, -1.0]
+    [plain] = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])])).segments()
+    assert plain.bonuses_T is None
+
+
+def test_an_aborted_sample_ends_the_group() -> None:
+    builder = ScriptedBuilder([ScriptedEnv([ids(5)])])
+    with pytest.raises(EngineError, match="aborted"):
+        rollout(builder, CountingEngine(StopReason.ABORTED))

@@ -1,0 +1,107 @@
+"""Evaluation on an engine without a model: rewards as given, KL to the teacher of each prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.evaluate import Evaluator, summarise
+from distill.errors import ConfigError
+from distill.prompts import Prompt
+from distill.sampling import EvalSampling, TrainSampling
+from distill.types import TokenArray
+from tests.actors.prefix_engine import PrefixEngine
+from tests.samples import TEMPERATURE, ids
+
+POLICY = PrefixEngine(0)
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=6)
+SERVING = EvalSampling(temperature=TEMPERATURE, max_new_tokens=6)
+PROMPTS = [
+    Prompt(tokens_T=ids(3, 4, 5), answer="a", line=1),
+    Prompt(tokens_T=ids(6, 7), answer="bb", line=2),
+    Prompt(
+        tokens_T=ids(
+            8,
+        ),
+        answer=None,
+        line=4,
+    ),
+]
+
+
+def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    judged: list[tuple[str, str]] = []
+
+    def reward(response: str, answer: str) -> float:
+        judged.append((response, answer))
+        return 0.25 * len(answer)
+
+    responses = asyncio.run(Evaluator(PROMPTS, tokenizer, reward).respond(POLICY, SERVING))
+    assert [response.line for response in responses] == [1, 2, 4]
+    assert [response.correct for response in responses] == [0.25, 0.5, None]
+    assert judged == [(responses[0].text, "a"), (responses[1].text, "bb")]
+    metrics = summarise(responses)
+    assert metrics == {
+        "eval/response_length": 6,
+        "eval/eos_share": 0,
+        "eval/accuracy": pytest.approx(0.375),
+    }
+    assert metrics == asyncio.run(Evaluator(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING))
+
+
+def test_without_a_reward_the_answer_must_be_met_exactly(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    [first, second, _] = asyncio.run(Evaluator(PROMPTS, tokenizer).respond(POLICY, SERVING))
+    assert (first.correct, second.correct) == (0, 0)
+    known = [replace(PROMPTS[0], answer=first.text), *PROMPTS[1:]]
+    [first, second, _] = asyncio.run(Evaluator(known, tokenizer).respond(POLICY, SERVING))
+    assert (first.correct, second.correct) == (1, 0)
+
+
+@pytest.mark.parametrize("hint_T", [None, ids(50, 51)])
+def test_reverse_kl_is_the_mean_gap_to_each_prompts_teacher(
+    tokenizer: PreTrainedTokenizerBase, hint_T: TokenArray | None
+) -> None:
+    maths, code = PrefixEngine(1), PrefixEngine(2)
+    prompts = [
+        replace(PROMPTS[0], teacher="maths"),
+        replace(PROMPTS[1], teacher="code", teacher_tokens_T=hint_T),
+        replace(PROMPTS[2], teacher="maths"),
+    ]
+    teachers = {"maths": maths, "code": code}
+    evaluator = Evaluator(prompts, tokenizer)
+    value = asyncio.run(evaluator.reverse_kl(POLICY, teachers, SAMPLING, num_samples=2))
+    assert (len(maths.scored), len(code.scored)) == (2, 1)
+    gaps = []
+    for engine in (maths, code):
+        for request in (request for call in engine.scored for request in call):
+            context_T = request.tokens_T[: request.start]
+            if hint_T is not None and engine is code:
+                np.testing.assert_array_equal(context_T, hint_T)
+                context_T = PROMPTS[1].tokens_T
+            for t in range(request.start, len(request.tokens_T)):
+                token = request.tokens_T[t]
+                sampled_T = request.tokens_T[request.start : t]
+                log_p_V = POLICY.distribution_V(np.append(context_T, sampled_T), TEMPERATURE)
+                log_q_V = engine.distribution_V(request.tokens_T[:t], TEMPERATURE)
+                gaps.append(log_p_V[token] - log_q_V[token])
+    assert len(gaps) == 3 * 2 * 6
+    assert value == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert value > 0.1
+
+
+def test_a_policy_is_no_distance_from_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+    evaluator = Evaluator(PROMPTS, tokenizer)
+    assert asyncio.run(evaluator.reverse_kl(POLICY, {"": PrefixEngine(0)}, SAMPLING)) == 0
+
+
+def test_a_prompt_of_an_unknown_teacher_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    teachers = {"code": PrefixEngine(1), "maths": PrefixEngine(2)}
+    prompts = [replace(PROMPTS[0], teacher="history")]
+    with pytest.raises(ConfigError, match="'history'"):
+        asyncio.run(Evaluator(prompts, tokenizer).reverse_kl(POLICY, teachers, SAMPLING))

@@ -1,0 +1,99 @@
+"""Bodies of /generate: what SGLang takes as defaults, seeds and lists is said outright."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.sglang_requests import forced_body, passes_of, sampling_body, scoring_body
+from distill.interfaces import GenerateRequest, ScoreRequest
+from distill.sampling import EvalSampling, TrainSampling
+from tests.samples import TEMPERATURE, ids
+
+GENERATE = GenerateRequest(
+    prompt_tokens_T=ids(4, 5, 6),
+    sampling=TrainSampling(temperature=TEMPERATURE, max_new_tokens=9),
+    num_samples=3,
+    seed=-7,
+)
+CHAIN_T = ids(4, 5, 6, 7)
+
+
+def test_samples_of_one_prompt_are_one_request() -> None:
+    body = sampling_body(GENERATE, 8, stop_ids=frozenset({9, 2}), seeded=False)
+    assert body == {
+        "return_logprob": True,
+        "input_ids": [[4, 5, 6]],
+        "sampling_params": {
+            "temperature": TEMPERATURE,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "max_new_tokens": 8,
+            "stop_token_ids": [2, 9],
+            "n": 3,
+        },
+    }
+
+
+def test_a_seeded_server_gets_a_seed_a_sample() -> None:
+    body = sampling_body(GENERATE, 8, stop_ids=None, seeded=True)
+    assert body["input_ids"] == [[4, 5, 6]] * 3
+    seeds = [params["sampling_seed"] for params in body["sampling_params"]]
+    assert len(set(seeds)) == 3 and all(0 <= seed < 1 << 31 for seed in seeds)
+    assert all("n" not in params for params in body["sampling_params"])
+    # Sample g is (seed, g), however many are asked for.
+    fewer = sampling_body(replace(GENERATE, num_samples=2), 8, stop_ids=None, seeded=True)
+    assert fewer["sampling_params"] == body["sampling_params"][:2]
+    others = sampling_body(replace(GENERATE, seed=8), 8, stop_ids=None, seeded=True)
+    assert not {params["sampling_seed"] for params in others["sampling_params"]} & set(seeds)
+
+
+@pytest.mark.parametrize("top_k, sent", [(0, -1), (5, 5)])
+def test_an_evaluation_truncates_as_it_is_told(top_k: int, sent: int) -> None:
+    sampling = EvalSampling(temperature=0, max_new_tokens=9, top_p=0.8, top_k=top_k)
+    body = sampling_body(replace(GENERATE, sampling=sampling), 9, stop_ids=None, seeded=False)
+    params = body["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0, 0.8, sent)
+    assert "stop_token_ids" not in params
+
+
+@pytest.mark.parametrize(
+    "temperatures, top_k, passes",
+    [
+        ((0.7,), 0, [0.7]),
+        ((0.7, 1.0), 0, [0.7]),
+        ((1.0, 0.7), 0, [0.7]),
+        ((1.0, 1.0), 0, [1.0]),
+        ((0.7, 1.0), 3, [0.7]),
+        ((1.0, 0.7), 3, [1.0, 0.7]),
+        ((1.0,), 3, [1.0]),
+        ((0.7, 0.5, 0.7), 3, [0.7, 0.5]),
+    ],
+)
+def test_a_pass_for_every_temperature_that_does_not_come_along(
+    temperatures: tuple[float, ...], top_k: int, passes: list[float]
+) -> None:
+    request = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=temperatures, top_k=top_k)
+    assert passes_of(request) == passes
+
+
+def test_the_likeliest_are_asked_for_at_the_first_temperature_alone() -> None:
+    wants = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), top_k=3)
+    plain = ScoreRequest(tokens_T=CHAIN_T[:3], start=1, temperatures=(0.7, 1.0))
+    body = scoring_body([(wants, 0.7), (wants, 0.5), (plain, 0.7)])
+    assert body["input_ids"] == [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6]]
+    assert body["logprob_start_len"] == [1, 1, 0]
+    assert body["top_logprobs_num"] == [3, 0, 0]
+    assert [params["temperature"] for params in body["sampling_params"]] == [0.7, 0.5, 0.7]
+    switches = [params["custom_params"] for params in body["sampling_params"]]
+    assert [list(switch.values()) for switch in switches] == [[False], [False], [True]]
+
+
+def test_the_decode_reference_is_one_token_after_each_context() -> None:
+    request = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=(0.7,))
+    body = forced_body([(request, 0.7, 2), (request, 0.7, 3)])
+    assert body["input_ids"] == [[4, 5], [4, 5, 6]]
+    assert body["token_ids_logprob"] == [[6], [7]]
+    assert body["sampling_params"] == [{"temperature": 0.7, "max_new_tokens": 1}] * 2

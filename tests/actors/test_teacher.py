@@ -1,0 +1,269 @@
+"""Scoring of groups: which tokens, after which context, at which T, and where the answers go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.teacher import score_group, score_reference, score_rollout, teacher_of
+from distill.errors import ConfigError, EngineError
+from distill.interfaces import Engine, Score, ScoreRequest
+from distill.sampling import UNSCALED
+from distill.types import Segment, TokenArray, TrajectoryGroup
+from tests.actors.prefix_engine import PrefixEngine
+from tests.samples import group, ids, segment, trajectory
+
+TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
+TOP_K = 4
+HINT_T = ids(90, 91, 92, 93, 94, 95)
+
+
+def unscored(**changes: Any) -> TrajectoryGroup:
+    """One member of one segment, one of two; observations stand between the actions of the last.
+
+    Every segment but the second has a privileged context, one longer and one shorter than its own.
+    """
+    fields: dict[str, Any] = {"teacher_logprobs_T": None, "teacher_logprobs_q1_T": None}
+    with_holes_T = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], bool)
+    made = TrajectoryGroup(
+        group_id=3,
+        trajectories_G=(
+            trajectory(segment(5, 3, seed=1, teacher_context_T=HINT_T, **fields), reward=2.0),
+            trajectory(
+                segment(2, 4, seed=2, **fields),
+                segment(
+                    2,
+                    7,
+                    seed=3,
+                    action_mask_T=with_holes_T,
+                    versions_T=np.where(with_holes_T, 0, -1),
+                    teacher_context_T=ids(7),
+                    **fields,
+                ),
+            ),
+        ),
+        metrics={"time/rollout": 1.0},
+        tag="sums",
+    )
+    return replace(made, **changes)
+
+
+def run(coroutine: Coroutine[Any, Any, TrajectoryGroup]) -> TrajectoryGroup:
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def seen_by_teacher(of: Segment, position: int) -> TokenArray:
+    """What the teacher sees before the token at `position`, written out."""
+    own_T = of.tokens_T[: of.first_action]
+    context_T = own_T if of.teacher_context_T is None else of.teacher_context_T
+    return np.concatenate([context_T, of.tokens_T[of.first_action : position]])
+
+
+def expect_taught(scored: TrajectoryGroup, engine: PrefixEngine, top_k: int = 0) -> None:
+    for of in scored.segments():
+        assert of.teacher_logprobs_T is not None and of.teacher_logprobs_q1_T is not None
+        rows = iter(range(of.num_actions))
+        for t in range(len(of)):
+            if not of.action_mask_T[t]:
+                assert of.teacher_logprobs_T[t] == of.teacher_logprobs_q1_T[t] == 0
+                continue
+            seen_T, token = seen_by_teacher(of, t), of.tokens_T[t]
+            at_T_V = engine.distribution_V(seen_T, of.temperature)
+            assert of.teacher_logprobs_T[t] == at_T_V[token]
+            unscaled_V = engine.distribution_V(seen_T, UNSCALED)
+            assert of.teacher_logprobs_q1_T[t] == unscaled_V[token]
+            if top_k:
+                assert of.teacher_top is not None and len(of.teacher_top) == of.num_actions
+                best_K, row = np.argsort(-at_T_V)[:top_k], next(rows)
+                assert of.teacher_top.ids_NK[row].tolist() == best_K.tolist()
+                assert of.teacher_top.logprobs_NK[row].tolist() == at_T_V[best_K].tolist()
+        if not top_k:
+            assert of.teacher_top is None
+
+
+def expect_referred(scored: TrajectoryGroup, engine: PrefixEngine) -> None:
+    """By the policy's own context, whatever the teacher's is."""
+    for of in scored.segments():
+        assert of.reference_logprobs_T is not None
+        for t in range(len(of)):
+            log_p_V = engine.distribution_V(of.tokens_T[:t], of.temperature)
+            expected = log_p_V[of.tokens_T[t]] if of.action_mask_T[t] else 0
+            assert of.reference_logprobs_T[t] == expected
+
+
+def expect_otherwise_the_same(scored: TrajectoryGroup, before: TrajectoryGroup) -> None:
+    assert (scored.group_id, scored.teacher, scored.tag) == (3, before.teacher, "sums")
+    assert scored.metrics == before.metrics
+    for new, old in zip(scored.trajectories_G, before.trajectories_G, strict=True):
+        assert (new.reward, new.stop_reason) == (old.reward, old.stop_reason)
+    for new, old in zip(scored.segments(), before.segments(), strict=True):
+        for name in ("tokens_T", "action_mask_T", "behaviour_logprobs_T", "versions_T"):
+            np.testing.assert_array_equal(getattr(new, name), getattr(old, name))
+        assert new.temperature == old.temperature
+        assert new.teacher_context_T is old.teacher_context_T
+
+
+@pytest.mark.parametrize("top_k", [0, TOP_K])
+def test_the_teacher_scores_actions_after_its_own_context(top_k: int) -> None:
+    before = unscored()
+    scored = run(score_group(TEACHER, before, top_k=top_k))
+    expect_taught(scored, TEACHER, top_k)
+    expect_otherwise_the_same(scored, before)
+    assert all(of.reference_logprobs_T is None for of in scored.segments())
+
+
+def test_the_reference_scores_actions_after_the_policys_context() -> None:
+    before = unscored()
+    scored = run(score_reference(REFERENCE, before))
+    expect_referred(scored, REFERENCE)
+    expect_otherwise_the_same(scored, before)
+    assert all(of.teacher_logprobs_T is None for of in scored.segments())
+
+
+def test_one_call_scores_the_whole_group() -> None:
+    engine = PrefixEngine(4)
+    run(score_group(engine, unscored(), top_k=TOP_K))
+    [requests] = engine.scored
+    assert [len(request.tokens_T) for request in requests] == [6 + 3, 2 + 4, 1 + 7]
+    assert {request.top_k for request in requests} == {TOP_K}
+
+
+def test_a_rollout_is_scored_by_its_own_teacher_and_the_reference() -> None:
+    teachers: dict[str, Engine] = {"maths": TEACHER, "code": OTHER}
+    for name, engine in (("maths", TEACHER), ("code", OTHER)):
+        before = unscored(teacher=name)
+        scored = run(score_rollout(before, teachers=teachers, reference=REFERENCE, top_k=TOP_K))
+        expect_taught(scored, engine, TOP_K)
+        expect_referred(scored, REFERENCE)
+        expect_otherwise_the_same(scored, before)
+
+
+def test_without_teachers_only_the_reference_scores_and_without_both_nobody() -> None:
+    referred = run(score_rollout(unscored(), teachers={}, reference=REFERENCE, top_k=0))
+    expect_referred(referred, REFERENCE)
+    assert all(of.teacher_logprobs_T is None for of in referred.segments())
+    taught = run(score_rollout(unscored(), teachers={"": TEACHER}, reference=None, top_k=0))
+    expect_taught(taught, TEACHER)
+    assert all(of.reference_logprobs_T is None for of in taught.segments())
+    before = unscored()
+    untouched = run(score_rollout(before, teachers={}, reference=None, top_k=0))
+    assert list(untouched.segments()) == list(before.segments())
+
+
+def test_an_only_teacher_has_every_group() -> None:
+    for name in ("", "whatever"):
+        assert teacher_of({"maths": TEACHER}, name) is TEACHER
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("meths", r"'meths'.*did you mean 'maths'\? Known: code, maths"), ("", "''.*code, maths")],
+)
+def test_an_unknown_teacher_is_named_with_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        teacher_of({"maths": TEACHER, "code": OTHER}, name)
+
+
+def test_without_a_teacher_there_is_none_to_find() -> None:
+    with pytest.raises(ConfigError, match="no teacher to score with"):
+        teacher_of({}, "maths")
+
+
+class Together(PrefixEngine):
+    """Answers only once another of the same meeting has been asked too."""
+
+    def __init__(self, salt: int, meeting: asyncio.Barrier) -> None:
+        super().__init__(salt)
+        self._meeting = meeting
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        await self._meeting.wait()
+        return await super().score(requests)
+
+
+def test_teacher_and_reference_score_at_the_same_time() -> None:
+    async def both() -> TrajectoryGroup:
+        meeting = asyncio.Barrier(2)
+        return await score_rollout(
+            unscored(), teachers={"": Together(1, meeting)}, reference=Together(3, meeting), top_k=0
+        )
+
+    scored = run(both())
+    expect_taught(scored, TEACHER)
+    expect_referred(scored, REFERENCE)
+
+
+class Failing(PrefixEngine):
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        raise EngineError(f"engine {self._salt} fell over")
+
+
+class Slow(PrefixEngine):
+    """Never answers, and remembers that nobody waits any longer."""
+
+    cancelled = False
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled = True
+        raise AssertionError
+
+
+@pytest.mark.parametrize("teacher_fails", [True, False])
+def test_the_first_failure_is_the_error_and_ends_the_other(teacher_fails: bool) -> None:
+    failing, slow = Failing(8), Slow(9)
+    teacher, reference = (failing, slow) if teacher_fails else (slow, failing)
+    with pytest.raises(EngineError, match="engine 8 fell over"):
+        run(score_rollout(unscored(), teachers={"": teacher}, reference=reference, top_k=0))
+    assert slow.cancelled
+
+
+class Spoilt(PrefixEngine):
+    def __init__(self, spoil: Callable[[Score], Score]) -> None:
+        super().__init__(1)
+        self._spoil = spoil
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return [self._spoil(score) for score in await super().score(requests)]
+
+
+def one_fewer(score: Score) -> Score:
+    return replace(
+        score, logprobs_by_temperature=tuple(v[1:] for v in score.logprobs_by_temperature)
+    )
+
+
+def without_top(score: Score) -> Score:
+    return replace(score, top=None)
+
+
+def top_of_one_position_fewer(score: Score) -> Score:
+    assert score.top is not None
+    return replace(score, top=score.top.at(np.arange(1, len(score.top))))
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (one_fewer, "the teacher returned 2 log-probs for 3 tokens"),
+        (without_top, "likeliest tokens of shape None, asked for were 4 at each of 3 positions"),
+        (top_of_one_position_fewer, r"of shape \(2, 4\), asked for were 4 at each of 3 positions"),
+    ],
+)
+def test_an_answer_of_another_size_is_refused(
+    spoil: Callable[[Score], Score], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        run(score_group(Spoilt(spoil), unscored(), top_k=TOP_K))
+
+
+def test_a_references_answer_of_another_size_names_the_reference() -> None:
+    with pytest.raises(EngineError, match="the reference returned 2 log-probs for 3 tokens"):
+        run(score_reference(Spoilt(one_fewer), group(members=1)))

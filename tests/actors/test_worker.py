@@ -1,0 +1,170 @@
+"""The rollout worker: what it asks of whom, what it puts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.worker import RolloutWorker
+from distill.envs.base import Env, EnvGroupBuilder, StepResult
+from distill.errors import ConfigError, EngineError
+from distill.interfaces import Engine, GenerateRequest, Sample, Score, ScoreRequest
+from distill.sampling import TrainSampling
+from distill.types import TokenArray, TrajectoryGroup
+from tests.actors.prefix_engine import PrefixEngine
+from tests.samples import TEMPERATURE, ids
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=5)
+POLICY = PrefixEngine(0)
+
+
+@dataclass(frozen=True)
+class OneTurn:
+    prompt_T: TokenArray
+
+    def initial_observation(self) -> TokenArray:
+        return self.prompt_T
+
+    async def step(self, sample: Sample) -> StepResult:
+        return StepResult(reward=float(sample.tokens_T[0]))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two members on the same prompt."""
+
+    prompt_T: TokenArray
+    teacher: str
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+
+    def make_envs(self) -> Sequence[Env]:
+        return [OneTurn(self.prompt_T), OneTurn(self.prompt_T)]
+
+
+class Dataset:
+    """Even groups name the teacher `even`, odd ones `odd`."""
+
+    def builder(self, group_id: int) -> EnvGroupBuilder:
+        return Pairs(ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
+
+
+@dataclass
+class Sink:
+    """Leases so many groups, then closes; remembers what was put."""
+
+    groups: int
+    leased: int = 0
+    most_under_way: int = 0
+    done: list[TrajectoryGroup] = field(default_factory=list)
+
+    async def lease(self, max_groups: int) -> Sequence[int]:
+        first = self.leased
+        self.leased = min(self.groups, first + max_groups)
+        self.most_under_way = max(self.most_under_way, self.leased - len(self.done))
+        return range(first, self.leased)
+
+    async def put(self, group: TrajectoryGroup) -> None:
+        self.done.append(group)
+
+
+def run(
+    sink: Sink, *, teachers: Mapping[str, Engine], **changes: Any
+) -> dict[int, TrajectoryGroup]:
+    settings: dict[str, Any] = {
+        "policy": POLICY,
+        "teachers": teachers,
+        "sink": sink,
+        "dataset": Dataset(),
+        "sampling": SAMPLING,
+        "seed": 1,
+        "max_groups": 2,
+    }
+    worker = RolloutWorker(**settings | changes)
+    asyncio.run(asyncio.wait_for(worker.run(), 30))
+    return {group.group_id: group for group in sink.done}
+
+
+def expect_scored_by(engine: PrefixEngine, group: TrajectoryGroup, field_name: str) -> None:
+    for segment in group.segments():
+        logprobs_T = getattr(segment, field_name)
+        for t in np.flatnonzero(segment.action_mask_T):
+            log_p_V = engine.distribution_V(segment.tokens_T[:t], TEMPERATURE)
+            assert logprobs_T[t] == log_p_V[segment.tokens_T[t]]
+
+
+def test_every_lease_is_rolled_out_scored_and_put() -> None:
+    sink, teacher = Sink(groups=7), PrefixEngine(1)
+    done = run(sink, teachers={"": teacher})
+    assert sorted(done) == list(range(7)) and sink.most_under_way <= 2
+    for group in done.values():
+        expect_scored_by(POLICY, group, "behaviour_logprobs_T")
+        expect_scored_by(teacher, group, "teacher_logprobs_T")
+        assert {"time/rollout", "time/teacher"} <= group.metrics.keys()
+        assert all(segment.teacher_top is None for segment in group.segments())
+        assert all(segment.reference_logprobs_T is None for segment in group.segments())
+
+
+def test_each_group_goes_to_the_teacher_it_names_and_all_to_the_reference() -> None:
+    teachers = {"even": PrefixEngine(1), "odd": PrefixEngine(2)}
+    reference = PrefixEngine(3)
+    done = run(Sink(groups=4), teachers=teachers, reference=reference, top_k=3)
+    for group_id, group in done.items():
+        teacher = teachers["odd" if group_id % 2 else "even"]
+        expect_scored_by(teacher, group, "teacher_logprobs_T")
+        expect_scored_by(reference, group, "reference_logprobs_T")
+        for segment in group.segments():
+            assert segment.teacher_top is not None
+            assert segment.teacher_top.ids_NK.shape == (segment.num_actions, 3)
+    assert all(len(engine.scored) == 2 for engine in teachers.values())
+
+
+def test_without_teachers_nothing_is_scored() -> None:
+    [group] = run(Sink(groups=1), teachers={}).values()
+    assert "time/rollout" in group.metrics and "time/teacher" not in group.metrics
+    for segment in group.segments():
+        assert segment.teacher_logprobs_T is None and segment.reference_logprobs_T is None
+
+
+def test_a_reference_alone_takes_the_teachers_time() -> None:
+    reference = PrefixEngine(3)
+    [group] = run(Sink(groups=1), teachers={}, reference=reference).values()
+    expect_scored_by(reference, group, "reference_logprobs_T")
+    assert "time/teacher" in group.metrics
+
+
+def test_a_group_of_an_unknown_teacher_ends_the_run() -> None:
+    sink = Sink(groups=4)
+    with pytest.raises(ConfigError, match=r"'odd'.*even, maths"):
+        run(sink, teachers={"even": PrefixEngine(1), "maths": PrefixEngine(2)}, max_groups=1)
+    assert [group.group_id for group in sink.done] == [0]
+
+
+class FailingTeacher(PrefixEngine):
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        raise EngineError("the teacher fell over")
+
+
+class HangingPolicy(PrefixEngine):
+    """Samples the first group, and never the others."""
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        if request.prompt_tokens_T[-1] != 5:
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+@pytest.mark.parametrize("reference", [None, PrefixEngine(3)])
+def test_a_failing_engine_ends_the_run_with_its_own_error(reference: Engine | None) -> None:
+    with pytest.raises(EngineError, match="the teacher fell over"):
+        run(
+            Sink(groups=4),
+            teachers={"": FailingTeacher(1)},
+            reference=reference,
+            policy=HangingPolicy(0),
+        )
