@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from distill.errors import DataError
+from distill.objective import Baseline, PolicyObjective
 from distill.types import FloatArray, Segment, TrajectoryGroup
+
+# Added to a group's standard deviation before dividing by it.
+STD_FLOOR = 1e-6
 
 
 def group_centred(rewards_G: FloatArray) -> FloatArray:
     """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division."""
     rewards_G = np.asarray(rewards_G, dtype=np.float32)
     return rewards_G - rewards_G.mean()
+
+
+def leave_one_out(rewards_G: FloatArray) -> FloatArray:
+    """A_i = r_i - mean of the other members (RLOO: Kool et al. 2019, Ahmadian et al. 2024).
+
+    Raises:
+        DataError: a group of one has no other members.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float32)
+    if len(rewards_G) < 2:
+        raise DataError("leave_one_out needs a group of at least 2")
+    return group_centred(rewards_G) * np.float32(len(rewards_G) / (len(rewards_G) - 1))
+
+
+def reward_advantages(
+    rewards_G: FloatArray, *, baseline: Baseline, scale_by_std: bool
+) -> FloatArray:
+    """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
+    advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
+    if scale_by_std:
+        advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
+    return advantages_G
+
+
+def has_constant_reward(group: TrajectoryGroup) -> bool:
+    """Whether every member has the same reward, so that none is better than another."""
+    return len({trajectory.reward for trajectory in group.trajectories_G}) == 1
 
 
 def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
@@ -39,22 +72,74 @@ def opd_advantages(segment: Segment, kl_coef: float, kl_discount_factor: float) 
         raise DataError("teacher_logprobs_T is missing: the segment was not scored by a teacher")
     mask_T = segment.action_mask_T
     gap_N = segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
-    advantages_T = np.zeros(len(segment), dtype=np.float32)
-    advantages_T[mask_T] = -kl_coef * discounted_future_sum(gap_N, kl_discount_factor)
-    return advantages_T
+    return _on_actions(segment, -kl_coef * discounted_future_sum(gap_N, kl_discount_factor))
 
 
-def segment_advantages(
-    group: TrajectoryGroup, *, kl_coef: float, kl_discount_factor: float, reward_coef: float
-) -> list[tuple[Segment, FloatArray]]:
-    """Every segment of the group with its advantages: the OPD term plus the centred task reward."""
-    rewards_G = np.array([trajectory.reward for trajectory in group.trajectories_G], np.float32)
-    centred_G = reward_coef * group_centred(rewards_G)
+def outside_top(segment: Segment, advantages_T: FloatArray) -> FloatArray:
+    """The advantages of those actions that are not among the teacher's likeliest; 0 elsewhere.
+
+    Raises:
+        DataError: the teacher was not asked for its likeliest tokens.
+    """
+    if segment.teacher_top is None:
+        raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
+    actions_N = segment.tokens_T[segment.action_mask_T]
+    in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
+    return _on_actions(segment, np.where(in_top_N, 0, advantages_T[segment.action_mask_T]))
+
+
+def reference_gaps(segment: Segment) -> FloatArray:
+    """kl_t = log p_T(y_t) - log ref_T(y_t) of the action tokens, shape (actions,).
+
+    Raises:
+        DataError: the segment has not been scored by a reference model.
+    """
+    if segment.reference_logprobs_T is None:
+        raise DataError("reference_logprobs_T is missing: no reference model scored the segment")
+    mask_T = segment.action_mask_T
+    return segment.behaviour_logprobs_T[mask_T] - segment.reference_logprobs_T[mask_T]
+
+
+def policy_advantages(
+    groups_P: Sequence[TrajectoryGroup], objective: PolicyObjective
+) -> list[tuple[TrajectoryGroup, Segment, FloatArray]]:
+    """Every segment with its advantages from rewards, bonuses and the reference; 0 off actions.
+
+        A_t = reward_coef * A_i + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
+
+    A_i is the trajectory's reward advantage within its group, b_t the token's own reward, kl_t its
+    log p_T - log ref_T and mean_kl the mean of those over all action tokens of `groups_P`: centred,
+    the penalty shifts probability between tokens and does not reward or punish length.
+
+    Raises:
+        DataError: a term needs a score that a segment does not have.
+    """
+    mean_kl = 0.0
+    if objective.reference_kl_coef:
+        gaps = [reference_gaps(segment) for group in groups_P for segment in group.segments()]
+        mean_kl = float(np.concatenate(gaps).mean(dtype=np.float64))
     rows = []
-    for trajectory, reward in zip(group.trajectories_G, centred_G, strict=True):
-        for segment in trajectory.segments:
-            advantages_T = reward * segment.action_mask_T.astype(np.float32)
-            if kl_coef:
-                advantages_T += opd_advantages(segment, kl_coef, kl_discount_factor)
-            rows.append((segment, advantages_T))
+    for group in groups_P:
+        rewards_G = np.array([member.reward for member in group.trajectories_G], np.float32)
+        advantages_G = np.zeros_like(rewards_G)
+        if objective.reward_coef:
+            advantages_G = objective.reward_coef * reward_advantages(
+                rewards_G, baseline=objective.baseline, scale_by_std=objective.scale_by_std
+            )
+        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
+            for segment in trajectory.segments:
+                on_actions_N = np.full(segment.num_actions, advantage, np.float32)
+                if objective.bonus_coef and segment.bonuses_T is not None:
+                    bonuses_N = segment.bonuses_T[segment.action_mask_T]
+                    on_actions_N += np.float32(objective.bonus_coef) * bonuses_N
+                if objective.reference_kl_coef:
+                    penalty_N = mean_kl - reference_gaps(segment)
+                    on_actions_N += np.float32(objective.reference_kl_coef) * penalty_N
+                rows.append((group, segment, _on_actions(segment, on_actions_N)))
     return rows
+
+
+def _on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:
+    values_T = np.zeros(len(segment), dtype=np.float32)
+    values_T[segment.action_mask_T] = values_N
+    return values_T

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.sampling import check_temperature
-from distill.types import BoolArray, FloatArray, TokenArray
+from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +26,13 @@ class TrainingRow:
         behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
         temperature: the T of the learner's log-probs.
         source: where the row came from, for error messages and the dump of bad rows.
+        proximal_logprobs_T: of the learner itself at the start of the step; None: not computed.
+        reference_logprobs_T: of a reference model; None without one.
+        teacher: which of several teachers it belongs to.
+        teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
+        teacher_context_T: what that teacher sees before the first trained token, where it is not
+            what the row has there.
+        teacher_top: that teacher's likeliest tokens, a row a trained token.
 
     Raises:
         DataError: unequal lengths, nothing to train on, or a non-finite number on a trained token.
@@ -37,10 +44,20 @@ class TrainingRow:
     behaviour_logprobs_T: FloatArray
     temperature: float
     source: str
+    proximal_logprobs_T: FloatArray | None = None
+    reference_logprobs_T: FloatArray | None = None
+    teacher: str = ""
+    teacher_coef: float = 0.0
+    teacher_context_T: TokenArray | None = None
+    teacher_top: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature, f"temperature of {self.source}")
-        for name in ("loss_mask_T", "weights_T", "behaviour_logprobs_T"):
+        floats = ["weights_T", "behaviour_logprobs_T"]
+        for name in ("proximal_logprobs_T", "reference_logprobs_T"):
+            if getattr(self, name) is not None:
+                floats.append(name)
+        for name in ("loss_mask_T", *floats):
             if len(getattr(self, name)) != len(self.tokens_T):
                 raise DataError(
                     f"{self.source}: {name} has {len(getattr(self, name))} entries for "
@@ -50,9 +67,14 @@ class TrainingRow:
             raise DataError(
                 f"{self.source}: a row needs a context token and a token to train after it"
             )
-        for name in ("weights_T", "behaviour_logprobs_T"):
+        for name in floats:
             if not np.isfinite(getattr(self, name)[self.loss_mask_T]).all():
                 raise DataError(f"{self.source}: {name} is not finite on a trained token")
+        if self.teacher_top is not None and len(self.teacher_top) != self.num_trained:
+            raise DataError(
+                f"{self.source}: teacher_top has {len(self.teacher_top)} rows for "
+                f"{self.num_trained} trained tokens"
+            )
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -72,7 +94,8 @@ class Batch:
     """Right-padded rows and the flat view of their trained positions.
 
     `position_N` indexes the flattened (B*T) hidden states one *before* each trained token: the
-    position whose logits predict it. Padding is known by length, never by token id.
+    position whose logits predict it. Padding is known by length, never by token id. `row_N` says
+    which row a trained token is in. What some row lacks is None for all of them.
     """
 
     tokens_BT: Tensor
@@ -81,36 +104,64 @@ class Batch:
     weights_N: Tensor
     behaviour_logprobs_N: Tensor
     temperature_N: Tensor
+    row_N: Tensor
+    proximal_logprobs_N: Tensor | None
+    reference_logprobs_N: Tensor | None
+    teacher_coef_N: Tensor
+    teacher_top_ids_NK: Tensor | None
+    teacher_top_logprobs_NK: Tensor | None
     rows: tuple[TrainingRow, ...]
+
+    def sum_by_row(self, values_N: Tensor) -> Tensor:
+        """The sum of each row's values, shape (rows,)."""
+        return values_N.new_zeros(len(self.rows)).index_add(0, self.row_N, values_N)
+
+    def mean_by_row(self, values_N: Tensor) -> Tensor:
+        """The mean of each row's values, shape (rows,)."""
+        return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
 
 
 def split_by_token_budget(
-    rows_D: Sequence[TrainingRow], token_budget: int
+    rows_D: Sequence[TrainingRow], token_budget: int, rows_per_unit: int = 1
 ) -> Iterator[list[TrainingRow]]:
     """Micro-batches of rows of similar length whose padded size is at most `token_budget` tokens.
 
-    Rows with the same context stay together, so that it can be run once for them. A single row
-    longer than the budget is a batch by itself. Every row appears exactly once.
+    Each `rows_per_unit` rows that follow one another (a preference pair, say) stay together, in
+    order. Units with the same context are neighbours, so that it can be run once for them; units of
+    different teachers never share a batch. A unit larger than the budget is a batch by itself.
+    Every row appears exactly once.
     """
     batch: list[TrainingRow] = []
     width = 0
-    for row in _by_context_and_length(rows_D):
-        width = max(width, len(row))
-        if batch and (len(batch) + 1) * width > token_budget:
+    for unit in _by_context_and_length(rows_D, rows_per_unit):
+        width = max(width, *map(len, unit))
+        full = (len(batch) + len(unit)) * width > token_budget
+        if batch and (full or batch[0].teacher != unit[0].teacher):
             yield batch
-            batch, width = [], len(row)
-        batch.append(row)
+            batch, width = [], max(map(len, unit))
+        batch += unit
     if batch:
         yield batch
 
 
-def _by_context_and_length(rows_D: Sequence[TrainingRow]) -> Iterator[TrainingRow]:
-    """Rows grouped by context; groups, and the rows of each, from short to long."""
-    groups: dict[bytes, list[TrainingRow]] = defaultdict(list)
-    for row in rows_D:
-        groups[row.tokens_T[: row.first_trained].tobytes()].append(row)
-    for group in sorted(groups.values(), key=lambda group: max(map(len, group))):
-        yield from sorted(group, key=len)
+def _by_context_and_length(
+    rows_D: Sequence[TrainingRow], rows_per_unit: int
+) -> Iterator[Sequence[TrainingRow]]:
+    """Units grouped by teacher and context; groups, and the units of each, from short to long."""
+    assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
+
+    def longest(unit: Sequence[TrainingRow]) -> int:
+        return max(map(len, unit))
+
+    groups: dict[tuple[str, bytes], list[Sequence[TrainingRow]]] = defaultdict(list)
+    for first in range(0, len(rows_D), rows_per_unit):
+        unit = rows_D[first : first + rows_per_unit]
+        row = unit[0]
+        groups[row.teacher, row.tokens_T[: row.first_trained].tobytes()].append(unit)
+    for _, group in sorted(
+        groups.items(), key=lambda item: (item[0][0], max(map(longest, item[1])))
+    ):
+        yield from sorted(group, key=longest)
 
 
 def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
@@ -126,6 +177,15 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
     def gather(values: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(values)).to(device=device, dtype=dtype)
 
+    def gather_optional(name: str) -> Tensor | None:
+        given = [(getattr(row, name), mask) for row, mask in trained]
+        if any(values_T is None for values_T, _ in given):
+            return None
+        return gather([values_T[mask] for values_T, mask in given], torch.float32)
+
+    tops = [row.teacher_top for row in rows if row.teacher_top is not None]
+    have_tops = len(tops) == len(rows) and len({top.k for top in tops}) == 1
+
     return Batch(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         position_N=gather(positions, torch.long),
@@ -136,6 +196,18 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
         ),
         temperature_N=gather(
             [np.full(row.num_trained, row.temperature) for row in rows], torch.float32
+        ),
+        row_N=gather([np.full(row.num_trained, b) for b, row in enumerate(rows)], torch.long),
+        proximal_logprobs_N=gather_optional("proximal_logprobs_T"),
+        reference_logprobs_N=gather_optional("reference_logprobs_T"),
+        teacher_coef_N=gather(
+            [np.full(row.num_trained, row.teacher_coef) for row in rows], torch.float32
+        ),
+        teacher_top_ids_NK=(
+            gather([top.ids_NK for top in tops], torch.long) if have_tops else None
+        ),
+        teacher_top_logprobs_NK=(
+            gather([top.logprobs_NK for top in tops], torch.float32) if have_tops else None
         ),
         rows=tuple(rows),
     )

@@ -30,10 +30,16 @@ def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
 
 
 class TokenStats(NamedTuple):
-    """Per position: the chosen token's log-prob and the entropy of p_T, both fp32, shape (N,)."""
+    """Per position, fp32, shape (N,): the chosen token's log-prob, the entropy of p_T, and the
+    divergence from a teacher where one was asked for."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
+    divergence_N: Tensor | None = None
+
+
+# log p_T of some positions (n, V), and which of the N they are -> their divergence (n,).
+DivergenceOf = Callable[[Tensor, slice], Tensor]
 
 
 def selected_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> Tensor:
@@ -44,11 +50,17 @@ def selected_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor
     return chosen_N - scaled_NV.logsumexp(dim=1)
 
 
-def token_stats(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> TokenStats:
-    """Log-prob of the token and entropy (without gradient) of the distribution, both at T."""
-    log_p_NV = torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=1)
+def log_distribution(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+    """log softmax(z / T) over the vocabulary, fp32, shape (N, V)."""
+    return torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=1)
+
+
+def token_stats(
+    log_p_NV: Tensor, tokens_N: Tensor, *, entropy_gradient: bool = False
+) -> TokenStats:
+    """Log-prob of the token and entropy (without gradient unless told) of the distribution."""
     chosen_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=1)
     return TokenStats(chosen_N, entropy_N)
 
@@ -96,25 +108,47 @@ class VocabularyHead:
                 "probe), in a way isotherm does not know; its log-probs would be wrong"
             )
 
-    def token_stats(self, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> TokenStats:
+    def log_distribution(self, hidden_NH: Tensor, temperature_N: Tensor) -> Tensor:
+        """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once."""
+        return log_distribution(self(hidden_NH), temperature_N)
+
+    def token_stats(
+        self,
+        hidden_NH: Tensor,
+        tokens_N: Tensor,
+        temperature_N: Tensor,
+        *,
+        divergence_of: DivergenceOf | None = None,
+        entropy_gradient: bool = False,
+    ) -> TokenStats:
         """`token_stats` of the projected hidden states, a chunk of positions at a time.
 
         With gradients on and more than one chunk, each chunk's logits are recomputed in the
         backward pass, so peak memory holds one chunk, whatever N is.
         """
-        rows = positions_per_chunk(hidden_NH.device, model_width(self.projection))
-        chunks = zip(
-            hidden_NH.split(rows), tokens_N.split(rows), temperature_N.split(rows), strict=True
-        )
-        if torch.is_grad_enabled() and len(hidden_NH) > rows:
-            stats = [checkpoint(self._chunk, *chunk, use_reentrant=False) for chunk in chunks]
-        else:
-            stats = [self._chunk(*chunk) for chunk in chunks]
-        logprobs, entropies = zip(*stats, strict=True)
-        return TokenStats(torch.cat(logprobs), torch.cat(entropies))
 
-    def _chunk(self, hidden_NH: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> TokenStats:
-        return token_stats(self(hidden_NH), tokens_N, temperature_N)
+        def stats_of(positions: slice, hidden_NH: Tensor) -> TokenStats:
+            log_p_NV = self.log_distribution(hidden_NH, temperature_N[positions])
+            stats = token_stats(log_p_NV, tokens_N[positions], entropy_gradient=entropy_gradient)
+            if divergence_of is None:
+                return stats
+            return stats._replace(divergence_N=divergence_of(log_p_NV, positions))
+
+        rows = positions_per_chunk(hidden_NH.device, model_width(self.projection))
+        chunks = [slice(first, first + rows) for first in range(0, len(hidden_NH), rows)]
+        if torch.is_grad_enabled() and len(chunks) > 1:
+            stats = [
+                checkpoint(stats_of, chunk, hidden_NH[chunk], use_reentrant=False)
+                for chunk in chunks
+            ]
+        else:
+            stats = [stats_of(chunk, hidden_NH[chunk]) for chunk in chunks]
+        logprobs, entropies, divergences = zip(*stats, strict=True)
+        return TokenStats(
+            torch.cat(logprobs),
+            torch.cat(entropies),
+            None if divergence_of is None else torch.cat(divergences),
+        )
 
 
 def model_width(projection: Callable[[Tensor], Tensor]) -> int:

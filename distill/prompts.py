@@ -1,54 +1,50 @@
-"""Prompts: read and check a JSONL file, and walk through it in a seeded, resumable order."""
+"""Prompts: read and check a file of them, and walk through it in a seeded, resumable order."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import ConfigError, DataError
-from distill.renderer import render_messages, render_text
+from distill.names import known_names
+from distill.records import located, read_rows
+from distill.renderer import (
+    check_messages,
+    check_text,
+    check_tools,
+    check_vocabulary,
+    render_messages,
+    render_text,
+)
 from distill.types import TokenArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One prompt, rendered. `answer` is the reference for the reward, where the file has one."""
+    """One prompt, rendered.
+
+    Attributes:
+        tokens_T: what the policy sees.
+        answer: the reference for the reward; None where the file has none.
+        line: the row of the file, from 1.
+        teacher: the name of the one that scores it, where teachers have names.
+        tag: the kind of prompt, for metrics by kind; None where the file has none.
+        teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
+        bonuses: what each occurrence of a phrase in the response pays.
+    """
 
     tokens_T: TokenArray
     answer: str | None
     line: int
-
-
-def read_jsonl(path: str) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every non-blank line.
-
-    Raises:
-        DataError: no such file, nothing in it, or a line that is not a JSON object.
-    """
-    rows: list[tuple[int, dict[str, Any]]] = []
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")
-                rows.append((number, row))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path!r}: {error}") from error
-    if not rows:
-        raise DataError(f"{path} holds no rows; write one JSON object a line")
-    return rows
+    teacher: str = ""
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+    bonuses: Mapping[str, float] = field(default_factory=dict)
 
 
 def load_prompts(
@@ -58,58 +54,138 @@ def load_prompts(
     vocab_size: int,
     context_length: int,
     max_new_tokens: int,
+    teachers: Collection[str] = (),
+    teacher_context_length: int | None = None,
 ) -> list[Prompt]:
-    """Reads, renders and checks every prompt of a JSONL file before anything expensive starts.
+    """Reads, renders and checks every prompt of a file before anything expensive starts.
 
-    Each line has `prompt` (a string, encoded as it stands) or `messages` (OpenAI chat format,
-    through the model's chat template), and optionally `answer`.
+    A row of the file, JSONL or parquet, has `prompt` (a string, encoded as it stands) or `messages`
+    (OpenAI chat format, through the model's chat template, with `tools` if the row has them), and
+    optionally
+
+        answer            the reference for the reward: a string or a number
+        teacher           the name of the teacher that scores it; needed where there are several
+        tag               the kind of prompt
+        teacher_prompt    or `teacher_messages`: what the teacher sees in place of the prompt, such
+                          as the prompt and its solution
+        bonuses           an object of phrase -> reward
+
+    Args:
+        vocab_size: of the model; ids are below it.
+        context_length: of the policy: the longest prompt and response together.
+        max_new_tokens: longest response.
+        teachers: names of the teachers. One named teacher scores the rows that name none as well;
+            with no names `teacher` is ignored.
+        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
 
     Raises:
         DataError: names the file, the line, and what is wrong with it.
     """
+    teacher_limit = context_length if teacher_context_length is None else teacher_context_length
     prompts = []
-    for number, row in read_jsonl(path):
-        where = f"{path}:{number}"
-        try:
-            tokens_T = _render(row, tokenizer)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        if tokens_T.max() >= vocab_size:
-            raise DataError(
-                f"{where}: the tokenizer gives id {tokens_T.max()}, outside the model's vocabulary "
-                f"of {vocab_size}; tokenizer and model do not belong together"
+    for number, row in read_rows(path):
+        with located(f"{path}:{number}"):
+            prompt = _prompt(row, number, tokenizer, teachers)
+            seen_by_teacher_T = prompt.tokens_T
+            if prompt.teacher_tokens_T is not None:
+                seen_by_teacher_T = prompt.teacher_tokens_T
+                check_vocabulary(seen_by_teacher_T, vocab_size)
+            check_vocabulary(prompt.tokens_T, vocab_size)
+            _check_length("the prompt", prompt.tokens_T, "model", context_length, max_new_tokens)
+            _check_length(
+                "what the teacher sees", seen_by_teacher_T, "teacher", teacher_limit, max_new_tokens
             )
-        if len(tokens_T) + max_new_tokens > context_length:
-            raise DataError(
-                f"{where}: the prompt has {len(tokens_T)} tokens, and max_new_tokens="
-                f"{max_new_tokens} more exceed the model's context of {context_length}; shorten "
-                "the prompt or lower max_new_tokens"
-            )
-        answer = row.get("answer")
-        prompts.append(
-            Prompt(tokens_T=tokens_T, answer=None if answer is None else str(answer), line=number)
-        )
+        prompts.append(prompt)
     return prompts
 
 
-def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> TokenArray:
-    text, messages = row.get("prompt"), row.get("messages")
-    if (text is None) == (messages is None):
-        raise DataError("give exactly one of `prompt` (a string) and `messages` (chat format)")
-    if text is not None:
-        if not isinstance(text, str) or not text:
-            raise DataError(f"`prompt` must be a non-empty string, got {text!r}")
-        tokens_T = render_text(tokenizer, text)
+def _prompt(
+    row: Mapping[str, Any],
+    number: int,
+    tokenizer: PreTrainedTokenizerBase,
+    teachers: Collection[str],
+) -> Prompt:
+    teacher_tokens_T = None
+    if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
+        teacher_tokens_T = _render(row, tokenizer, "teacher_")
+    return Prompt(
+        tokens_T=_render(row, tokenizer, ""),
+        answer=_answer(row.get("answer")),
+        line=number,
+        teacher=_teacher(row, teachers),
+        tag=None if row.get("tag") is None else check_text(row, "tag"),
+        teacher_tokens_T=teacher_tokens_T,
+        bonuses=_bonuses(row.get("bonuses")),
+    )
+
+
+def _render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prefix: str) -> TokenArray:
+    """Tokens of the prompt whose fields' names begin with `prefix`."""
+    text, messages = f"{prefix}prompt", f"{prefix}messages"
+    if (row.get(text) is None) == (row.get(messages) is None):
+        raise DataError(f"give exactly one of `{text}` (a string) and `{messages}` (chat format)")
+    if row.get(text) is not None:
+        tokens_T = render_text(tokenizer, check_text(row, text))
     else:
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f"`messages` must be a non-empty list, got {messages!r}")
-        for i, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise DataError(f"`messages[{i}]` must be an object with a `role`, got {message!r}")
-        tokens_T = render_messages(tokenizer, messages)
+        checked = check_messages(row[messages], messages)
+        tokens_T = render_messages(tokenizer, checked, tools=check_tools(row))
     if len(tokens_T) == 0:
-        raise DataError("the prompt is empty after tokenization")
+        raise DataError(f"the {prefix}prompt is empty after tokenization")
     return tokens_T
+
+
+def _check_length(
+    what: str, tokens_T: TokenArray, whose: str, context_length: int, max_new_tokens: int
+) -> None:
+    if len(tokens_T) + max_new_tokens > context_length:
+        raise DataError(
+            f"{what} has {len(tokens_T)} tokens, and max_new_tokens={max_new_tokens} more exceed "
+            f"the {whose}'s context of {context_length}; shorten the prompt or lower "
+            "max_new_tokens"
+        )
+
+
+def _answer(answer: object) -> str | None:
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise DataError(f"`answer` must be a string or a number, got {answer!r}")
+    return str(answer)
+
+
+def _teacher(row: Mapping[str, Any], teachers: Collection[str]) -> str:
+    named = None if row.get("teacher") is None else check_text(row, "teacher")
+    if not teachers:
+        return ""
+    if named is None:
+        if len(teachers) > 1:
+            raise DataError(
+                "`teacher` is missing: with several teachers each row names one of "
+                f"{', '.join(sorted(teachers))}"
+            )
+        return next(iter(teachers))
+    if named not in teachers:
+        raise DataError(
+            f"`teacher` is {named!r}, no teacher's name; {known_names(named, teachers)}"
+        )
+    return named
+
+
+def _bonuses(bonuses: object) -> dict[str, float]:
+    if bonuses is None:
+        return {}
+    if not isinstance(bonuses, dict):
+        raise DataError(f"`bonuses` must be an object of phrase -> reward, got {bonuses!r}")
+    for phrase, value in bonuses.items():
+        if not phrase:
+            raise DataError("`bonuses` has an empty phrase, which occurs everywhere; drop it")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise DataError(f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}")
+    return {phrase: float(value) for phrase, value in bonuses.items()}
 
 
 class PromptStream:

@@ -2,7 +2,111 @@
 
 from __future__ import annotations
 
+import math
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from distill.errors import ConfigError, DataError
+from distill.names import known_names
+
+# (response, answer) -> reward
+RewardFunction = Callable[[str, str], float]
+
+# A sign that is no minus between two operands; digits with or without commas between thousands; a
+# decimal part. A dollar may stand before the digits; a dot after them only ends the sentence.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])(-))?(?:\$(-)?)?"
+    r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
+
 
 def exact_match(response: str, answer: str) -> float:
     """1 if the response equals the answer, surrounding whitespace aside, else 0."""
     return float(response.strip() == answer.strip())
+
+
+def last_number(response: str, answer: str) -> float:
+    """1 if the last number in the response is the last in the answer, else 0.
+
+    Compared as decimals: 18, 18.0, $18, and 1,000 and 1000 are the same. The answer may be a whole
+    solution that ends in `#### 18`. A response or an answer without a number earns 0.
+    """
+    given = _last_number(response)
+    return float(given is not None and given == _last_number(answer))
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    if not numbers:
+        return None
+    minus, minus_after_dollar, digits = numbers[-1]
+    return Decimal((minus or minus_after_dollar) + digits.replace(",", ""))
+
+
+def contains(response: str, answer: str) -> float:
+    """1 if the answer, surrounding whitespace aside, occurs in the response, else 0."""
+    return float(answer.strip() in response)
+
+
+_BUILT_IN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "contains": contains,
+}
+
+
+def load_reward(name: str) -> RewardFunction:
+    """A built-in reward by its name, or the function at `package.module:function`, checked.
+
+    Raises:
+        ConfigError: an unknown name, or something that cannot be imported or called.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"reward={name!r} is neither a built-in reward nor `package.module:function`; "
+            f"{known_names(name, _BUILT_IN)}"
+        )
+    try:
+        function = pkgutil.resolve_name(name)
+    except Exception as error:  # the module is the user's: importing it may raise anything
+        raise ConfigError(
+            f"reward={name!r} cannot be imported: {type(error).__name__}: {error}. Is the module "
+            "installed, or its directory on PYTHONPATH?"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"reward={name!r} is a {type(function).__name__}, not a function")
+    return CheckedReward(name=name, function=function)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedReward:
+    """A user's reward function, held to finite numbers. It pickles by its name.
+
+    Raises:
+        DataError: the function returned something else.
+    """
+
+    name: str
+    function: Callable[[str, str], Any]
+
+    def __call__(self, response: str, answer: str) -> float:
+        reward = self.function(response, answer)
+        if not isinstance(reward, Real | np.bool_) or not math.isfinite(reward):
+            raise DataError(
+                f"reward {self.name} returned {reward!r} for the answer {answer[:40]!r}; it must "
+                "return a finite number"
+            )
+        return float(reward)
+
+    def __reduce__(self) -> tuple[Callable[[str], RewardFunction], tuple[str]]:
+        return load_reward, (self.name,)

@@ -1,101 +1,67 @@
-"""Training rows from what was sampled, and from supervised examples."""
+"""Training rows from what was sampled: one a segment, with all that the objective asks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.advantages import segment_advantages
+from distill.advantages import opd_advantages, outside_top, policy_advantages
 from distill.batching import TrainingRow
-from distill.errors import DataError
-from distill.prompts import read_jsonl
-from distill.renderer import encode, render_text
-from distill.types import TrajectoryGroup
+from distill.objective import ObjectiveConfig
+from distill.types import FloatArray, Segment, TrajectoryGroup
 
 
 def policy_rows(
-    groups_P: Iterable[TrajectoryGroup],
-    *,
-    kl_coef: float,
-    kl_discount_factor: float,
-    reward_coef: float,
+    groups_P: Sequence[TrajectoryGroup],
+    objective: ObjectiveConfig,
+    teacher_weights: Mapping[str, float] | None = None,
 ) -> list[TrainingRow]:
-    """One row a segment, weighted by its advantages, at the segment's own temperature."""
-    return [
-        TrainingRow(
-            tokens_T=segment.tokens_T,
-            loss_mask_T=segment.action_mask_T,
-            weights_T=advantages_T,
-            behaviour_logprobs_T=segment.behaviour_logprobs_T,
-            temperature=segment.temperature,
-            source=f"group {group.group_id}",
-        )
-        for group in groups_P
-        for segment, advantages_T in segment_advantages(
-            group, kl_coef=kl_coef, kl_discount_factor=kl_discount_factor, reward_coef=reward_coef
-        )
-    ]
+    """One row a segment, weighted by its advantages, at the segment's own temperature.
 
-
-# Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
-SFT_TEMPERATURE = 1.0
-
-
-def load_sft_rows(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, max_length: int
-) -> list[TrainingRow]:
-    """Rows of a JSONL file with `prompt` and `completion`; loss on the completion and its EOS.
-
-    The two are encoded apart, as they are at generation, and the tokenizer's EOS closes the row.
+    Each group's teacher counts kl_coef times its weight (1 where it has none). Its part is an
+    advantage where it is known by the sampled token alone, and `teacher_coef` where the learner
+    computes a divergence.
 
     Raises:
-        DataError: names the file, the line, and what is wrong with it.
+        DataError: a segment lacks a score that the objective needs.
     """
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no EOS token, so a completion could never end; set one")
-    rows = []
-    for number, example in read_jsonl(path):
-        where = f"{path}:{number}"
-        row = _sft_row(example, tokenizer, where)
-        if len(row) > max_length:
-            raise DataError(
-                f"{where}: {len(row)} tokens exceed the limit of {max_length} (the model's context "
-                "or max_length); shorten or drop the row"
+    rows_D = []
+    for group, segment, advantages_T in policy_advantages(groups_P, objective):
+        coef = objective.kl_coef * (teacher_weights or {}).get(group.teacher, 1.0)
+        if coef:
+            advantages_T = advantages_T + _teacher_advantages(segment, objective, coef)
+        rows_D.append(
+            TrainingRow(
+                tokens_T=segment.tokens_T,
+                loss_mask_T=segment.action_mask_T,
+                weights_T=advantages_T,
+                behaviour_logprobs_T=segment.behaviour_logprobs_T,
+                temperature=segment.temperature,
+                source=f"group {group.group_id}",
+                teacher=group.teacher,
+                teacher_coef=0.0 if objective.estimator == "sampled" else coef,
+                teacher_context_T=segment.teacher_context_T,
+                teacher_top=segment.teacher_top,
             )
-        if row.tokens_T.max() >= vocab_size:
-            raise DataError(
-                f"{where}: the tokenizer gives id {row.tokens_T.max()}, outside the model's "
-                f"vocabulary of {vocab_size}; tokenizer and model do not belong together"
-            )
-        rows.append(row)
-    return rows
+        )
+    return rows_D
 
 
-def _sft_row(
-    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
-) -> TrainingRow:
-    for field in ("prompt", "completion"):
-        if not isinstance(example.get(field), str) or not example[field]:
-            raise DataError(
-                f"{where}: `{field}` must be a non-empty string, got {example.get(field)!r}"
-            )
-    try:
-        prompt_T = render_text(tokenizer, example["prompt"])
-        completion = encode(tokenizer, example["completion"], add_special_tokens=False)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    tokens_T = np.concatenate(
-        [prompt_T, np.asarray([*completion, tokenizer.eos_token_id], np.int32)]
-    )
-    mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
-    return TrainingRow(
-        tokens_T=tokens_T,
-        loss_mask_T=mask_T,
-        weights_T=mask_T.astype(np.float32),
-        behaviour_logprobs_T=np.zeros(len(tokens_T), np.float32),
-        temperature=SFT_TEMPERATURE,
-        source=where,
-    )
+def _teacher_advantages(segment: Segment, objective: ObjectiveConfig, coef: float) -> FloatArray:
+    if objective.estimator == "sampled":
+        return opd_advantages(segment, coef, objective.kl_discount_factor)
+    if objective.estimator == "top_k" and objective.tail == "sampled":
+        return outside_top(segment, opd_advantages(segment, coef, 0.0))
+    return np.zeros(len(segment), np.float32)
+
+
+def advantage_metrics(rows_D: Sequence[TrainingRow]) -> dict[str, float]:
+    """Mean, standard deviation and extremes of the advantages of all trained tokens."""
+    advantages_N = np.concatenate([row.weights_T[row.loss_mask_T] for row in rows_D])
+    return {
+        "advantage/mean": float(advantages_N.mean(dtype=np.float64)),
+        "advantage/std": float(advantages_N.std(dtype=np.float64)),
+        "advantage/max": float(advantages_N.max()),
+        "advantage/min": float(advantages_N.min()),
+    }

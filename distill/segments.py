@@ -4,47 +4,94 @@ from __future__ import annotations
 
 import numpy as np
 
+from distill.errors import DataError
 from distill.interfaces import Sample
-from distill.types import Segment, TokenArray
+from distill.types import FloatArray, Segment, TokenArray
+
+
+class _Chain:
+    """The parts of one segment: for each turn what was newly observed, then what was sampled."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TokenArray] = []
+        self.mask: list[np.ndarray] = []
+        self.logprobs: list[FloatArray] = []
+        self.versions: list[TokenArray] = []
+        self.bonuses: list[FloatArray] = []
+
+    def seen_T(self) -> TokenArray:
+        return np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
+
+    def segment(
+        self, temperature: float, *, with_bonuses: bool, teacher_context_T: TokenArray | None
+    ) -> Segment:
+        return Segment(
+            tokens_T=np.concatenate(self.tokens),
+            action_mask_T=np.concatenate(self.mask),
+            behaviour_logprobs_T=np.concatenate(self.logprobs),
+            versions_T=np.concatenate(self.versions),
+            temperature=temperature,
+            teacher_context_T=teacher_context_T,
+            bonuses_T=np.concatenate(self.bonuses) if with_bonuses else None,
+        )
 
 
 class SegmentBuilder:
-    """Collects the turns of one episode. Sampled tokens are kept as sampled, never re-encoded."""
+    """Collects the turns of one episode. Sampled tokens are kept as sampled, never re-encoded.
 
-    def __init__(self, temperature: float) -> None:
+    Args:
+        temperature: the T that the turns were sampled at.
+        teacher_context_T: what the teacher sees in place of the prompt. It goes on the first
+            segment, the one whose context is the prompt.
+    """
+
+    def __init__(self, temperature: float, teacher_context_T: TokenArray | None = None) -> None:
         self._temperature = temperature
-        self._done: list[Segment] = []
-        self._tokens: list[TokenArray] = []
-        self._mask: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
+        self._teacher_context_T = teacher_context_T
+        self._chains: list[_Chain] = []
+        self._with_bonuses = False
 
-    def append(self, observation_T: TokenArray, sample: Sample) -> None:
-        """Adds one turn: all the tokens the model saw (`observation_T`), then what it sampled."""
-        seen_T = np.concatenate(self._tokens) if self._tokens else np.empty(0, np.int32)
-        if not np.array_equal(observation_T[: len(seen_T)], seen_T):
-            self._close()
+    def append(
+        self, observation_T: TokenArray, sample: Sample, bonuses_T: FloatArray | None = None
+    ) -> None:
+        """Adds one turn: all the tokens the model saw (`observation_T`), then what it sampled.
+
+        `bonuses_T` are the rewards of the sampled tokens, one each. Once a turn has some, all
+        segments of the episode do, 0 elsewhere.
+
+        Raises:
+            DataError: bonuses for another number of tokens.
+        """
+        sampled = len(sample.tokens_T)
+        if bonuses_T is None:
+            bonuses_T = np.zeros(sampled, np.float32)
+        else:
+            self._with_bonuses = True
+        if len(bonuses_T) != sampled:
+            raise DataError(f"bonuses_T has {len(bonuses_T)} entries for {sampled} sampled tokens")
+        seen_T = self._chains[-1].seen_T() if self._chains else np.empty(0, np.int32)
+        if not self._chains or not np.array_equal(observation_T[: len(seen_T)], seen_T):
+            self._chains.append(_Chain())
             seen_T = seen_T[:0]
+        chain = self._chains[-1]
         new = len(observation_T) - len(seen_T)
-        self._tokens += [np.asarray(observation_T[len(seen_T) :], np.int32), sample.tokens_T]
-        self._mask += [np.zeros(new, np.bool_), np.ones(len(sample.tokens_T), np.bool_)]
-        self._logprobs += [np.zeros(new, np.float32), sample.logprobs_T]
-        self._versions += [np.full(new, -1, np.int32), sample.versions_T]
-
-    def _close(self) -> None:
-        self._done.append(
-            Segment(
-                tokens_T=np.concatenate(self._tokens),
-                action_mask_T=np.concatenate(self._mask),
-                behaviour_logprobs_T=np.concatenate(self._logprobs),
-                versions_T=np.concatenate(self._versions),
-                temperature=self._temperature,
-            )
-        )
-        self._tokens, self._mask, self._logprobs, self._versions = [], [], [], []
+        chain.tokens += [np.asarray(observation_T[len(seen_T) :], np.int32), sample.tokens_T]
+        chain.mask += [np.zeros(new, np.bool_), np.ones(sampled, np.bool_)]
+        chain.logprobs += [np.zeros(new, np.float32), sample.logprobs_T]
+        chain.versions += [np.full(new, -1, np.int32), sample.versions_T]
+        chain.bonuses += [np.zeros(new, np.float32), np.asarray(bonuses_T, np.float32)]
 
     def build(self) -> tuple[Segment, ...]:
-        """The episode's segments, in order."""
-        if self._tokens:
-            self._close()
-        return tuple(self._done)
+        """The episode's segments, in order.
+
+        Raises:
+            DataError: as of `Segment`.
+        """
+        return tuple(
+            chain.segment(
+                self._temperature,
+                with_bonuses=self._with_bonuses,
+                teacher_context_T=self._teacher_context_T if i == 0 else None,
+            )
+            for i, chain in enumerate(self._chains)
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.batching import Batch, TrainingRow
-from distill.logprobs import TokenStats, VocabularyHead
+from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
 from distill.prefix_probe import choose_model
 from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
 
@@ -28,19 +28,35 @@ class Forward:
             ConfigError: its logits cannot be reproduced.
         """
         model.eval()
-        self._head = VocabularyHead(model)
+        self.head = VocabularyHead(model)
         # Ours has no dropout in attention; a model that trains with one keeps its own.
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
         self._model = PlainModel(model) if dropout else choose_model(model)
         model.train()
 
-    def __call__(self, batch: Batch) -> TokenStats:
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        divergence_of: DivergenceOf | None = None,
+        entropy_gradient: bool = False,
+    ) -> TokenStats:
         """fp32 tensors of shape (N,), N the batch's trained tokens, in the order of `batch`."""
+        return self.head.token_stats(
+            self.hidden(batch),
+            batch.tokens_N,
+            batch.temperature_N,
+            divergence_of=divergence_of,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Hidden states that predict the batch's trained tokens, shape (N, H)."""
         hidden_NH = self._with_shared_prefixes(batch.rows)
         if hidden_NH is None:
             hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
             hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
-        return self._head.token_stats(hidden_NH, batch.tokens_N, batch.temperature_N)
+        return hidden_NH
 
     def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor | None:
         """Hidden states that predict the trained tokens; None where sharing does not pay."""

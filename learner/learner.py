@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,31 @@ from torch import Tensor
 from distill.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.cpu_linear import use_onednn
 from distill.errors import CheckpointError, NonFiniteError
-from distill.logprobs import TokenStats
-from distill.losses import Metrics
+from distill.losses import Metrics, StepCounts, finish_metrics
 from distill.models import load_causal_lm, resolve_device
 from distill.tensors import PackedTensors
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
 from learner.optimizer import build_optimizer, build_schedule
 
-# (log-probs and entropy, the batch they belong to, trained tokens of the whole step) -> loss
-LossFunction = Callable[[TokenStats, Batch, int], tuple[Tensor, Metrics]]
+# Runs the forward pass over a micro-batch and returns its share of the step's loss, and metrics as
+# `distill.losses` has them.
+LossFunction = Callable[[Forward, Batch, StepCounts], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """Rows under one loss. An optimizer step has one, or several: distillation beside SFT, say.
+
+    Attributes:
+        rows_per_unit: rows that follow one another and stay in one micro-batch: 2 for pairs.
+        coef: what its loss is multiplied by.
+    """
+
+    rows_D: Sequence[TrainingRow]
+    loss: LossFunction
+    rows_per_unit: int = 1
+    coef: float = 1.0
 
 
 class Learner:
@@ -49,31 +65,21 @@ class Learner:
         self._optimizer = build_optimizer(self.model, config.optimizer)
         self._schedule = build_schedule(self._optimizer, config.optimizer, config.total_steps)
 
-    def step(self, rows_D: Sequence[TrainingRow], loss_function: LossFunction) -> dict[str, float]:
+    def step(self, *parts: Part) -> dict[str, float]:
         """One optimizer step over all rows, accumulated in micro-batches under the token budget.
 
-        Returns `train/*` metrics; means are per trained token.
+        Returns `train/*` metrics, and those of the parts' losses.
 
         Raises:
             NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
                 before the step, and the offending rows are in `dump_dir`.
         """
-        num_tokens = sum(row.num_trained for row in rows_D)
-        sums: dict[str, float] = defaultdict(float)
+        rows_D = [row for part in parts for row in part.rows_D]
+        made: dict[str, float] = defaultdict(float)
         padded = 0
         self._optimizer.zero_grad(set_to_none=True)
-        for rows_B in split_by_token_budget(rows_D, self._token_budget):
-            batch = collate(rows_B, self.device)
-            stats = self._forward(batch)
-            loss, metrics = loss_function(stats, batch, num_tokens)
-            if not math.isfinite(loss.item()):
-                raise self._non_finite(f"the loss is {loss.item()}", rows_B)
-            loss.backward()
-            padded += batch.tokens_BT.numel()
-            sums["train/loss"] += loss.item() * num_tokens
-            sums["train/entropy"] += stats.entropy_N.sum().item()
-            for name, value in metrics.items():
-                sums[name] += value.item()
+        for part in parts:
+            padded += self._accumulate(part, made)
         grad_norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self._config.optimizer.max_grad_norm
         ).item()
@@ -82,13 +88,35 @@ class Learner:
         lr = self._optimizer.param_groups[0]["lr"]
         self._optimizer.step()
         self._schedule.step()
-        return {name: total / num_tokens for name, total in sums.items()} | {
+        return finish_metrics(made) | {
             "train/grad_norm": grad_norm,
             "train/lr": lr,
-            "train/tokens": num_tokens,
+            "train/tokens": sum(row.num_trained for row in rows_D),
             # of the padded micro-batches, before shared contexts are taken out of them
             "train/padding_share": 1 - sum(len(row) for row in rows_D) / padded,
         }
+
+    def _accumulate(self, part: Part, made: dict[str, float]) -> int:
+        """Adds the part's gradients, and its metrics to `made`; returns the tokens it padded to."""
+        counts = StepCounts(sum(row.num_trained for row in part.rows_D), len(part.rows_D))
+        padded = 0
+        for rows_B in split_by_token_budget(part.rows_D, self._token_budget, part.rows_per_unit):
+            batch = collate(rows_B, self.device)
+            loss, metrics = part.loss(self._forward, batch, counts)
+            loss = part.coef * loss
+            if not math.isfinite(loss.item()):
+                raise self._non_finite(f"the loss is {loss.item()}", rows_B)
+            loss.backward()
+            padded += batch.tokens_BT.numel()
+            made["train/loss"] += loss.item()
+            for name, value in metrics.items():
+                if name.endswith("_max"):
+                    made[name] = max(made.get(name, -math.inf), value.item())
+                elif name.endswith("_min"):
+                    made[name] = min(made.get(name, math.inf), value.item())
+                else:
+                    made[name] += value.item()
+        return padded
 
     @torch.no_grad()
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""The learner's loop for sampled-token objectives (OPD, task reward, or both), one step a call.
+"""The learner's loop over rollouts (OPD, task reward, or both), one step a call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
@@ -9,47 +9,26 @@ The loop is given a source of groups and a `publish` callable. It knows neither 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-import chz
+import numpy as np
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import Batch
+from distill.advantages import has_constant_reward
+from distill.batching import Batch, TrainingRow
 from distill.delivery import TrainedGroups
-from distill.errors import ConfigError
-from distill.logprobs import TokenStats
-from distill.losses import Metrics, importance_sampling
-from distill.metrics import group_metrics
-from distill.rows import policy_rows
+from distill.losses import Metrics, StepCounts
+from distill.metrics import group_metrics, merge_updates
+from distill.rows import advantage_metrics, policy_rows
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.learner import Learner
-
-
-@chz.chz
-class ObjectiveConfig:
-    """What an action token is worth."""
-
-    kl_coef: float = chz.field(default=1.0, doc="weight of the OPD term, -(log p_T - log q_T)")
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="discount of future OPD terms; 0 counts the immediate one only"
-    )
-    reward_coef: float = chz.field(default=0.0, doc="weight of the group-centred task reward")
-
-    @chz.validate
-    def _has_a_gradient(self) -> None:
-        for name in ("kl_coef", "reward_coef"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be 0 or above, and finite")
-        if not 0 <= self.kl_discount_factor <= 1:
-            raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
-        if self.kl_coef == 0:
-            raise ConfigError(
-                "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
-                "give a kl_coef above 0"
-            )
+from learner.forward import Forward
+from learner.learner import Learner, Part
+from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.supervised import RowStream
 
 
 class GroupSource(Protocol):
@@ -65,6 +44,14 @@ class GroupSource(Protocol):
 Publish = Callable[[Mapping[str, Tensor], int], Mapping[str, float]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedMix:
+    """Supervised rows beside the rollouts: a batch in every update, its loss times `coef`."""
+
+    stream: RowStream
+    coef: float
+
+
 class PolicyLoop:
     """Trains a `Learner` on groups, a step at a time. The weight version is the step count."""
 
@@ -76,8 +63,10 @@ class PolicyLoop:
         source: GroupSource,
         publish: Publish,
         store: CheckpointStore,
-        objective: ObjectiveConfig,
+        loss: PolicyObjectiveLoss,
         groups_per_step: int,
+        teacher_weights: Mapping[str, float] | None = None,
+        supervised: SupervisedMix | None = None,
         resume_from: Checkpoint | None = None,
     ) -> None:
         self.step_count = 0
@@ -86,7 +75,9 @@ class PolicyLoop:
         self._source = source
         self.publisher = publish
         self._store = store
-        self._objective = objective
+        self._loss = loss
+        self._teacher_weights = teacher_weights or {}
+        self._supervised = supervised
         self._groups_per_step = groups_per_step
         self._trained = TrainedGroups()
         if resume_from:
@@ -107,15 +98,7 @@ class PolicyLoop:
         assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
         for group_id in group_ids:  # before the weights change
             assert group_id not in self._trained, f"group {group_id} would be trained twice"
-        objective = self._objective
-        rows_D = policy_rows(
-            groups_P,
-            kl_coef=objective.kl_coef,
-            kl_discount_factor=objective.kl_discount_factor,
-            reward_coef=objective.reward_coef,
-        )
-        metrics = group_metrics(groups_P, version=self.step_count)
-        metrics |= self.learner.step(rows_D, importance_sampling_loss)
+        metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
         for group_id in group_ids:
             self._trained.add(group_id)
         self.step_count += 1
@@ -134,6 +117,48 @@ class PolicyLoop:
             "groups/last": groups_P[-1].group_id,
         }
 
+    def _learn(self, groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
+        """The step's optimizer updates: one, or `num_substeps` on a part of the groups each.
+
+        With every group filtered out and no supervised rows there is none, and the weights stay.
+        """
+        objective = self._loss.objective
+        if objective.remove_constant_reward_groups:
+            groups_P = [group for group in groups_P if not has_constant_reward(group)]
+        parts: list[list[TrainingRow]] = [[]]
+        metrics: dict[str, float] = {"train/groups": len(groups_P)}
+        if groups_P:
+            rows_D = policy_rows(groups_P, objective, self._teacher_weights)
+            metrics |= advantage_metrics(rows_D)
+            parts = self._split(rows_D, groups_P)
+        updates = []
+        for i, rows_D in enumerate(parts):
+            update = [Part(rows_D=rows_D, loss=self._loss)] if rows_D else []
+            if mix := self._supervised:
+                batch = mix.stream.batch(self.step_count * objective.num_substeps + i)
+                update.append(Part(rows_D=batch, loss=_mixed_loss, coef=mix.coef))
+            if update:
+                updates.append(self.learner.step(*update))
+        return metrics | merge_updates(updates)
+
+    def _split(
+        self, rows_D: list[TrainingRow], groups_P: Sequence[TrajectoryGroup]
+    ) -> list[list[TrainingRow]]:
+        """The rows of each update, split by group, with the log-probs that ratios need."""
+        objective = self._loss.objective
+        substeps = min(objective.num_substeps, len(groups_P))
+        if substeps == 1:
+            return [rows_D]
+        if objective.correction != "none":
+            rows_D = [
+                _with_proximal(row, logprobs_N)
+                for row, logprobs_N in zip(rows_D, self.learner.logprobs(rows_D), strict=True)
+            ]
+        rows_per_group = [len(list(group.segments())) for group in groups_P]
+        starts = np.cumsum([0, *rows_per_group])
+        cuts = [starts[part[0]] for part in np.array_split(np.arange(len(groups_P)), substeps)]
+        return [rows_D[a:b] for a, b in zip(cuts, [*cuts[1:], len(rows_D)], strict=True)]
+
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""
         return self._store.save(
@@ -145,9 +170,13 @@ class PolicyLoop:
         )
 
 
-def importance_sampling_loss(
-    stats: TokenStats, batch: Batch, num_tokens: int
-) -> tuple[Tensor, Metrics]:
-    return importance_sampling(
-        stats.logprobs_N, batch.behaviour_logprobs_N, batch.weights_N, num_tokens
-    )
+def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:
+    proximal_T = np.zeros(len(row), np.float32)
+    proximal_T[row.loss_mask_T] = logprobs_N
+    return replace(row, proximal_logprobs_T=proximal_T)
+
+
+def _mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+    """Cross-entropy beside the policy loss, whose metrics keep their names."""
+    loss, metrics = cross_entropy_loss(forward, batch, counts)
+    return loss, {"sft/nll": metrics["train/nll"]}

@@ -1,61 +1,80 @@
-"""Supervised fine-tuning: the same learner, rows from a file instead of from rollouts."""
+"""Training on data that is there already: SFT and DPO, one optimizer step a call."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import Batch, TrainingRow
+from distill.batching import TrainingRow
 from distill.errors import CheckpointError
-from distill.logprobs import TokenStats
-from distill.losses import Metrics, cross_entropy
 from distill.prompts import PromptStream
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.learner import Learner
+from learner.learner import Learner, LossFunction, Part
 
 
-class SftLoop:
-    """Trains on `batch_size` rows a step, in a seeded order that a resumed run continues."""
+class RowStream:
+    """Units of rows in a seeded order, epoch after epoch: position -> the batch that starts there.
+
+    A unit is a row, or rows that belong together: the two of a preference pair.
+    """
+
+    def __init__(
+        self, rows_D: Sequence[TrainingRow], *, batch_size: int, seed: int, rows_per_unit: int = 1
+    ) -> None:
+        self._rows_D = rows_D
+        self._batch_size = batch_size
+        self.rows_per_unit = rows_per_unit
+        self.num_units = len(rows_D) // rows_per_unit
+        self._order = PromptStream(self.num_units, seed)
+
+    def batch(self, index: int) -> list[TrainingRow]:
+        """The rows of the batch with that number, from 0."""
+        first = index * self._batch_size
+        units = [self._order.index(i) for i in range(first, first + self._batch_size)]
+        size = self.rows_per_unit
+        return [row for unit in units for row in self._rows_D[unit * size : (unit + 1) * size]]
+
+
+class SupervisedLoop:
+    """Trains on a stream's batches with one loss; a resumed run continues the order."""
 
     def __init__(
         self,
         *,
         learner: Learner,
         tokenizer: PreTrainedTokenizerBase,
-        rows_D: Sequence[TrainingRow],
-        batch_size: int,
-        seed: int,
+        stream: RowStream,
+        loss: LossFunction,
         store: CheckpointStore,
         resume_from: Checkpoint | None = None,
     ) -> None:
         self.step_count = 0
         self.learner = learner
         self._tokenizer = tokenizer
-        self._rows_D = rows_D
-        self._batch_size = batch_size
-        self._stream = PromptStream(len(rows_D), seed)
+        self._stream = stream
+        self._loss = loss
         self._store = store
         if resume_from:
-            if resume_from.delivery.get("num_rows") != len(rows_D):
+            trained_on = resume_from.delivery.get("num_rows")
+            if trained_on != stream.num_units:
                 raise CheckpointError(
-                    f"the checkpoint was trained on {resume_from.delivery.get('num_rows')} rows, "
-                    f"the data now has {len(rows_D)}; use the same file, or another out="
+                    f"the checkpoint was trained on {trained_on} rows (or pairs), the data now has "
+                    f"{stream.num_units}; use the same file, or another out="
                 )
             self.step_count = resume_from.step
             learner.load_trainer_state(resume_from.trainer_state())
 
     def step(self) -> dict[str, float]:
-        """One optimizer step on the next `batch_size` rows."""
+        """One optimizer step on the next batch."""
         started = time.perf_counter()
-        first = self.step_count * self._batch_size
-        rows_D = [
-            self._rows_D[self._stream.index(position)]
-            for position in range(first, first + self._batch_size)
-        ]
-        metrics = self.learner.step(rows_D, _cross_entropy)
+        part = Part(
+            rows_D=self._stream.batch(self.step_count),
+            loss=self._loss,
+            rows_per_unit=self._stream.rows_per_unit,
+        )
+        metrics = self.learner.step(part)
         self.step_count += 1
         seconds = time.perf_counter() - started
         return metrics | {
@@ -71,9 +90,5 @@ class SftLoop:
             model=self.learner.model,
             tokenizer=self._tokenizer,
             trainer_state=self.learner.trainer_state(),
-            delivery={"num_rows": len(self._rows_D)},
+            delivery={"num_rows": self._stream.num_units},
         )
-
-
-def _cross_entropy(stats: TokenStats, batch: Batch, num_tokens: int) -> tuple[Tensor, Metrics]:
-    return cross_entropy(stats.logprobs_N, batch.weights_N, num_tokens)

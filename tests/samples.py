@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from distill.batching import TrainingRow
+from distill.conversations import Chain
 from distill.interfaces import Sample
-from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+from distill.sft_rows import supervised_row
+from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.tiny import VOCAB_SIZE
 
 TEMPERATURE = 0.7
@@ -57,17 +60,41 @@ def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: A
 
 
 def training_row(
-    prompt: int = 3, trained: int = 4, *, seed: int = 0, temperature: float = TEMPERATURE
+    prompt: int = 3,
+    trained: int = 4,
+    *,
+    seed: int = 0,
+    temperature: float = TEMPERATURE,
+    **changes: Any,
 ) -> TrainingRow:
     fields = segment_fields(prompt, trained, seed=seed)
     rng = np.random.default_rng(seed + 1)
-    return TrainingRow(
+    row = TrainingRow(
         tokens_T=fields["tokens_T"],
         loss_mask_T=fields["action_mask_T"],
         weights_T=rng.normal(size=prompt + trained).astype(np.float32),
         behaviour_logprobs_T=fields["behaviour_logprobs_T"],
         temperature=temperature,
         source=f"row {seed}",
+    )
+    return replace(row, **changes)
+
+
+def demonstration(prompt: int = 3, trained: int = 4, *, seed: int = 0) -> TrainingRow:
+    """A supervised row."""
+    fields = segment_fields(prompt, trained, seed=seed)
+    chain = Chain(tokens_T=fields["tokens_T"], loss_mask_T=fields["action_mask_T"])
+    return supervised_row(chain, f"demonstration {seed}")
+
+
+def top_logprobs(positions: int, k: int, *, seed: int = 0) -> TopLogprobs:
+    """The top k of a random distribution at each position."""
+    logits_NV = np.random.default_rng(seed).normal(0, 3, (positions, VOCAB_SIZE))
+    log_q_NV = logits_NV - np.log(np.exp(logits_NV).sum(axis=1, keepdims=True))
+    ids_NK = np.argsort(-log_q_NV, axis=1)[:, :k]
+    return TopLogprobs(
+        ids_NK=ids_NK.astype(np.int32),
+        logprobs_NK=np.take_along_axis(log_q_NV, ids_NK, axis=1).astype(np.float32),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from distill.interfaces import Sample
-from distill.types import TokenArray
+from distill.types import FloatArray, TokenArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +15,12 @@ class StepResult:
     """What the environment answers to one sample.
 
     `observation_T` is everything the model sees next; None ends the episode. `reward` adds up over
-    the episode.
+    the episode. `bonuses_T` are rewards of the sampled tokens, one each; None: no such rewards.
     """
 
     reward: float
     observation_T: TokenArray | None = None
+    bonuses_T: FloatArray | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -33,5 +34,20 @@ class Env(Protocol):
 
 class EnvGroupBuilder(Protocol):
     """Makes the G single-use environments of one group. It pickles: workers may be elsewhere."""
+
+    @property
+    def teacher(self) -> str:
+        """The name of the teacher that scores the group; empty where teachers have none."""
+        ...
+
+    @property
+    def tag(self) -> str | None:
+        """The kind of the group's prompt, for metrics by kind."""
+        ...
+
+    @property
+    def teacher_tokens_T(self) -> TokenArray | None:
+        """What the teacher sees in place of the initial observation; None: the same."""
+        ...
 
     def make_envs(self) -> Sequence[Env]: ...

@@ -7,28 +7,44 @@ from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.bonuses import phrase_bonuses
 from distill.envs.base import Env, StepResult
 from distill.interfaces import Sample
 from distill.prompts import Prompt, PromptStream
-from distill.rewards import exact_match
+from distill.rewards import RewardFunction, exact_match
 from distill.types import TokenArray
 
 
 class SingleTurnEnv:
-    """The reward is `exact_match` with the prompt's answer, and 0 where it has none."""
+    """Pays `reward(response, answer)`, 0 where the prompt has no answer, and the prompt's bonuses.
 
-    def __init__(self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
+    The response is the text of the sample without special tokens.
+    """
+
+    def __init__(
+        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, reward: RewardFunction
+    ) -> None:
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._reward = reward
 
     def initial_observation(self) -> TokenArray:
         return self._prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
+        bonuses = self._prompt.bonuses
+        return StepResult(
+            reward=self._judge(sample),
+            bonuses_T=phrase_bonuses(sample.tokens_T, self._tokenizer, bonuses)
+            if bonuses
+            else None,
+        )
+
+    def _judge(self, sample: Sample) -> float:
         if self._prompt.answer is None:
-            return StepResult(reward=0.0)
+            return 0.0
         text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        return StepResult(reward=exact_match(text, self._prompt.answer))
+        return self._reward(text, self._prompt.answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +54,24 @@ class SingleTurnGroupBuilder:
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase
     group_size: int
+    reward: RewardFunction = exact_match
+
+    @property
+    def teacher(self) -> str:
+        return self.prompt.teacher
+
+    @property
+    def tag(self) -> str | None:
+        return self.prompt.tag
+
+    @property
+    def teacher_tokens_T(self) -> TokenArray | None:
+        return self.prompt.teacher_tokens_T
 
     def make_envs(self) -> Sequence[Env]:
-        return [SingleTurnEnv(self.prompt, self.tokenizer) for _ in range(self.group_size)]
+        return [
+            SingleTurnEnv(self.prompt, self.tokenizer, self.reward) for _ in range(self.group_size)
+        ]
 
 
 class PromptDataset:
@@ -53,10 +84,12 @@ class PromptDataset:
         *,
         group_size: int,
         seed: int,
+        reward: RewardFunction = exact_match,
     ) -> None:
         self._prompts_P = prompts_P
         self._tokenizer = tokenizer
         self._group_size = group_size
+        self._reward = reward
         self._stream = PromptStream(len(prompts_P), seed)
 
     def builder(self, group_id: int) -> SingleTurnGroupBuilder:
@@ -64,4 +97,5 @@ class PromptDataset:
             prompt=self._prompts_P[self._stream.index(group_id)],
             tokenizer=self._tokenizer,
             group_size=self._group_size,
+            reward=self._reward,
         )

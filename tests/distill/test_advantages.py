@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.advantages import (
+    STD_FLOOR,
     discounted_future_sum,
     group_centred,
+    has_constant_reward,
+    leave_one_out,
     opd_advantages,
-    segment_advantages,
+    outside_top,
+    policy_advantages,
+    reference_gaps,
+    reward_advantages,
 )
 from distill.errors import DataError
-from distill.types import TrajectoryGroup
+from distill.objective import Baseline, PolicyObjective
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import segment, segment_fields, trajectory
 
 numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20)
+
+
+def rewarded(*rewards: float, group_id: int = 0) -> TrajectoryGroup:
+    """A group of one-segment trajectories of different lengths."""
+    return TrajectoryGroup(
+        group_id=group_id,
+        trajectories_G=tuple(
+            trajectory(segment(2, 1 + g, seed=10 * group_id + g), reward=reward)
+            for g, reward in enumerate(rewards)
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -25,12 +47,19 @@ numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20)
     [
         ([1, 0], [0.5, -0.5]),
         ([0, 0, 1, 0], [-0.25, -0.25, 0.75, -0.25]),
+        ([0, 0, 1, 0, 1, 1, 0, 1], [-0.5, -0.5, 0.5, -0.5, 0.5, 0.5, -0.5, 0.5]),
         ([3, 3, 3], [0, 0, 0]),
         ([7], [0]),
     ],
 )
 def test_published_group_advantages(rewards: list[float], expected: list[float]) -> None:
     assert group_centred(np.array(rewards, np.float32)).tolist() == expected
+
+
+def test_of_the_published_groups_the_filter_keeps_the_mixed_one() -> None:
+    groups = [rewarded(1, 1, 1, 1), rewarded(0, 1, 0, 1), rewarded(0, 0, 0, 0)]
+    assert [has_constant_reward(group) for group in groups] == [True, False, True]
+    assert has_constant_reward(rewarded(0.5))
 
 
 @given(numbers)
@@ -41,6 +70,49 @@ def test_group_advantages_are_distances_from_the_mean(rewards: list[float]) -> N
         total += reward
     for i, reward in enumerate(rewards):
         assert centred[i] == pytest.approx(reward - total / len(rewards), abs=1e-3)
+
+
+@given(numbers.filter(lambda rewards: len(rewards) > 1))
+def test_leave_one_out_is_the_distance_from_the_others(rewards: list[float]) -> None:
+    made = leave_one_out(np.array(rewards, np.float32))
+    for i, reward in enumerate(rewards):
+        others = 0.0
+        for j, other in enumerate(rewards):
+            if j != i:
+                others += other
+        assert made[i] == pytest.approx(reward - others / (len(rewards) - 1), abs=1e-3)
+
+
+def test_a_group_of_one_has_no_others() -> None:
+    with pytest.raises(DataError, match="leave_one_out needs a group of at least 2"):
+        leave_one_out(np.ones(1, np.float32))
+
+
+def advantage_by_hand(rewards: Sequence[float], i: int, baseline: Baseline, scale: bool) -> float:
+    total = square = 0.0
+    for reward in rewards:
+        total += reward
+    mean = total / len(rewards)
+    for reward in rewards:
+        square += (reward - mean) ** 2
+    compared = mean
+    if baseline == "leave_one_out":
+        compared = (total - rewards[i]) / (len(rewards) - 1)
+    made = rewards[i] - compared
+    return made / (math.sqrt(square / len(rewards)) + STD_FLOOR) if scale else made
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.5, 2.0, -1.0, 2.0], [1.0, 1.0, 1.0]])
+def test_baselines_and_scales_written_out(
+    rewards: list[float], baseline: Baseline, scale: bool
+) -> None:
+    made = reward_advantages(np.array(rewards), baseline=baseline, scale_by_std=scale)
+    assert made.dtype == np.float32
+    for i in range(len(rewards)):
+        expected = advantage_by_hand(rewards, i, baseline, scale)
+        assert made[i] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @given(numbers, st.sampled_from([0.0, 0.3, 0.9, 1.0]))
@@ -74,7 +146,8 @@ def test_opd_advantages_written_out(
     fields = segment_fields(0, len(mask), seed=seed)
     behaviour, teacher = fields["behaviour_logprobs_T"], fields["teacher_logprobs_T"]
     behaviour[~np.array(mask)] = np.nan  # what was only observed must not be read
-    made = segment(0, len(mask), **fields | {"action_mask_T": mask})
+    fields["action_mask_T"] = mask
+    made = Segment(**fields)
     advantages = opd_advantages(made, coefficient, discount)
     actions = [t for t in range(len(mask)) if mask[t]]
     for t in range(len(mask)):
@@ -94,38 +167,116 @@ def test_likelier_to_the_teacher_is_worth_more() -> None:
 def test_an_unscored_segment_is_refused() -> None:
     with pytest.raises(DataError, match="was not scored by a teacher"):
         opd_advantages(segment(teacher_logprobs_T=None), 1.0, 0)
+    with pytest.raises(DataError, match="the teacher was not asked for its top_k"):
+        outside_top(segment(), np.zeros(7, np.float32))
+    with pytest.raises(DataError, match="no reference model scored the segment"):
+        reference_gaps(segment())
+
+
+def test_only_actions_outside_the_top_keep_their_advantage() -> None:
+    top = TopLogprobs(
+        ids_NK=np.array([[5, 6], [6, 5], [7, 8]], np.int32),
+        logprobs_NK=np.full((3, 2), -2, np.float32),
+    )
+    made = segment(
+        1, 4,
+        tokens_T=[9, 5, 5, 5, 5],
+        action_mask_T=[False, True, False, True, True],
+        teacher_top=top,
+    )  # fmt: skip
+    # rows of the top belong to the actions in order: to tokens 1, 3 and 4
+    assert outside_top(made, np.arange(1, 6, dtype=np.float32)).tolist() == [0, 0, 0, 0, 5]
 
 
 def two_turn_group() -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id=0,
         trajectories_G=(
-            trajectory(segment(seed=1), segment(2, 2, seed=2), reward=1.0),
-            trajectory(segment(4, 1, seed=3), reward=0.0),
+            trajectory(scored(1), scored(2, 2, 2, bonuses_T=None), reward=1.0),
+            trajectory(scored(3, 4, 1), reward=0.0),
+            trajectory(scored(4, 1, 6), reward=0.5),
         ),
     )
 
 
-def test_reward_and_opd_add_up_on_actions_alone() -> None:
-    group = two_turn_group()
-    rows = segment_advantages(group, kl_coef=0.5, kl_discount_factor=0.9, reward_coef=3.0)
-    assert [made for made, _ in rows] == list(group.segments())
-    for (made, advantages), centred in zip(rows, [0.5, 0.5, -0.5], strict=True):
-        opd = opd_advantages(made, 0.5, 0.9)
-        for t in range(len(made)):
-            expected = 3.0 * centred + opd[t] if made.action_mask_T[t] else 0.0
-            assert advantages[t] == pytest.approx(expected, rel=1e-6)
+def scored(seed: int, prompt: int = 3, actions: int = 4, **changes: Any) -> Segment:
+    """A segment with a reference's log-probs and bonuses, also where nothing was sampled."""
+    rng = np.random.default_rng(seed)
+    length = prompt + actions
+    fields: dict[str, Any] = {
+        "reference_logprobs_T": -rng.exponential(2, length).astype(np.float32),
+        "bonuses_T": rng.normal(size=length).astype(np.float32),
+    }
+    return segment(prompt, actions, seed=seed, **fields | changes)
 
 
-def test_without_opd_no_teacher_is_needed() -> None:
-    group = TrajectoryGroup(
-        group_id=0,
-        trajectories_G=tuple(
-            trajectory(segment(teacher_logprobs_T=None), reward=reward) for reward in (2.0, 4.0)
-        ),
+OBJECTIVES = {
+    "nothing": {},
+    "reward": {"reward_coef": 3.0},
+    "leave one out": {"reward_coef": 0.5, "baseline": "leave_one_out", "scale_by_std": True},
+    "bonuses": {"bonus_coef": 0.7},
+    "reference": {"reference_kl_coef": 0.2},
+    "all": {"reward_coef": 2.0, "bonus_coef": 0.3, "reference_kl_coef": 0.4},
+}
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
+    objective = PolicyObjective(**settings)
+    groups = [two_turn_group(), TrajectoryGroup(
+        group_id=1, trajectories_G=(trajectory(scored(5), reward=4.0),
+                                    trajectory(scored(6, 2, 3), reward=1.0)),
+    )]  # fmt: skip
+    total_kl, tokens = 0.0, 0
+    for group in groups:
+        for s in group.segments():
+            for t in range(len(s)):
+                if s.action_mask_T[t]:
+                    total_kl += gap(s, t)
+                    tokens += 1
+    rows = iter(policy_advantages(groups, objective))
+    for group in groups:
+        rewards = [member.reward for member in group.trajectories_G]
+        for i, member in enumerate(group.trajectories_G):
+            reward = advantage_by_hand(rewards, i, objective.baseline, objective.scale_by_std)
+            for s in member.segments:
+                of_group, of_segment, advantages = next(rows)
+                assert of_group is group and of_segment is s
+                for t in range(len(s)):
+                    expected = 0.0
+                    if s.action_mask_T[t]:
+                        expected += objective.reward_coef * reward
+                        if s.bonuses_T is not None:
+                            expected += objective.bonus_coef * float(s.bonuses_T[t])
+                        penalty = total_kl / tokens - gap(s, t)
+                        expected += objective.reference_kl_coef * penalty
+                    assert advantages[t] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert next(rows, None) is None
+
+
+def gap(s: Segment, t: int) -> float:
+    assert s.reference_logprobs_T is not None
+    return float(s.behaviour_logprobs_T[t]) - float(s.reference_logprobs_T[t])
+
+
+def test_the_reference_penalty_is_centred_over_the_whole_step() -> None:
+    """It sums to zero over all groups, and not within one: a group far from the reference pays."""
+    groups = [two_turn_group(), TrajectoryGroup(
+        group_id=1, trajectories_G=(trajectory(scored(7, 2, 9)),),
+    )]  # fmt: skip
+    rows = policy_advantages(groups, PolicyObjective(reference_kl_coef=2.0))
+    sums = [
+        sum(float(made.sum()) for group, _, made in rows if group.group_id == group_id)
+        for group_id in (0, 1)
+    ]
+    assert sum(sums) == pytest.approx(0, abs=1e-4)
+    assert abs(sums[0]) > 0.1
+
+
+def test_a_reference_is_needed_by_its_penalty_alone() -> None:
+    [(_, _, made)] = policy_advantages(
+        [TrajectoryGroup(group_id=0, trajectories_G=(trajectory(segment()),))], PolicyObjective()
     )
-    [(_, low), (_, high)] = segment_advantages(
-        group, kl_coef=0.0, kl_discount_factor=0.0, reward_coef=1.0
-    )
-    assert low.tolist() == [0, 0, 0, -1, -1, -1, -1]
-    assert high.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert not made.any()
+    with pytest.raises(DataError, match="no reference model scored the segment"):
+        policy_advantages([rewarded(1, 0)], PolicyObjective(reference_kl_coef=0.1))

@@ -19,8 +19,9 @@ from distill.arithmetic import (
     write_sft,
 )
 from distill.errors import ConfigError
-from distill.prompts import load_prompts, read_jsonl
-from distill.rows import load_sft_rows
+from distill.prompts import load_prompts
+from distill.records import read_rows
+from distill.sft_rows import load_sft_rows
 from distill.tokenizer import fingerprint, load_tokenizer
 
 PROBLEMS = Problems.split(held_out=500, seed=0)
@@ -34,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 def objects(path: Path) -> list[dict[str, str]]:
-    return [row for _, row in read_jsonl(str(path))]
+    return [row for _, row in read_rows(str(path))]
 
 
 def test_every_problem_is_on_exactly_one_side() -> None:
@@ -98,7 +99,10 @@ def test_files_hold_what_their_readers_want(
     limits = {"vocab_size": len(tokenizer), "context_length": 32}
     loaded = load_prompts(str(prompts), tokenizer, max_new_tokens=ANSWER_TOKENS, **limits)
     assert [p.answer for p in loaded] == [p.answer for p in PROBLEMS.held_out]
-    rows = load_sft_rows(str(book), tokenizer, vocab_size=len(tokenizer), max_length=32)
+    stop_ids = {tokenizer.eos_token_id}
+    rows = load_sft_rows(
+        str(book), tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids=stop_ids
+    )
     assert {int(row.loss_mask_T.sum()) for row in rows} == {ANSWER_TOKENS}
     assert {int(row.tokens_T[-1]) for row in rows} == {tokenizer.eos_token_id}
     trained = {row["prompt"] for row in objects(book)}

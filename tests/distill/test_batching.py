@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.batching import TrainingRow, collate, split_by_token_budget
 from distill.errors import DataError, IsothermError
-from tests.samples import training_row
+from tests.samples import top_logprobs, training_row
 
 rows_lists = st.lists(
     st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0.5, 1.0, 2.0])),
@@ -38,6 +39,61 @@ def test_a_wide_budget_takes_one_batch(rows: list[TrainingRow]) -> None:
     width = max(len(row) for row in rows)
     [batch] = split_by_token_budget(rows, len(rows) * width)
     assert len(batch) == len(rows)
+
+
+@st.composite
+def units(draw: st.DrawFn, teachers: tuple[str, ...] = ("",)) -> tuple[list[TrainingRow], int]:
+    """Rows, and how many of them make a unit; the rows of a unit have one teacher."""
+    size, count = draw(st.integers(1, 3)), draw(st.integers(0, 6))
+    rows = []
+    for unit in range(count):
+        teacher = draw(st.sampled_from(teachers))
+        for i in range(size):
+            prompt, trained = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+            seed = size * unit + i
+            rows.append(training_row(prompt, trained, seed=seed, teacher=teacher))
+    return rows, size
+
+
+@given(made=units(), budget=st.integers(1, 120))
+def test_units_stay_together_and_in_order(made: tuple[list[TrainingRow], int], budget: int) -> None:
+    rows, size = made
+    place = {id(row): i for i, row in enumerate(rows)}
+    seen = []
+    for batch in split_by_token_budget(rows, budget, size):
+        places = [place[id(row)] for row in batch]
+        for first in range(0, len(places), size):
+            unit = places[first : first + size]
+            assert unit[0] % size == 0 and unit == list(range(unit[0], unit[0] + size))
+        seen += places
+        assert len(batch) * max(map(len, batch)) <= budget or len(batch) == size
+    assert sorted(seen) == list(range(len(rows)))
+
+
+def test_rows_that_are_no_whole_units_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 rows are no units of 2"):
+        list(split_by_token_budget([training_row()] * 3, 100, 2))
+
+
+@given(made=units(teachers=("", "a", "b")), budget=st.integers(1, 400))
+def test_teachers_never_share_a_batch(made: tuple[list[TrainingRow], int], budget: int) -> None:
+    rows, size = made
+    batches = list(split_by_token_budget(rows, budget, size))
+    assert all(len({row.teacher for row in batch}) == 1 for batch in batches)
+    assert sorted(id(row) for batch in batches for row in batch) == sorted(map(id, rows))
+
+
+def test_a_wide_budget_takes_one_batch_a_teacher() -> None:
+    rows = [training_row(1 + i, 2, seed=i, teacher="ab"[i % 2]) for i in range(6)]
+    made = [[row.teacher for row in batch] for batch in split_by_token_budget(rows, 1000)]
+    assert made == [["a"] * 3, ["b"] * 3]
+
+
+def test_a_batch_is_as_wide_as_its_own_rows() -> None:
+    """Not as wide as the rows of the batch before it."""
+    rows = [training_row(1, n - 1, teacher=teacher) for n, teacher in ((20, "a"), *[(5, "b")] * 4)]
+    made = [[len(row) for row in batch] for batch in split_by_token_budget(rows, 20)]
+    assert made == [[20], [5] * 4]
 
 
 def test_rows_of_like_length_go_together() -> None:
@@ -96,6 +152,76 @@ def test_every_trained_token_at_its_place(rows: list[TrainingRow], seed: int) ->
     assert batch.rows == tuple(rows)
 
 
+OPTIONAL = {
+    "proximal_logprobs_T": "proximal_logprobs_N",
+    "reference_logprobs_T": "reference_logprobs_N",
+}
+
+
+def full_row(prompt: int, trained: int, *, seed: int, k: int = 3) -> TrainingRow:
+    """A row with all that a row may have; some of its response untrained."""
+    rng = np.random.default_rng(seed)
+    row = training_row(prompt, trained, seed=seed)
+    mask_T = _some_of(row.loss_mask_T, rng)
+    changes = {name: rng.normal(size=len(row)).astype(np.float32) for name in OPTIONAL}
+    top = top_logprobs(int(mask_T.sum()), k, seed=seed)
+    return replace(row, loss_mask_T=mask_T, teacher_coef=0.5 + seed, teacher_top=top, **changes)
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6),
+    k=st.integers(1, 4),
+)
+def test_optional_fields_are_at_their_tokens(shapes: list[tuple[int, int]], k: int) -> None:
+    rows = [full_row(*shape, seed=i, k=k) for i, shape in enumerate(shapes)]
+    batch = collate(rows)
+    assert batch.teacher_top_ids_NK is not None and batch.teacher_top_logprobs_NK is not None
+    n = 0
+    for b, row in enumerate(rows):
+        for i, t in enumerate(np.flatnonzero(row.loss_mask_T)):
+            assert batch.row_N[n] == b and batch.teacher_coef_N[n] == row.teacher_coef
+            for name, flat in OPTIONAL.items():
+                assert getattr(batch, flat)[n] == getattr(row, name)[t]
+            assert row.teacher_top is not None
+            assert batch.teacher_top_ids_NK[n].tolist() == row.teacher_top.ids_NK[i].tolist()
+            top_K = batch.teacher_top_logprobs_NK[n]
+            assert top_K.tolist() == row.teacher_top.logprobs_NK[i].tolist()
+            n += 1
+    assert n == len(batch.tokens_N) == len(batch.row_N)
+    assert batch.row_N.dtype == batch.teacher_top_ids_NK.dtype == torch.long
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+@pytest.mark.parametrize("name", [*OPTIONAL, "teacher_top"])
+def test_what_a_row_lacks_is_none_for_all(name: str, lacking: int) -> None:
+    rows = [full_row(2, 3 + i, seed=i) for i in range(3)]
+    rows[lacking] = replace(rows[lacking], **{name: None})
+    batch = collate(rows)
+    flats = OPTIONAL | {"teacher_top": "teacher_top_ids_NK"}
+    for other, flat in flats.items():
+        assert (getattr(batch, flat) is None) == (other == name), flat
+    assert (batch.teacher_top_logprobs_NK is None) == (name == "teacher_top")
+
+
+@given(rows=rows_lists, seed=st.integers(0, 100))
+def test_sums_and_means_by_row(rows: list[TrainingRow], seed: int) -> None:
+    batch = collate(rows)
+    values_N = torch.from_numpy(np.random.default_rng(seed).normal(size=len(batch.tokens_N)))
+    parts = values_N.split([row.num_trained for row in rows])
+    for made, expected in (
+        (batch.sum_by_row(values_N), [sum(part.tolist()) for part in parts]),
+        (batch.mean_by_row(values_N), [sum(part.tolist()) / len(part) for part in parts]),
+    ):
+        assert made.tolist() == pytest.approx(expected) and made.dtype == values_N.dtype
+
+
+def test_sums_by_row_pass_gradients() -> None:
+    batch = collate([training_row(1, 2), training_row(1, 3)])
+    values_N = torch.zeros(5, requires_grad=True)
+    (batch.sum_by_row(values_N) * torch.tensor([2.0, 7.0])).sum().backward()
+    assert values_N.grad is not None and values_N.grad.tolist() == [2, 2, 7, 7, 7]
+
+
 def _some_of(mask_T: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """A random, non-empty part of the mask: trained tokens need not be contiguous."""
     kept_T = mask_T & (rng.random(len(mask_T)) < 0.5)
@@ -121,6 +247,23 @@ def test_padding_is_known_by_length_when_pad_is_eos_and_a_real_token() -> None:
             {"behaviour_logprobs_T": np.full(7, -np.inf, np.float32)},
             "here: behaviour_logprobs_T is not finite",
         ),
+        (
+            {"proximal_logprobs_T": np.zeros(8, np.float32)},
+            "here: proximal_logprobs_T has 8 entries for 7 tokens",
+        ),
+        (
+            {"reference_logprobs_T": np.zeros(6, np.float32)},
+            "here: reference_logprobs_T has 6 entries for 7 tokens",
+        ),
+        (
+            {"proximal_logprobs_T": np.full(7, np.nan, np.float32)},
+            "here: proximal_logprobs_T is not finite",
+        ),
+        (
+            {"reference_logprobs_T": np.full(7, np.inf, np.float32)},
+            "here: reference_logprobs_T is not finite",
+        ),
+        ({"teacher_top": top_logprobs(3, 2)}, "here: teacher_top has 3 rows for 4 trained tokens"),
     ],
 )
 def test_rows_are_checked(changes: dict, message: str) -> None:

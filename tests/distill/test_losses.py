@@ -3,114 +3,349 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from distill.losses import cross_entropy, importance_sampling
+from distill.batching import collate
+from distill.logprobs import TokenStats
+from distill.losses import (
+    StepCounts,
+    cross_entropy,
+    dpo,
+    finish_metrics,
+    mismatch_weights,
+    policy_loss,
+    ppo,
+)
+from distill.objective import PolicyObjective
+from tests.loss_twin import bounds, drawn, gradient_of, in_float64, slope, written_out
 
-sizes = st.integers(1, 8)
-seeds = st.integers(0, 1000)
+SEEDS = range(4)
+LOSSES: dict[str, dict[str, Any]] = {
+    "importance_sampling": {},
+    "ppo": {"loss": "ppo"},
+    "ppo, wide above": {"loss": "ppo", "clip_low": 0.1, "clip_high": 0.5, "dual_clip": 1.5},
+    "cispo": {"loss": "cispo"},
+    "cispo, narrow": {"loss": "cispo", "clip_low": 0.3, "clip_high": 0.3},
+    "dro": {"loss": "dro"},
+    "dro, dear": {"loss": "dro", "dro_beta": 1.7},
+    "gspo": {"loss": "gspo"},
+    "gspo, wide": {"loss": "gspo", "clip_low": 0.3, "clip_high": 0.2},
+}
+NORMALISED: dict[str, dict[str, Any]] = {"token": {}, "sequence": {"normalisation": "sequence"}}
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+every_normalisation = pytest.mark.parametrize("norm", NORMALISED.values(), ids=NORMALISED)
 
 
-def drawn(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log pi, log behaviour and advantages of `size` tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    logprobs_N, behaviour_N = -torch.rand(2, size, generator=generator, dtype=torch.float64)
-    return logprobs_N, behaviour_N, torch.randn(size, generator=generator, dtype=torch.float64)
+@pytest.mark.parametrize("seed", SEEDS)
+@every_normalisation
+@every_loss
+def test_the_loss_and_its_gradient_written_out(
+    loss: dict[str, Any], norm: dict[str, Any], seed: int
+) -> None:
+    how = PolicyObjective(**loss, **norm, entropy_coef=0.3)
+    made = drawn(seed, divergence=True)
+    batch, stats, counts = made
+    expected = written_out(how, made, batch.behaviour_logprobs_N.tolist())
+    value, metrics = policy_loss(stats, batch, counts, how)
+    assert value.item() == pytest.approx(expected.loss, rel=1e-9)
+    assert gradient_of(value, stats.logprobs_N) == pytest.approx(expected.gradients, rel=1e-9)
+    assert metrics["train/clip_share"].item() == pytest.approx(expected.clip_share)
+    assert metrics["opd/divergence"].item() == pytest.approx(
+        sum(stats.divergence_N.tolist()) / counts.tokens  # pyright: ignore[reportOptionalMemberAccess]
+    )
 
 
-def slope(loss: Callable[[Tensor], Tensor], at_N: Tensor, n: int, step: float = 1e-6) -> float:
-    """Central difference of `loss` in its n-th argument."""
-    nudge_N = torch.zeros_like(at_N)
-    nudge_N[n] = step
-    return (loss(at_N + nudge_N) - loss(at_N - nudge_N)).item() / (2 * step)
+@pytest.mark.parametrize("name", [name for name in LOSSES if "ppo" in name or "cispo" in name])
+def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
+    """Or the test above would not have seen what it is about."""
+    how = PolicyObjective(**LOSSES[name])
+    low, high = bounds(how)
+    ratios = []
+    for seed in SEEDS:
+        batch, stats, _ = drawn(seed)
+        gap_N = stats.logprobs_N.detach() - batch.behaviour_logprobs_N
+        ratios += list(zip(gap_N.exp().tolist(), batch.weights_N.tolist(), strict=True))
+    assert any(low < ratio < high for ratio, _ in ratios)
+    if name != "cispo":  # whose bounds are 0 and 5
+        for sign in (1, -1):
+            assert any(ratio < low and sign * A > 0 for ratio, A in ratios)
+            assert any(ratio > high and sign * A > 0 for ratio, A in ratios)
+    if how.loss == "ppo" and how.dual_clip:
+        assert any(ratio > how.dual_clip and A < 0 for ratio, A in ratios)
 
 
-@given(sizes, seeds)
-def test_importance_sampling_written_out(size: int, seed: int) -> None:
-    logprobs_N, behaviour_N, advantages_N = drawn(size, seed)
-    logprobs_N.requires_grad_(True)
-    loss, metrics = importance_sampling(logprobs_N, behaviour_N, advantages_N, 7)
-    expected = ratios = gaps = 0.0
-    for n in range(size):
-        log_ratio = logprobs_N[n].item() - behaviour_N[n].item()
-        expected -= math.exp(log_ratio) * advantages_N[n].item() / 7
-        ratios += math.exp(log_ratio)
-        gaps += abs(log_ratio)
-    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert metrics["train/ratio"].item() == pytest.approx(ratios)
-    assert metrics["train/logprob_gap"].item() == pytest.approx(gaps)
+@every_normalisation
+@pytest.mark.parametrize(
+    "loss",
+    [loss for name, loss in LOSSES.items() if "cispo" not in name],
+    ids=[name for name in LOSSES if "cispo" not in name],
+)
+def test_the_gradient_is_the_slope(loss: dict[str, Any], norm: dict[str, Any]) -> None:
+    """But for CISPO's, whose weight is held fixed. GSPO's is, with one advantage a sequence."""
+    how = PolicyObjective(**loss, **norm)
+    batch, stats, counts = drawn(3)
+    if how.loss == "gspo":
+        first_B = batch.sum_by_row(batch.weights_N)
+        batch = replace(batch, weights_N=first_B[batch.row_N])
 
-    loss.backward()
-    assert logprobs_N.grad is not None
-    for n in range(size):
-        expected = slope(
-            lambda at_N: importance_sampling(at_N, behaviour_N, advantages_N, 7)[0],
-            logprobs_N.detach(),
-            n,
+    def value(logprobs_N: Tensor) -> Tensor:
+        return policy_loss(stats._replace(logprobs_N=logprobs_N), batch, counts, how)[0]
+
+    made = gradient_of(value(stats.logprobs_N), stats.logprobs_N)
+    for n in range(len(made)):
+        assert made[n] == pytest.approx(
+            slope(value, stats.logprobs_N.detach(), n), rel=1e-5, abs=1e-8
         )
-        assert logprobs_N.grad[n].item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
-    _, behaviour_N, advantages_N = drawn(5, 3)
-    logprobs_N = behaviour_N.clone().requires_grad_(True)
-    importance_sampling(logprobs_N, behaviour_N, advantages_N, 5)[0].backward()
-    assert logprobs_N.grad is not None
-    assert logprobs_N.grad.tolist() == pytest.approx((-advantages_N / 5).tolist())
+def test_ppo_s_known_values() -> None:
+    """A ratio outside its bound counts as the bound where that is worse, and only there."""
+    cases = [  # ratio, advantage, value, clipped
+        (1.1, 1.0, 1.1, False),
+        (1.5, 1.0, 1.3, True),
+        (0.5, 1.0, 0.5, False),
+        (0.5, -1.0, -0.8, True),
+        (1.5, -1.0, -1.5, False),
+        (9.0, -1.0, -3.0, True),
+        (9.0, 1.0, 1.3, True),
+    ]
+    ratios, advantages, values, clipped = zip(*cases, strict=True)
+    made = ppo(
+        torch.tensor(ratios).log(), torch.zeros(7), torch.tensor(advantages),
+        clip_low=0.2, clip_high=0.3, dual_clip=3.0,
+    )  # fmt: skip
+    assert (-made.loss_N).tolist() == pytest.approx(list(values))
+    assert made.clipped_N.tolist() == list(clipped)
 
 
-def test_only_the_policy_carries_a_gradient() -> None:
-    tensors = [tensor.requires_grad_(True) for tensor in drawn(4, 0)]
-    loss, metrics = importance_sampling(*tensors, 4)
-    loss.backward()
-    assert tensors[0].grad is not None
-    assert tensors[1].grad is None and tensors[2].grad is None
+@every_loss
+def test_on_policy_every_loss_has_the_policy_gradient(loss: dict[str, Any]) -> None:
+    how = PolicyObjective(**loss)
+    batch, _, counts = drawn(3)
+    logprobs_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
+    value, metrics = policy_loss(
+        TokenStats(logprobs_N, torch.zeros_like(logprobs_N)), batch, counts, how
+    )
+    expected = (-batch.weights_N / counts.tokens).tolist()
+    assert gradient_of(value, logprobs_N) == pytest.approx(expected)
+    assert metrics["train/clip_share"].item() == 0
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@every_loss
+def test_only_the_learner_s_own_figures_carry_a_gradient(
+    loss: dict[str, Any], correction: Any
+) -> None:
+    batch, stats, counts = drawn(0, divergence=True, proximal=True)
+    names = ("weights_N", "behaviour_logprobs_N", "proximal_logprobs_N")
+    given = {name: getattr(batch, name).clone().requires_grad_(True) for name in names}
+    how = PolicyObjective(**loss, correction=correction, entropy_coef=0.1)
+    value, _ = policy_loss(stats, replace(batch, **given), counts, how)
+    value.backward()
+    assert all(tensor is not None and tensor.grad is not None for tensor in stats)
+    assert all(tensor.grad is None for tensor in given.values())
+    _, metrics = policy_loss(stats, batch, counts, how)
     assert not any(value.requires_grad for value in metrics.values())
 
 
-@given(sizes, seeds)
-def test_cross_entropy_written_out(size: int, seed: int) -> None:
-    logprobs_N, _, weights_N = drawn(size, seed)
-    logprobs_N.requires_grad_(True)
-    loss, metrics = cross_entropy(logprobs_N, weights_N, 7)
+def test_the_entropy_bonus_and_the_divergence_have_their_weights() -> None:
+    batch, stats, counts = drawn(1, divergence=True)
+    value, metrics = policy_loss(stats, batch, counts, PolicyObjective(entropy_coef=0.25))
+    size = len(batch.tokens_N)
+    assert gradient_of(value, stats.entropy_N) == pytest.approx([-0.25 / counts.tokens] * size)
+    assert stats.divergence_N is not None
+    expected = (batch.teacher_coef_N / counts.tokens).tolist()
+    assert gradient_of(value, stats.divergence_N) == pytest.approx(expected)
+    assert metrics["train/entropy"].item() == pytest.approx(
+        sum(stats.entropy_N.tolist()) / counts.tokens
+    )
+    without, _ = policy_loss(stats, batch, counts, PolicyObjective())
+    assert torch.autograd.grad(without, stats.entropy_N, allow_unused=True) == (None,)
+
+
+def test_normalisers_give_each_token_or_each_sequence_one_share() -> None:
+    batch, stats, _ = drawn(2)
+    on_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
+    batch = replace(batch, weights_N=torch.ones_like(batch.weights_N))
+    counts = StepCounts(len(batch.tokens_N), len(batch.rows))
+    for norm, shares in (("token", [3 / 21, 7 / 21, 11 / 21]), ("sequence", [1 / 3] * 3)):
+        how = PolicyObjective(**NORMALISED[norm])
+        value, _ = policy_loss(stats._replace(logprobs_N=on_N), batch, counts, how)
+        [gradient_N] = torch.autograd.grad(value, on_N)
+        assert (-batch.sum_by_row(gradient_N)).tolist() == pytest.approx(shares)
+
+
+# What the server says against what the learner says: weights of 1/4 ... 4, at a cap of 2.
+MISMATCH = [
+    (0.25, 0.25, 0.0),
+    (0.49, 0.49, 0.0),
+    (0.51, 0.51, 0.51),
+    (1.0, 1.0, 1.0),
+    (1.99, 1.99, 1.99),
+    (2.01, 2.0, 0.0),
+    (4.0, 2.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("how", "column"), [("truncate", 1), ("mask", 2)])
+def test_mismatch_weights_are_cut_or_dropped(how: Any, column: int) -> None:
+    proximal_N = torch.tensor([case[0] for case in MISMATCH]).log().requires_grad_(True)
+    weight_N, corrected_N = mismatch_weights(
+        proximal_N, torch.zeros(7), PolicyObjective(correction=how)
+    )
+    assert weight_N.tolist() == pytest.approx([case[column] for case in MISMATCH])
+    assert corrected_N.tolist() == [case[column] != case[0] for case in MISMATCH]
+    assert not weight_N.requires_grad
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("proximal", [True, False])
+@every_loss
+def test_a_corrected_loss_written_out(
+    loss: dict[str, Any], correction: Any, proximal: bool
+) -> None:
+    """Ratios are against the learner's own log-probs; learner to server is a weight beside them."""
+    cap = 1.5
+    how = PolicyObjective(**loss, correction=correction, correction_cap=cap)
+    made = drawn(2, proximal=True)
+    if not proximal:  # the first update of a step: its own weights are the proximal ones
+        made = made._replace(batch=replace(made.batch, proximal_logprobs_N=None))
+    batch, stats, counts = made
+    proximal_N = batch.proximal_logprobs_N
+    old = (stats.logprobs_N if proximal_N is None else proximal_N).tolist()
+    free = written_out(how, made, old)
+    gradients, corrected = [], 0
+    for n in range(len(old)):
+        weight = math.exp(old[n] - batch.behaviour_logprobs_N[n].item())
+        outside = weight > cap or (correction == "mask" and weight < 1 / cap)
+        corrected += outside
+        if outside:
+            weight = cap if correction == "truncate" else 0.0
+        gradients.append(weight * free.gradients[n])
+    value, metrics = policy_loss(stats, batch, counts, how)
+    assert gradient_of(value, stats.logprobs_N) == pytest.approx(gradients, rel=1e-9)
+    assert 0 < corrected < len(old)
+    assert metrics["train/correction_share"].item() == pytest.approx(corrected / counts.tokens)
+
+
+@pytest.mark.parametrize("correction", ["none", "mask"])
+@every_normalisation
+@every_loss
+def test_micro_batches_add_up_to_the_batch(
+    loss: dict[str, Any], norm: dict[str, Any], correction: Any
+) -> None:
+    how = PolicyObjective(**loss, **norm, correction=correction, entropy_coef=0.1)
+    batch, stats, counts = drawn(1, divergence=True, proximal=True)
+    whole, metrics = policy_loss(stats, batch, counts, how)
+    losses, parts = 0.0, []
+    for rows, tokens in (([0], slice(0, 3)), ([1, 2], slice(3, 21))):
+        part = replace(
+            in_float64(collate([batch.rows[b] for b in rows])),
+            teacher_coef_N=batch.teacher_coef_N[tokens],
+        )
+        share = TokenStats(*(values_N[tokens] for values_N in stats if values_N is not None))
+        made, share_metrics = policy_loss(share, part, counts, how)
+        losses += made.item()
+        parts.append(share_metrics)
+    assert losses == pytest.approx(whole.item(), rel=1e-12)
+    for name, value in metrics.items():
+        shares = [part[name].item() for part in parts]
+        join = max if name.endswith("_max") else min if name.endswith("_min") else sum
+        assert join(shares) == pytest.approx(value.item(), rel=1e-6), name
+
+
+def test_the_metrics_of_the_ratios_written_out() -> None:
+    batch, stats, counts = drawn(1)
+    sums = dict.fromkeys(("ratio", "gap", "k1", "k2", "k3", "square"), 0.0)
+    ratios = []
+    for n in range(len(batch.tokens_N)):
+        gap = stats.logprobs_N[n].item() - batch.behaviour_logprobs_N[n].item()
+        ratio = math.exp(gap)
+        ratios.append(ratio)
+        terms = (ratio, abs(gap), -gap, gap**2 / 2, ratio - 1 - gap, ratio**2)
+        for name, term in zip(sums, terms, strict=True):
+            sums[name] += term
+    _, metrics = policy_loss(stats, batch, counts, PolicyObjective())
+    made = finish_metrics({name: value.item() for name, value in metrics.items()})
+    assert made == pytest.approx(
+        {
+            "train/ratio": sums["ratio"] / counts.tokens,
+            "train/logprob_gap": sums["gap"] / counts.tokens,
+            "train/approx_kl_k1": sums["k1"] / counts.tokens,
+            "train/approx_kl_k2": sums["k2"] / counts.tokens,
+            "train/approx_kl_k3": sums["k3"] / counts.tokens,
+            "train/ratio_max": max(ratios),
+            "train/ratio_min": min(ratios),
+            "train/ess": sums["ratio"] ** 2 / (counts.tokens * sums["square"]),
+            "train/clip_share": 0.0,
+            "train/entropy": stats.entropy_N.sum().item() / counts.tokens,
+        }
+    )
+
+
+def test_the_effective_sample_size_is_one_for_equal_ratios() -> None:
+    batch, stats, _ = drawn(1)
+    counts = StepCounts(len(batch.tokens_N), len(batch.rows))
+    for shift in (0.0, 0.7):
+        shifted = stats._replace(logprobs_N=batch.behaviour_logprobs_N + shift)
+        _, metrics = policy_loss(shifted, batch, counts, PolicyObjective())
+        made = finish_metrics({name: value.item() for name, value in metrics.items()})
+        assert made["train/ess"] == pytest.approx(1)
+    assert finish_metrics({"train/nll": 2.0}) == {"train/nll": 2.0}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cross_entropy_written_out(seed: int) -> None:
+    batch, stats, counts = drawn(seed)
     expected = nll = 0.0
-    for n in range(size):
-        expected -= weights_N[n].item() * logprobs_N[n].item() / 7
-        nll -= logprobs_N[n].item()
-    assert loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    for n in range(len(batch.tokens_N)):
+        expected -= batch.weights_N[n].item() * stats.logprobs_N[n].item() / counts.tokens
+        nll -= stats.logprobs_N[n].item() / counts.tokens
+    value, metrics = cross_entropy(stats.logprobs_N, batch.weights_N, counts)
+    assert value.item() == pytest.approx(expected, rel=1e-9)
     assert metrics["train/nll"].item() == pytest.approx(nll)
-    loss.backward()
-    assert logprobs_N.grad is not None
-    assert logprobs_N.grad.tolist() == pytest.approx((-weights_N / 7).tolist())
+    assert gradient_of(value, stats.logprobs_N) == pytest.approx(
+        (-batch.weights_N / counts.tokens).tolist()
+    )
 
 
-@given(sizes, seeds, st.integers(0, 8))
-def test_micro_batches_add_up_to_the_batch(size: int, seed: int, cut: int) -> None:
-    tensors = drawn(size, seed)
-    for loss_function, arguments in (
-        (importance_sampling, tensors),
-        (cross_entropy, (tensors[0], tensors[2])),
-    ):
-        whole, metrics = loss_function(*arguments, size)
-        parts = [
-            loss_function(*(tensor[part] for tensor in arguments), size)
-            for part in (slice(None, cut), slice(cut, None))
-        ]
-        assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
-        for name, value in metrics.items():
-            total = sum(part[name].item() for _, part in parts)
-            assert total == pytest.approx(value.item(), abs=1e-12)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_dpo_written_out(seed: int, beta: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    policy_D, reference_D = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    policy_D.requires_grad_(True)
+    counts = StepCounts(tokens=99, rows=10)  # of the whole step: five pairs
+    expected, gradient = 0.0, [0.0] * 6
+    sums = dict.fromkeys(("accuracy", "margin", "chosen_reward", "rejected_reward"), 0.0)
+    for chosen in range(0, 6, 2):
+        rejected = chosen + 1
+        rewards = [beta * (policy_D[d] - reference_D[d]).item() for d in (chosen, rejected)]
+        margin = rewards[0] - rewards[1]
+        expected += math.log(1 + math.exp(-margin)) / 5
+        wrong = 1 / (1 + math.exp(margin))
+        gradient[chosen], gradient[rejected] = -beta * wrong / 5, beta * wrong / 5
+        for name, value in zip(sums, (margin > 0, margin, *rewards), strict=True):
+            sums[name] += value / 5
+    loss, metrics = dpo(policy_D, reference_D.requires_grad_(True), counts, beta=beta)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
+    assert gradient_of(loss, policy_D) == pytest.approx(gradient, rel=1e-9)
+    made = {name.removeprefix("dpo/"): value.item() for name, value in metrics.items()}
+    assert made == pytest.approx(sums)
+    for d in range(6):
+        expected = slope(lambda at_D: dpo(at_D, reference_D, counts, beta=beta)[0],
+                         policy_D.detach(), d)  # fmt: skip
+        assert gradient[d] == pytest.approx(expected, rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1,), (4, 1)])
-def test_shapes_must_agree(shape: tuple[int, ...]) -> None:
+def test_shapes_must_agree() -> None:
+    _, stats, counts = drawn(0)
     with pytest.raises(AssertionError):
-        importance_sampling(torch.zeros(4), torch.zeros(4), torch.zeros(shape), 4)
+        cross_entropy(stats.logprobs_N, stats.logprobs_N[1:], counts)
     with pytest.raises(AssertionError):
-        cross_entropy(torch.zeros(4), torch.zeros(shape), 4)
+        dpo(torch.zeros(3), torch.zeros(3), counts, beta=0.1)

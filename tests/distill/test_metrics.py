@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from distill.metrics import group_metrics
+from distill.metrics import group_metrics, merge_updates
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import group, segment, trajectory
 
@@ -55,6 +56,7 @@ def test_every_metric_written_out() -> None:
             "staleness/mean": staleness / tokens,
             "staleness/max": stalest,
             "reward/mean": rewards / trajectories,
+            "reward/constant_groups": 0.0,
             "rollout/response_length": tokens / trajectories,
             "rollout/eos_share": eos / trajectories,
             "time/rollout": 3.0,
@@ -89,3 +91,74 @@ def test_without_scores_there_is_no_kl() -> None:
     assert {name for name in unmetered if name.startswith("opd/")} == {"opd/reverse_kl"}
     half = group_metrics([group(0), group(1, teacher_logprobs_T=None)], version=0)
     assert "opd/reverse_kl" not in half
+
+
+def test_reference_bonuses_and_constant_groups_written_out() -> None:
+    def made(seed: int, **changes: Any):
+        return segment(1, 2, seed=seed, behaviour_logprobs_T=[0, -1.0, -2.0], **changes)
+
+    lucky = made(1, reference_logprobs_T=[-9, -2.0, -2.5], bonuses_T=[0, 0.5, 1.0])
+    plain = made(2, reference_logprobs_T=[-9, -1.0, -4.0])
+    groups = [
+        TrajectoryGroup(group_id=0, trajectories_G=(trajectory(lucky), trajectory(plain))),
+        TrajectoryGroup(
+            group_id=1, trajectories_G=(trajectory(plain, reward=1.0), trajectory(plain))
+        ),
+    ]
+    metrics = group_metrics(groups, version=0)
+    assert metrics["reference/kl"] == (1 + 0.5 + 3 * (0 + 2)) / 8
+    assert metrics["reward/bonus"] == 1.5 / 4
+    assert metrics["reward/constant_groups"] == 0.5
+    without = group_metrics([group()], version=0)
+    assert "reference/kl" not in without and "reward/bonus" not in without
+
+
+def test_reward_and_kl_come_once_more_for_each_teacher_and_tag() -> None:
+    def kl(*groups: TrajectoryGroup) -> float:
+        gaps = [
+            float(s.behaviour_logprobs_T[t]) - float(s.teacher_logprobs_T[t])  # pyright: ignore[reportOptionalSubscript]
+            for made in groups
+            for s in made.segments()
+            for t in range(len(s))
+            if s.action_mask_T[t]
+        ]
+        return sum(gaps) / len(gaps)
+
+    groups = [
+        replace(group(0, members=2), teacher="a", tag="x"),
+        replace(group(1, members=3), teacher="b", tag="x"),
+        replace(group(2, members=1), teacher="b"),
+        replace(group(3, members=2, teacher_logprobs_T=None), tag="y"),
+    ]
+    metrics = group_metrics(groups, version=0)
+    found = {name: value for name, value in metrics.items() if "=" in name}
+    assert found == pytest.approx(
+        {
+            "reward/mean/teacher=a": 1 / 2,
+            "reward/mean/teacher=b": 1 / 4,
+            "reward/mean/tag=x": 2 / 5,
+            "reward/mean/tag=y": 1 / 2,
+            "opd/reverse_kl/teacher=a": kl(groups[0]),
+            "opd/reverse_kl/teacher=b": kl(*groups[1:3]),
+            "opd/reverse_kl/tag=x": kl(*groups[:2]),
+        }
+    )
+
+
+def test_updates_merge_by_their_tokens() -> None:
+    merged = merge_updates(
+        [
+            {"train/tokens": 10, "train/loss": 1.0, "train/ratio_max": 3.0, "train/ratio_min": 0.5},
+            {"train/tokens": 30, "train/loss": 2.0, "train/ratio_max": 2.0, "train/ratio_min": 0.2},
+            {"train/tokens": 20, "sft/nll": 4.0, "train/ratio_max": 1.0, "train/ratio_min": 1.0},
+        ]
+    )
+    assert merged == {
+        "train/updates": 3,
+        "train/tokens": 60,
+        "train/loss": (10 * 1.0 + 30 * 2.0) / 40,
+        "train/ratio_max": 3.0,
+        "train/ratio_min": 0.2,
+        "sft/nll": 4.0,
+    }
+    assert merge_updates([]) == {"train/updates": 0, "train/tokens": 0}

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.envs.single_turn import SingleTurnGroupBuilder
+from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError
-from distill.prompts import Prompt, PromptStream, load_prompts, read_jsonl
-from distill.rewards import exact_match
+from distill.prompts import Prompt, PromptStream, load_prompts
+from distill.rewards import contains
 from distill.tokenizer import load_tokenizer
-from tests.samples import sample
+from tests.samples import ids, sample
 from tests.tiny import VOCAB_SIZE, save_tokenizer
 
 GOOD = '{"prompt": "2 + 2 =", "answer": 4}'
 CHAT = '{"messages": [{"role": "user", "content": "hi"}]}'
+LIMITS: dict = {"vocab_size": VOCAB_SIZE, "context_length": 128, "max_new_tokens": 8}
 
 
 @pytest.fixture
@@ -29,8 +33,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     def load_lines(*lines: str, **changes: object) -> list[Prompt]:
         path = tmp_path / "prompts.jsonl"
         path.write_text("\n".join(lines))
-        limits = {"vocab_size": VOCAB_SIZE, "context_length": 128, "max_new_tokens": 8}
-        return load_prompts(str(path), changes.pop("tokenizer", tokenizer), **limits | changes)
+        return load_prompts(str(path), changes.pop("tokenizer", tokenizer), **LIMITS | changes)
 
     return load_lines
 
@@ -59,6 +62,21 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         ('{"messages": [{"content": "hi"}]}', r"`messages\[0\]` must be an object with a `role`"),
         (json.dumps({"prompt": "x" * 121}), "the prompt has 121 tokens, and max_new_tokens=8"),
         (r'{"prompt": "\ud800"}', "cannot encode"),
+        ('{"prompt": "a", "answer": [4]}', r"`answer` must be a string or a number, got \[4\]"),
+        ('{"prompt": "a", "answer": true}', "`answer` must be a string or a number, got True"),
+        ('{"prompt": "a", "teacher": 1}', "`teacher` must be a non-empty string, got 1"),
+        ('{"prompt": "a", "tag": ["x"]}', r"`tag` must be a non-empty string, got \['x'\]"),
+        ('{"prompt": "a", "teacher_prompt": ""}', "`teacher_prompt` must be a non-empty string"),
+        ('{"prompt": "a", "teacher_messages": "b"}', "`teacher_messages` must be a non-empty list"),
+        (
+            '{"prompt": "a", "teacher_prompt": "b", "teacher_messages": [{}]}',
+            "exactly one of `teacher_prompt`",
+        ),
+        ('{"prompt": "a", "bonuses": ["so"]}', "`bonuses` must be an object of phrase -> reward"),
+        ('{"prompt": "a", "bonuses": {"": 1}}', "`bonuses` has an empty phrase"),
+        ('{"prompt": "a", "bonuses": {"so": "1"}}', r"`bonuses\['so'\]` must be a finite number"),
+        ('{"prompt": "a", "bonuses": {"so": NaN}}', r"`bonuses\['so'\]` must be a finite number"),
+        ('{"prompt": "a", "bonuses": {"so": true}}', r"`bonuses\['so'\]` .*, got True"),
     ],
 )
 def test_a_bad_line_is_named(load, bad: str, message: str) -> None:
@@ -94,22 +112,104 @@ def test_a_character_that_the_tokenizer_lacks_is_refused(load, tmp_path: Path) -
         load('{"prompt": "ab"}', '{"prompt": "abc"}', tokenizer=load_tokenizer(str(tmp_path)))
 
 
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_text(content)
-    with pytest.raises(DataError, match=r"empty\.jsonl holds no rows"):
-        read_jsonl(str(path))
+def test_a_parquet_gives_the_same_prompts(
+    load, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Every row has every field there, null where it has none."""
+    rows = [
+        {"prompt": "a", "answer": "4", "bonuses": {"so": 1.0, "hm": None}, "messages": None},
+        {"messages": [{"role": "user", "content": "hi"}], "bonuses": {"hm": 2.0}},
+    ]
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    first, second = load_prompts(str(path), tokenizer, **LIMITS)
+    assert (first.answer, first.bonuses, first.line) == ("4", {"so": 1.0}, 1)
+    assert (second.answer, second.bonuses, second.line) == (None, {"hm": 2.0}, 2)
+    assert tokenizer.decode(second.tokens_T.tolist()) == "u:hi\na:"
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*nowhere\.jsonl"):
-        read_jsonl(str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(DataError, match="cannot read"):
-        read_jsonl(str(tmp_path))
-    (tmp_path / "latin1.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"cannot read .*latin1\.jsonl"):
-        read_jsonl(str(tmp_path / "latin1.jsonl"))
+def test_optional_fields(load, tokenizer: PreTrainedTokenizerBase) -> None:
+    plain, full = load(
+        GOOD,
+        json.dumps(
+            {
+                "prompt": "2 + 2 =",
+                "answer": 4.5,
+                "tag": "sums",
+                "teacher_prompt": "(4) 2 + 2 =",
+                "bonuses": {"so": 1, "hm": -0.5},
+            }
+        ),
+    )
+    assert (plain.teacher, plain.tag, plain.teacher_tokens_T, plain.bonuses) == ("", None, None, {})
+    assert (full.answer, full.tag, full.bonuses) == ("4.5", "sums", {"so": 1.0, "hm": -0.5})
+    assert tokenizer.decode(full.tokens_T.tolist()) == "2 + 2 ="
+    assert tokenizer.decode(full.teacher_tokens_T.tolist()) == "(4) 2 + 2 ="
+
+
+def test_the_teacher_may_see_a_chat(load, tokenizer: PreTrainedTokenizerBase) -> None:
+    row = {"prompt": "hi", "teacher_messages": [{"role": "user", "content": "hint"}]}
+    [prompt] = load(json.dumps(row))
+    assert tokenizer.decode(prompt.teacher_tokens_T.tolist()) == "u:hint\na:"
+
+
+def test_tools_reach_the_template(load, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template="{{ tools[0].name }}")
+    tokenizer = load_tokenizer(str(tmp_path))
+    [prompt] = load(CHAT[:-1] + ', "tools": [{"name": "add"}]}', tokenizer=tokenizer)
+    assert tokenizer.decode(prompt.tokens_T.tolist()) == "add"
+
+
+def named(teacher: str | None) -> str:
+    return json.dumps({"prompt": "a"} | ({"teacher": teacher} if teacher else {}))
+
+
+@pytest.mark.parametrize(
+    ("teachers", "named_in_rows", "expected"),
+    [
+        (("code", "maths"), ["maths", "code"], ["maths", "code"]),
+        (("maths",), ["maths", None], ["maths", "maths"]),
+        ((), ["anyone", None], ["", ""]),
+    ],
+)
+def test_rows_name_their_teacher(
+    load, teachers: tuple[str, ...], named_in_rows: list, expected: list[str]
+) -> None:
+    prompts = load(*map(named, named_in_rows), teachers=teachers)
+    assert [prompt.teacher for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize(
+    ("teachers", "teacher", "message"),
+    [
+        (("code", "maths"), "math", "`teacher` is 'math'.*did you mean 'maths'.* code, maths"),
+        (("code", "maths"), "zzz", "`teacher` is 'zzz'.*known: code, maths"),
+        (("code", "maths"), None, "`teacher` is missing: .* names one of code, maths"),
+        (("maths",), "code", "`teacher` is 'code'.*known: maths"),
+    ],
+)
+def test_a_teacher_that_is_none_is_refused(
+    load, teachers: tuple[str, ...], teacher: str | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"prompts\.jsonl:2: {message}"):
+        load(named("maths"), named(teacher), teachers=teachers)
+
+
+def test_what_the_teacher_sees_fits_its_context(load) -> None:
+    row = json.dumps({"prompt": "a", "teacher_prompt": "x" * 30})
+    for context in (None, 38):
+        assert len(load(row, teacher_context_length=context)) == 1
+    with pytest.raises(DataError, match=r":1: what the teacher sees has 30 .*context of 37"):
+        load(row, teacher_context_length=37)
+    with pytest.raises(DataError, match=r":1: what the teacher sees has 30 .*context of 37"):
+        load(json.dumps({"prompt": "x" * 30}), teacher_context_length=37)
+    longer = json.dumps({"prompt": "x" * 30, "teacher_prompt": "a"})
+    assert len(load(longer, teacher_context_length=9)) == 1
+
+
+def test_the_teacher_s_ids_are_the_model_s(load) -> None:
+    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 50"):
+        load('{"prompt": "0", "teacher_prompt": "Z"}', vocab_size=50)
 
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 2**31), epochs=st.integers(1, 4))
@@ -138,14 +238,6 @@ def test_a_stream_needs_prompts() -> None:
         PromptStream(0, 0)
 
 
-@pytest.mark.parametrize(
-    ("response", "answer", "reward"),
-    [("4", "4", 1), (" 4\n", "4", 1), ("5", "4", 0), ("4.", "4", 0), ("", "4", 0), ("", " ", 1)],
-)
-def test_exact_match(response: str, answer: str, reward: float) -> None:
-    assert exact_match(response, answer) == reward
-
-
 async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[float]:
     results = [await env.step(sample(*tokens)) for env in builder.make_envs()]
     assert all(result.observation_T is None for result in results)
@@ -161,3 +253,33 @@ def test_a_single_turn_pays_for_the_answer(
     assert [env.initial_observation().tolist() for env in builder.make_envs()] == [[3]] * 3
     response = [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
     assert asyncio.run(_rewards(builder, response)) == [expected] * 3
+
+
+def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Also after the dataset went to another process."""
+    prompt = Prompt(
+        tokens_T=ids(3),
+        answer="4",
+        line=1,
+        teacher="maths",
+        tag="sums",
+        teacher_tokens_T=ids(5, 6),
+        bonuses={"so": 1.0},
+    )
+    dataset = PromptDataset([prompt], tokenizer, group_size=2, seed=0, reward=contains)
+    builder = pickle.loads(pickle.dumps(dataset)).builder(7)
+    assert (builder.teacher, builder.tag) == ("maths", "sums")
+    assert builder.teacher_tokens_T.tolist() == [5, 6]
+    response = tokenizer("so 4!")["input_ids"]
+    assert asyncio.run(_rewards(builder, response)) == [1.0, 1.0]
+    result = asyncio.run(builder.make_envs()[0].step(sample(*response)))
+    assert result.bonuses_T.tolist() == [0.5, 0.5, 0, 0, 0]
+
+
+def test_a_prompt_without_bonuses_has_no_row_of_them(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = Prompt(tokens_T=ids(3), answer=None, line=1)
+    builder = SingleTurnGroupBuilder(prompt=prompt, tokenizer=tokenizer, group_size=1)
+    [env] = builder.make_envs()
+    assert asyncio.run(env.step(sample(4))).bonuses_T is None

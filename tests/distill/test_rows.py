@@ -1,105 +1,133 @@
-"""Training rows: a segment each for policies; prompt, completion and EOS for supervision."""
+"""Training rows of rollouts: one a segment, with its own facts and what the objective asks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.advantages import segment_advantages
+from distill.advantages import opd_advantages, policy_advantages
 from distill.errors import DataError
-from distill.rows import load_sft_rows, policy_rows
-from distill.tokenizer import load_tokenizer
-from tests.samples import group
-from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+from distill.objective import ObjectiveConfig
+from distill.rows import advantage_metrics, policy_rows
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from tests.samples import group, ids, segment, trajectory
 
-OPD = {"kl_coef": 1.0, "kl_discount_factor": 0.0, "reward_coef": 0.0}
-GOOD = {"prompt": "2+2=", "completion": "4!"}
+OPD = ObjectiveConfig()
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: int):
-    file = path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    limits = {"vocab_size": VOCAB_SIZE, "max_length": 64} | limits
-    return load_sft_rows(str(file), tokenizer, **limits)
+def groups_of(**changes: Any) -> list[TrajectoryGroup]:
+    return [group(3, temperature=0.5, **changes), group(8, members=3, temperature=2.0, **changes)]
+
+
+def with_top() -> Segment:
+    """Five actions; the teacher's likeliest hold the second and the fourth of them."""
+    tokens = [9, 20, 21, 22, 23, 24]
+    top = [[1, 2], [21, 3], [4, 5], [6, 23], [7, 8]]
+    return segment(
+        1,
+        5,
+        tokens_T=tokens,
+        teacher_top=TopLogprobs(
+            ids_NK=np.array(top, np.int32), logprobs_NK=np.full((5, 2), -1.5, np.float32)
+        ),
+        teacher_context_T=ids(30, 31),
+    )
+
+
+def one_group(made: Segment, **fields: Any) -> TrajectoryGroup:
+    return TrajectoryGroup(group_id=4, trajectories_G=(trajectory(made),), **fields)
 
 
 def test_a_row_for_every_segment_with_its_own_facts() -> None:
-    groups = [group(3, temperature=0.5), group(8, members=3, temperature=2.0)]
-    settings = {"kl_coef": 0.7, "kl_discount_factor": 0.9, "reward_coef": 2.0}
-    rows = policy_rows(groups, **settings)
-    expected = [
-        (made.group_id, *pair) for made in groups for pair in segment_advantages(made, **settings)
-    ]
+    objective = ObjectiveConfig(kl_coef=0.7, kl_discount_factor=0.9, reward_coef=2.0)
+    groups = groups_of()
+    rows = policy_rows(groups, objective)
+    expected = policy_advantages(groups, objective)
     assert len(rows) == len(expected) == 5
-    for row, (group_id, made, advantages) in zip(rows, expected, strict=True):
-        assert row.source == f"group {group_id}"
+    for row, (of_group, made, rewarded_T) in zip(rows, expected, strict=True):
+        assert row.source == f"group {of_group.group_id}"
         assert row.temperature == made.temperature
         assert row.tokens_T.tolist() == made.tokens_T.tolist()
         assert row.loss_mask_T.tolist() == made.action_mask_T.tolist()
         assert row.behaviour_logprobs_T.tolist() == made.behaviour_logprobs_T.tolist()
-        assert row.weights_T.tolist() == advantages.tolist()
+        advantages_T = rewarded_T + opd_advantages(made, 0.7, 0.9)
+        assert row.weights_T.tolist() == advantages_T.tolist()
+        assert row.teacher_coef == 0
+    assert {row.temperature for row in rows} == {0.5, 2.0}
 
 
-def test_an_unscored_group_is_refused() -> None:
+def test_each_teacher_s_term_counts_by_its_weight() -> None:
+    made = with_top()
+    groups = [one_group(made, teacher=name) for name in ("a", "b")]
+    weights = {"a": 0.25}  # b has none: 1
+    for teacher, row in zip("ab", policy_rows(groups, OPD, weights), strict=True):
+        coef = weights.get(teacher, 1.0)
+        assert row.teacher == teacher
+        assert row.weights_T.tolist() == opd_advantages(made, coef, 0).tolist()
+    full = ObjectiveConfig(estimator="full", kl_coef=3.0)
+    coefs = [row.teacher_coef for row in policy_rows(groups, full, weights)]
+    assert coefs == [0.75, 3.0]
+
+
+@pytest.mark.parametrize("estimator", ["full", "top_k"])
+def test_a_divergence_is_a_coefficient_and_no_advantage(estimator: str) -> None:
+    """It needs no log-prob of the sampled token, and takes context and top along."""
+    made = with_top()
+    objective = ObjectiveConfig(estimator=estimator, kl_coef=0.5)
+    [row] = policy_rows([one_group(made)], objective)
+    assert row.teacher_coef == 0.5 and not row.weights_T.any()
+    assert row.teacher_top is made.teacher_top
+    assert row.teacher_context_T is made.teacher_context_T
+    unscored = groups_of(teacher_logprobs_T=None)
+    assert not any(row.weights_T.any() for row in policy_rows(unscored, objective))
+
+
+def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient() -> None:
+    made = with_top()
+    objective = ObjectiveConfig(estimator="top_k", tail="sampled", kl_coef=0.5)
+    [row] = policy_rows([one_group(made)], objective)
+    assert row.teacher_coef == 0.5
+    everywhere = opd_advantages(made, 0.5, 0).tolist()
+    assert row.weights_T.tolist() == [
+        0.0 if t in (2, 4) else everywhere[t] for t in range(len(made))
+    ]
+    assert row.weights_T[[1, 3, 5]].all()
+
+
+def test_without_a_weight_no_teacher_is_needed() -> None:
+    objective = ObjectiveConfig(kl_coef=0.0, reward_coef=1.0)
+    rows = policy_rows(groups_of(teacher_logprobs_T=None), objective)
+    assert [row.weights_T[-1] for row in rows[:2]] == [-0.5, 0.5]
+    assert all(row.teacher_coef == 0 for row in rows)
+
+
+def test_what_is_missing_is_named() -> None:
     with pytest.raises(DataError, match="not scored by a teacher"):
-        policy_rows([group(teacher_logprobs_T=None)], **OPD)
-
-
-def test_the_loss_is_on_the_completion_and_its_eos(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    [row] = load(tmp_path, tokenizer, GOOD)
-    ids = tokenizer.convert_tokens_to_ids(list("2+2=4!"))
-    assert row.tokens_T.tolist() == [*ids, EOS]
-    assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
-    assert row.weights_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
-    assert row.behaviour_logprobs_T.tolist() == [0] * 7
-    assert row.temperature == 1.0
-    assert row.source.endswith("data.jsonl:1")
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"prompt": "a"}, "`completion` must be a non-empty string, got None"),
-        ({"prompt": "", "completion": "b"}, "`prompt` must be a non-empty string, got ''"),
-        ({"prompt": "a", "completion": 3}, "`completion` must be a non-empty string, got 3"),
-        ({"prompt": "a", "completion": "x" * 63}, "65 tokens exceed the limit of 64"),
-        ({"prompt": "a", "completion": "\ud800"}, "cannot encode"),
-    ],
-)
-def test_a_bad_row_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict, message: str
-) -> None:
-    with pytest.raises(DataError, match=rf"data\.jsonl:2: .*{message}"):
-        load(tmp_path, tokenizer, GOOD, bad)
-
-
-def test_the_longest_row_that_fits(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    [row] = load(tmp_path, tokenizer, {"prompt": "a", "completion": "x" * 62})
-    assert len(row) == 64
-
-
-def test_ids_outside_the_model_are_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 20"):
-        load(tmp_path, tokenizer, GOOD, vocab_size=20)
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no EOS token"):
-        load(tmp_path, tokenizer, GOOD)
+        policy_rows([group(teacher_logprobs_T=None)], OPD)
+    with pytest.raises(DataError, match="was not asked for its top_k"):
+        policy_rows([group()], ObjectiveConfig(estimator="top_k", tail="sampled"))
 
 
 def test_policy_rows_share_the_segment_s_arrays() -> None:
     made = group()
-    for row, part in zip(policy_rows([made], **OPD), made.segments(), strict=True):
+    for row, part in zip(policy_rows([made], OPD), made.segments(), strict=True):
         assert np.shares_memory(row.tokens_T, part.tokens_T)
+
+
+def test_metrics_are_of_the_trained_tokens_advantages() -> None:
+    made = segment(
+        2, 4,
+        behaviour_logprobs_T=[0, 0, -1.0, -2.0, -3.0, -4.0],
+        teacher_logprobs_T=[0, 0, -2.0, -2.0, -1.0, -1.0],
+    )  # fmt: skip
+    metrics = advantage_metrics(policy_rows([one_group(made)], OPD))
+    assert metrics == pytest.approx(  # of -1, 0, 2 and 3
+        {
+            "advantage/mean": 1.0,
+            "advantage/std": 2.5**0.5,
+            "advantage/max": 3.0,
+            "advantage/min": -1.0,
+        }
+    )

@@ -79,6 +79,53 @@ def test_nothing_to_see_before_the_first_sample_is_refused() -> None:
         build((ids(), sample(7)))
 
 
+def row(*bonuses: float) -> np.ndarray:
+    return np.array(bonuses, np.float32)
+
+
+def test_bonuses_are_on_the_sampled_tokens() -> None:
+    builder = SegmentBuilder(0.7)
+    builder.append(ids(5, 6), sample(7, 1), row(0.5, -1))
+    builder.append(ids(5, 6, 7, 1, 8), sample(4), row(2))
+    [made] = builder.build()
+    assert made.bonuses_T is not None
+    assert made.bonuses_T.tolist() == [0, 0, 0.5, -1, 0, 2]
+
+
+@pytest.mark.parametrize("paid", [0, 1, 2])
+def test_one_turn_with_bonuses_gives_all_segments_some(paid: int) -> None:
+    """The second turn goes on from the first; the third starts afresh."""
+    builder = SegmentBuilder(0.7)
+    for turn, observation in enumerate([ids(5), ids(5, 7), ids(9)]):
+        builder.append(observation, sample(7), row(turn + 1) if turn == paid else None)
+    rows = [made.bonuses_T for made in builder.build()]
+    expected = [[0.0, 0.0, 0.0], [0.0, 0.0]]
+    expected[paid // 2][1 + paid % 2] = paid + 1
+    assert [None if made is None else made.tolist() for made in rows] == expected
+
+
+def test_no_bonuses_no_row_of_them() -> None:
+    assert [made.bonuses_T for made in build((ids(5), sample(7)), (ids(9), sample(8)))] == [
+        None
+    ] * 2
+
+
+def test_bonuses_for_another_number_of_tokens_are_refused() -> None:
+    with pytest.raises(DataError, match="bonuses_T has 1 entries for 2 sampled tokens"):
+        SegmentBuilder(0.7).append(ids(5), sample(7, 8), row(1))
+
+
+def test_the_privileged_context_is_the_first_segment_s() -> None:
+    builder = SegmentBuilder(0.7, ids(3, 4))
+    for observation in [ids(5), ids(5, 7), ids(9)]:
+        builder.append(observation, sample(7))
+    first, second = builder.build()
+    assert first.teacher_context_T is not None and first.teacher_context_T.tolist() == [3, 4]
+    assert second.teacher_context_T is None
+    [plain] = build((ids(5), sample(7)))
+    assert plain.teacher_context_T is None
+
+
 @given(
     st.lists(
         st.tuples(

@@ -1,17 +1,33 @@
-"""Learners on the tiny student."""
+"""Learners on the tiny student, loops around them, and what to compare them with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.batching import TrainingRow
+from distill.objective import ObjectiveConfig
+from distill.types import TrajectoryGroup
+from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, OptimizerConfig
-from learner.learner import Learner
+from learner.learner import Learner, Part
+from learner.loop import PolicyLoop
+from learner.objective import PolicyObjectiveLoss
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 
 NewLearner = Callable[..., Learner]
+NewLoop = Callable[..., PolicyLoop]
+
+IMPORTANCE_SAMPLING = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
 
 @pytest.fixture
@@ -36,3 +52,146 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         return Learner(config, str(tmp_path / "failed"))
 
     return new
+
+
+@pytest.fixture
+def plain_model(tiny_pair: TinyPair) -> PreTrainedModel:
+    """What learners start from, as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+class World:
+    """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
+
+    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        self.groups = list(groups)
+        self.events: list[str] = []
+        self.published: list[tuple[int, dict[str, bytes]]] = []
+
+    def take(self, num_groups: int) -> list[TrajectoryGroup]:
+        taken, self.groups = self.groups[:num_groups], self.groups[num_groups:]
+        assert len(taken) == num_groups, "the loop asks for more than a step's groups"
+        self.events.append(f"take {[made.group_id for made in taken]}")
+        return taken
+
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+        self.events.append(f"publish {version}")
+        copied = {name: tensor.detach().numpy().tobytes() for name, tensor in weights.items()}
+        self.published.append((version, copied))
+        return {"push/bytes": sum(map(len, copied.values()))}
+
+
+@pytest.fixture
+def new_loop(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore
+) -> NewLoop:
+    """new_loop(world, objective, teachers=, learner={...}, resume_from=, and the loop's own)."""
+
+    def new(
+        world: World,
+        objective: ObjectiveConfig,
+        *,
+        teachers: LocalTeachers | None = None,
+        learner: Mapping[str, object] | None = None,
+        groups_per_step: int = 2,
+        resume_from: Checkpoint | None = None,
+        **settings: object,
+    ) -> PolicyLoop:
+        start = {"model": resume_from.model_dir} if resume_from else {}
+        return PolicyLoop(
+            learner=new_learner(**{"schedule": "linear"} | dict(learner or {}) | start),
+            tokenizer=tokenizer,
+            source=world,
+            publish=world.publish,
+            store=store,
+            loss=PolicyObjectiveLoss(objective=objective, teachers=teachers),
+            groups_per_step=groups_per_step,
+            resume_from=resume_from,
+            **settings,
+        )
+
+    return new
+
+
+class Watched:
+    """Notes what a learner is asked to do, and lets it do so."""
+
+    def __init__(self, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.updates: list[tuple[Part, ...]] = []
+        self.scored: list[list[np.ndarray]] = []
+        self._step, self._logprobs = learner.step, learner.logprobs
+        monkeypatch.setattr(learner, "step", self._on_step)
+        monkeypatch.setattr(learner, "logprobs", self._on_logprobs)
+
+    def _on_step(self, *parts: Part) -> dict[str, float]:
+        self.calls.append("step")
+        self.updates.append(parts)
+        return self._step(*parts)
+
+    def _on_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+        self.calls.append("logprobs")
+        self.scored.append(self._logprobs(rows_D))
+        return self.scored[-1]
+
+
+def gradients(learner: Learner) -> dict[str, Tensor]:
+    return gradients_of(learner.model)
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def weights(learner: Learner) -> dict[str, bytes]:
+    return {name: p.detach().numpy().tobytes() for name, p in learner.model.named_parameters()}
+
+
+def assert_same(made: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:
+    """Equal tensors, up to `share` of the largest value of all."""
+    largest = max(value.abs().max().item() for value in expected.values())
+    assert made.keys() == expected.keys() and largest > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(made[name], value, rtol=0, atol=share * largest)
+
+
+def naive_distribution(model: PreTrainedModel, row: TrainingRow) -> Tensor:
+    """log p_T at the row's trained tokens, shape (trained, V): the row alone, all its logits."""
+    logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0]
+    trained_N = np.flatnonzero(row.loss_mask_T)
+    return torch.log_softmax(logits_TV[trained_N - 1] / row.temperature, dim=1)
+
+
+def naive_logprobs(model: PreTrainedModel, row: TrainingRow) -> Tensor:
+    """log p_T of the row's trained tokens, shape (trained,)."""
+    tokens_N = torch.tensor(row.tokens_T[row.loss_mask_T].tolist())
+    return naive_distribution(model, row).gather(1, tokens_N[:, None]).squeeze(1)
+
+
+def trained(rows: Sequence[TrainingRow], name: str) -> np.ndarray:
+    """An array of the rows, at their trained tokens, in float64."""
+    return np.concatenate([getattr(row, name)[row.loss_mask_T] for row in rows]).astype(np.float64)
+
+
+def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    """The rows as if sampled, and begun, by policies a little away from the learner's."""
+    rng = np.random.default_rng(0)
+
+    def moved(row: TrainingRow, logprobs_N: np.ndarray) -> np.ndarray:
+        moved_T = np.zeros(len(row), np.float32)
+        moved_T[row.loss_mask_T] = logprobs_N + rng.normal(0, 0.6, len(logprobs_N))
+        return moved_T
+
+    return [
+        replace(
+            row,
+            behaviour_logprobs_T=moved(row, logprobs_N),
+            proximal_logprobs_T=moved(row, logprobs_N),
+        )
+        for row, logprobs_N in zip(rows, learner.logprobs(rows), strict=True)
+    ]

@@ -20,10 +20,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import CheckpointError
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.learner import Learner
-from learner.loop import importance_sampling_loss
+from learner.learner import Learner, Part
 from tests.conftest import TinyPair
-from tests.learner.conftest import NewLearner
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner
 from tests.samples import training_row
 from tests.tiny import save_tokenizer
 
@@ -35,7 +34,9 @@ fork = multiprocessing.get_context("fork")
 def train(learner: Learner, first: int, steps: int) -> list[dict[str, float]]:
     """Steps `first` and on, each on a pair of rows that follows from its number."""
     return [
-        learner.step([ROWS[step % 8], ROWS[(3 * step + 1) % 8]], importance_sampling_loss)
+        learner.step(
+            Part(rows_D=[ROWS[step % 8], ROWS[(3 * step + 1) % 8]], loss=IMPORTANCE_SAMPLING)
+        )
         for step in range(first, first + steps)
     ]
 
@@ -60,11 +61,6 @@ def save(learner: Learner, tokenizer: PreTrainedTokenizerBase):
         return store.save(**settings | changes)
 
     return save_step
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
 def names(store: CheckpointStore) -> list[str]:

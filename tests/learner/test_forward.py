@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from distill.batching import TrainingRow, collate
 from learner.forward import Forward
 from tests.conftest import TinyPair
+from tests.learner.conftest import assert_same, gradients_of, naive_distribution
 from tests.samples import training_row
 
 ROWS = [
@@ -29,15 +30,14 @@ def model(tiny_pair: TinyPair) -> PreTrainedModel:
 
 
 def naive(model: PreTrainedModel, row: TrainingRow) -> list[tuple[float, float]]:
-    """(log-prob, entropy) of each trained token: the row alone, all its logits, one by one."""
+    """(log-prob, entropy) of each trained token."""
     with torch.no_grad():
-        logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0]
-    found = []
-    for t in np.flatnonzero(row.loss_mask_T):
-        log_p_V = torch.log_softmax(logits_TV[t - 1].double() / row.temperature, dim=0)
-        entropy = -sum(p.exp() * p for p in log_p_V)
-        found.append((log_p_V[row.tokens_T[t]].item(), float(entropy)))
-    return found
+        log_p_NV = naive_distribution(model, row).double()
+    tokens_N = row.tokens_T[row.loss_mask_T]
+    return [
+        (log_p_V[token].item(), float(-sum(p.exp() * p for p in log_p_V)))
+        for log_p_V, token in zip(log_p_NV, tokens_N, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("order", [[0], [0, 1, 2, 3], [3, 1, 0, 2], [2, 2]])
@@ -51,6 +51,46 @@ def test_every_row_as_if_it_were_alone_at_its_own_temperature(
     assert stats.logprobs_N.tolist() == pytest.approx([p for p, _ in expected], abs=2e-4)
     assert stats.entropy_N.tolist() == pytest.approx([h for _, h in expected], abs=2e-4)
     assert stats.logprobs_N.dtype == torch.float32
+
+
+def test_divergences_are_given_the_distributions_of_their_own_positions(
+    model: PreTrainedModel,
+) -> None:
+    """Whatever the chunks: here the divergence is the chosen token's log-prob once more."""
+    batch = collate(ROWS * 20)
+    seen: list[slice] = []
+
+    def chosen(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
+        seen.append(positions)
+        return log_p_NV.gather(1, batch.tokens_N[positions, None]).squeeze(1)
+
+    forward = Forward(deepcopy(model))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.logprobs._CHUNK_ELEMENTS", {"cpu": 1})
+        stats = forward(batch, divergence_of=chosen)
+    assert len(seen) > 1 and stats.divergence_N is not None
+    assert stats.divergence_N.tolist() == stats.logprobs_N.tolist()
+    assert forward(batch).divergence_N is None
+
+
+def test_hidden_states_are_those_that_predict_the_trained_tokens(model: PreTrainedModel) -> None:
+    forward, batch = Forward(deepcopy(model)), collate(ROWS)
+    with torch.no_grad():
+        hidden_NH = forward.hidden(batch)
+        log_p_NV = forward.head.log_distribution(hidden_NH, batch.temperature_N)
+        stats = forward(batch)
+    chosen_N = log_p_NV.gather(1, batch.tokens_N[:, None]).squeeze(1)
+    assert chosen_N.tolist() == pytest.approx(stats.logprobs_N.tolist(), abs=1e-5)
+
+
+def test_the_entropy_has_a_gradient_where_it_is_asked_for(model: PreTrainedModel) -> None:
+    ours, plain = deepcopy(model), deepcopy(model)
+    forward = Forward(ours)
+    assert not forward(collate(ROWS)).entropy_N.requires_grad
+    forward(collate(ROWS), entropy_gradient=True).entropy_N.sum().backward()
+    log_p_NV = torch.cat([naive_distribution(plain, row) for row in ROWS])
+    (-(log_p_NV.exp() * log_p_NV).sum()).backward()
+    assert_same(gradients_of(ours), gradients_of(plain), share=1e-5)
 
 
 def test_the_temperature_matters(model: PreTrainedModel) -> None:

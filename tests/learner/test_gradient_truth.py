@@ -1,171 +1,151 @@
-"""The sampled-token estimator against the exact gradient, by every sequence there is.
+"""Every estimator against the exact gradient it claims, by every sequence there is.
 
-A vocabulary of 5 and at most 3 new tokens: 85 sequences, so every expectation is a finite sum and
-nothing is sampled. Rows, batch, forward and loss are the ones that train.
+Rows, batch, forward and loss are the ones that train; see `tests/enumeration.py`.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from distill.batching import collate
-from distill.kl import reverse_kl
-from distill.losses import importance_sampling
-from distill.models import new_qwen3
-from distill.rows import policy_rows
-from distill.types import Segment, TrajectoryGroup
-from learner.forward import Forward
-from tests.samples import trajectory
+from distill.objective import ObjectiveConfig
+from tests.enumeration import (
+    ESTIMATORS,
+    TEMPERATURES,
+    World,
+    error,
+    k1,
+    k2,
+    k3,
+    mean_gradient,
+    responses,
+    truncated_reverse_kl,
+)
 
-VOCAB, HORIZON, EOS = 5, 3, 1
-PROMPT = (3, 0, 2)
-TEMPERATURES = [0.5, 1.0, 2.0]
-
-
-def tiny(seed: int) -> PreTrainedModel:
-    model = new_qwen3(
-        vocab_size=VOCAB, hidden_size=32, layers=1, heads=1, context_length=8,
-        eos_token_id=EOS, pad_token_id=0, seed=seed,
-    )  # fmt: skip
-    model.model.norm.weight.data.mul_(8)
-    return model
+WITH_FUTURE = ESTIMATORS["sampled, g=1"].objective
+every_T = pytest.mark.parametrize("T", TEMPERATURES)
+every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
-student, teacher = tiny(0), tiny(1)
-# The same weights as the student, in the hands of the learner. Its rows share their prompt.
-learning = tiny(0)
-forward = Forward(learning)
-
-
-def responses() -> list[tuple[int, ...]]:
-    """Every response: ended by EOS, or by the horizon."""
-    made = set()
-    for tokens in itertools.product(range(VOCAB), repeat=HORIZON):
-        end = tokens.index(EOS) + 1 if EOS in tokens else HORIZON
-        made.add(tokens[:end])
-    return sorted(made)
-
-
-def contexts() -> Iterator[tuple[int, ...]]:
-    """Every state in which a token is sampled."""
-    for length in range(HORIZON):
-        for tokens in itertools.product(range(VOCAB), repeat=length):
-            if EOS not in tokens:
-                yield tokens
-
-
-def next_logits(model: PreTrainedModel, response: tuple[int, ...]) -> Tensor:
-    """Logits of every token of the response and of the one after it."""
-    return model(input_ids=torch.tensor([[*PROMPT, *response]])).logits[0, len(PROMPT) - 1 :]
-
-
-def token_logprobs(model: PreTrainedModel, response: tuple[int, ...], T: float) -> Tensor:
-    log_p = torch.log_softmax(next_logits(model, response)[:-1] / T, dim=-1)
-    return log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.long)]
-
-
-def flat_gradient(loss: Tensor, model: PreTrainedModel = student) -> Tensor:
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    return torch.cat([gradient.flatten() for gradient in gradients])
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("world"))
 
 
 @cache
-def true_gradient(T: float, teacher_T: float) -> Tensor:
-    """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
-    total = torch.zeros(())
-    for response in responses():
-        log_p = token_logprobs(student, response, T).sum()
-        log_q = token_logprobs(teacher, response, teacher_T).sum().detach()
-        total = total + log_p.exp() * (log_p - log_q)
-    return flat_gradient(total)
+def gradients_of(world: World, name: str, T: float, teacher_T: float) -> Tensor:
+    """Of every response, shape (responses, parameters)."""
+    return world.gradients_by_response(ESTIMATORS[name].objective, T, teacher_T)
 
 
-def immediate_gradient(T: float) -> Tensor:
-    """Of sum over states of KL(p_T || q_T) at that state, how often it is met held fixed."""
-    total = torch.zeros(())
-    for context in contexts():
-        met = token_logprobs(student, context, T).sum().exp().detach()
-        here = reverse_kl(
-            next_logits(student, context)[-1:], next_logits(teacher, context)[-1:].detach(), T
-        )
-        total = total + met * here.sum()
-    return flat_gradient(total)
+@cache
+def claimed_by(world: World, name: str, T: float) -> Tensor:
+    return world.claimed_gradient(ESTIMATORS[name], T)
 
 
-def segment_of(response: tuple[int, ...], T: float, teacher_T: float) -> Segment:
-    with torch.no_grad():
-        behaviour = token_logprobs(student, response, T).tolist()
-        scored = token_logprobs(teacher, response, teacher_T).tolist()
-    observed = len(PROMPT)
-    return Segment(
-        tokens_T=[*PROMPT, *response],
-        action_mask_T=[False] * observed + [True] * len(response),
-        behaviour_logprobs_T=[0.0] * observed + behaviour,
-        versions_T=[-1] * observed + [0] * len(response),
-        temperature=T,
-        teacher_logprobs_T=[0.0] * observed + scored,
-    )
-
-
-def expected_gradient(T: float, discount: float, teacher_T: float) -> Tensor:
-    """E_{y ~ p_T} of the gradient of our loss on y: what infinitely many rollouts would give."""
-    segments = [segment_of(response, T, teacher_T) for response in responses()]
-    group = TrajectoryGroup(group_id=0, trajectories_G=[trajectory(s) for s in segments])
-    rows = policy_rows([group], kl_coef=1.0, kl_discount_factor=discount, reward_coef=0.0)
-    batch = collate(rows)
-    probability_N = torch.from_numpy(
-        np.concatenate(
-            [
-                np.full(s.num_actions, np.exp(s.behaviour_logprobs_T.sum(), dtype=np.float64))
-                for s in segments
-            ]
-        )
-    )
-    loss, metrics = importance_sampling(
-        forward(batch).logprobs_N,
-        batch.behaviour_logprobs_N,
-        batch.weights_N * probability_N,
-        num_tokens=1,
-    )
-    assert metrics["train/logprob_gap"].item() < 1e-3  # on-policy
-    return flat_gradient(loss, learning)
-
-
-def error(made: Tensor, truth: Tensor) -> float:
-    return ((made - truth).norm() / truth.norm()).item()
-
-
-@pytest.mark.parametrize("T", TEMPERATURES)
-def test_the_enumeration_is_complete(T: float) -> None:
+@every_T
+def test_the_enumeration_is_complete(world: World, T: float) -> None:
     assert len(responses()) == 1 + 4 * 1 + 16 * 5
-    total = sum(token_logprobs(student, response, T).sum().exp().item() for response in responses())
-    assert total == pytest.approx(1, abs=1e-5)
+    assert world.probabilities(T).sum().item() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("T", TEMPERATURES)
-def test_with_the_whole_future_it_is_the_gradient_of_the_sequence_kl(T: float) -> None:
-    assert error(expected_gradient(T, discount=1.0, teacher_T=T), true_gradient(T, T)) < 1e-5
+@every_T
+@every_estimator
+def test_its_mean_is_the_gradient_it_claims(world: World, name: str, T: float) -> None:
+    made = world.expected_gradient(ESTIMATORS[name].objective, T)
+    assert error(made, claimed_by(world, name, T)) < 3e-5
 
 
-@pytest.mark.parametrize("T", TEMPERATURES)
-def test_with_no_future_it_is_the_gradient_of_each_state_s_kl(T: float) -> None:
-    """Biased towards KL(p_T || q_T): it does not count that a token leads to other states."""
-    made = expected_gradient(T, discount=0.0, teacher_T=T)
-    assert error(made, immediate_gradient(T)) < 1e-5
-    assert error(made, true_gradient(T, T)) > 0.02
+@every_T
+def test_without_the_future_it_is_biased_towards_the_sequence_s_kl(world: World, T: float) -> None:
+    """It does not count that a token leads to other states."""
+    made = world.expected_gradient(ObjectiveConfig(), T)
+    assert error(made, claimed_by(world, "sampled, g=1", T)) > 0.02
+
+
+@every_T
+@every_estimator
+def test_rows_one_at_a_time_have_the_same_mean(world: World, name: str, T: float) -> None:
+    """All at once share their prompt's keys and values; one at a time do not."""
+    objective = ESTIMATORS[name].objective
+    made = mean_gradient(gradients_of(world, name, T, T), world.probabilities(T))
+    assert error(made, world.expected_gradient(objective, T)) < 3e-5
+
+
+SAMPLES, SIGMAS, PROJECTIONS = 4000, 4, 16
+
+
+def sigmas_off(world: World, name: str, T: float, teacher_T: float) -> float:
+    """How far the mean gradient of seeded samples is from the truth, in its standard errors.
+
+    The largest over fixed random directions in the space of the weights. The standard errors are
+    the exact ones: at a low T one response has nearly all the probability, the rest decide the
+    variance, and 4000 samples would underestimate it (kurtosis in the hundreds).
+    """
+    gradients_RW = gradients_of(world, name, T, teacher_T)
+    probability_R = world.probabilities(T).numpy()
+    probability_R = probability_R / probability_R.sum()
+    generator = torch.Generator().manual_seed(0)
+    directions_WX = torch.randn(gradients_RW.shape[1], PROJECTIONS, generator=generator)
+    along_RX = (gradients_RW @ directions_WX).double().numpy()
+    truth_X = (claimed_by(world, name, T) @ directions_WX).double().numpy()
+    variance_X = probability_R @ (along_RX - probability_R @ along_RX) ** 2
+    drawn = np.random.default_rng(1).choice(len(responses()), SAMPLES, p=probability_R)
+    gap_X = np.abs(along_RX[drawn].mean(axis=0) - truth_X)
+    return float((gap_X / np.sqrt(variance_X / SAMPLES)).max())
+
+
+@every_T
+@every_estimator
+def test_the_mean_of_samples_is_within_its_confidence_interval(
+    world: World, name: str, T: float
+) -> None:
+    assert sigmas_off(world, name, T, teacher_T=T) < SIGMAS
 
 
 @pytest.mark.parametrize("T", [0.5, 2.0])
-def test_a_teacher_scored_at_one_gives_another_objective(T: float) -> None:
-    """The bias that this project removes: an unscaled teacher is the gradient towards q_1."""
-    made = expected_gradient(T, discount=1.0, teacher_T=1.0)
-    assert error(made, true_gradient(T, 1.0)) < 1e-5
-    assert error(made, true_gradient(T, T)) > 0.1
+@pytest.mark.parametrize("name", ["sampled, g=1", "sampled, g=0"])
+def test_samples_tell_a_teacher_scored_at_one(world: World, name: str, T: float) -> None:
+    """So many of them are enough to see the bias that this project removes."""
+    assert sigmas_off(world, name, T, teacher_T=1.0) > SIGMAS
+
+
+@pytest.mark.parametrize("T", [0.5, 2.0])
+def test_a_teacher_scored_at_one_gives_another_objective(world: World, T: float) -> None:
+    """An unscaled teacher is the gradient towards q_1."""
+    made = world.expected_gradient(WITH_FUTURE, T, teacher_T=1.0)
+    assert error(made, world.sequence_gradient(T, 1.0)) < 1e-5
+    assert error(made, claimed_by(world, "sampled, g=1", T)) > 0.1
+
+
+@every_T
+def test_k1_as_a_loss_has_no_gradient_on_average(world: World, T: float) -> None:
+    gradients_RW = world.naive_gradients_by_response(k1, T)
+    mean = mean_gradient(gradients_RW, world.probabilities(T))
+    truth = claimed_by(world, "sampled, g=0", T)
+    assert mean.norm() < 1e-4 * truth.norm()
+    assert gradients_RW.norm(dim=1).min() > 0.1 * truth.norm()  # all of it noise
+
+
+@every_T
+def test_k3_as_a_loss_has_the_gradient_of_the_forward_kl(world: World, T: float) -> None:
+    made = mean_gradient(world.naive_gradients_by_response(k3, T), world.probabilities(T))
+    assert error(made, claimed_by(world, "full, forward_kl", T)) < 3e-5
+    assert error(made, claimed_by(world, "sampled, g=0", T)) > 0.1
+
+
+@every_T
+def test_k2_as_a_loss_is_the_sampled_estimator_on_policy(world: World, T: float) -> None:
+    made = mean_gradient(world.naive_gradients_by_response(k2, T), world.probabilities(T))
+    assert error(made, claimed_by(world, "sampled, g=0", T)) < 3e-5
+
+
+@every_T
+def test_a_top_k_without_its_tail_has_another_gradient(world: World, T: float) -> None:
+    """What tail=bucket and tail=sampled each put right."""
+    made = world.state_gradient(T, truncated_reverse_kl)
+    assert error(made, claimed_by(world, "sampled, g=0", T)) > 0.1

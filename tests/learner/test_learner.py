@@ -8,49 +8,35 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.batching import TrainingRow, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
+from distill.objective import ObjectiveConfig
 from distill.rows import policy_rows
 from distill.types import TrajectoryGroup
 from learner.config import OptimizerConfig
-from learner.learner import Learner
-from learner.loop import importance_sampling_loss
+from learner.learner import Learner, Part
+from learner.objective import PolicyObjectiveLoss
 from learner.optimizer import lr_factor
 from tests.conftest import TinyPair
-from tests.learner.conftest import NewLearner
+from tests.learner.conftest import (
+    IMPORTANCE_SAMPLING,
+    NewLearner,
+    assert_same,
+    gradients,
+    naive_distribution,
+    near_policy,
+    trained,
+    weights,
+)
 from tests.samples import group, segment, training_row, trajectory
 
 ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=0.5 + 0.3 * i) for i in range(6)]
 
 
-def gradients(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in learner.model.named_parameters()}
-
-
-def weights(learner: Learner) -> dict[str, bytes]:
-    return {name: p.detach().numpy().tobytes() for name, p in learner.model.named_parameters()}
-
-
-def assert_same(made: dict, expected: dict, share: float) -> None:
-    """Equal tensors, up to `share` of the largest value of all."""
-    largest = max(value.abs().max().item() for value in expected.values())
-    assert made.keys() == expected.keys() and largest > 0
-    for name, value in expected.items():
-        torch.testing.assert_close(made[name], value, rtol=0, atol=share * largest)
-
-
-@pytest.mark.parametrize("budget", [1, 20, 40])
-def test_micro_batches_add_up_to_the_big_batch(new_learner: NewLearner, budget: int) -> None:
-    assert len(list(split_by_token_budget(ROWS, budget))) > 1
-    whole, cut = new_learner(), new_learner(token_budget=budget)
-    expected = whole.step(ROWS, importance_sampling_loss)
-    metrics = cut.step(ROWS, importance_sampling_loss)
-    assert_same(gradients(cut), gradients(whole), share=1e-6)
-    for name in expected.keys() - {"train/padding_share"}:
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
-    assert metrics["train/padding_share"] < expected["train/padding_share"]
+def step(learner: Learner, rows: list[TrainingRow]) -> dict[str, float]:
+    return learner.step(Part(rows_D=rows, loss=IMPORTANCE_SAMPLING))
 
 
 def groups_of_all_kinds() -> list[TrajectoryGroup]:
@@ -107,31 +93,65 @@ def test_the_opd_gradient_against_a_naive_one(
     new_learner: NewLearner, tiny_pair: TinyPair, kl_coef: float, discount: float, reward: float
 ) -> None:
     groups, learner = groups_of_all_kinds(), new_learner(token_budget=250)
-    rows = policy_rows(groups, kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward)
-    learner.step(rows, importance_sampling_loss)
+    rows = policy_rows(
+        groups,
+        ObjectiveConfig(kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward),
+    )
+    step(learner, rows)
     expected = naive_opd_gradient(tiny_pair.student, groups, kl_coef, discount, reward)
     assert_same(gradients(learner), expected, share=1e-5)
 
 
-def test_metrics_are_means_per_trained_token(new_learner: NewLearner) -> None:
+def test_metrics_are_means_per_trained_token(
+    new_learner: NewLearner, plain_model: PreTrainedModel
+) -> None:
+    """All that `policy_loss` promises, over many micro-batches, against numpy."""
+    how = ObjectiveConfig(loss="ppo", clip_low=0.5, clip_high=1.0, correction="truncate")
+    learner = new_learner(token_budget=30)
+    rows = near_policy(learner, ROWS)
+    logprobs_N = np.concatenate(learner.logprobs(rows)).astype(np.float64)
+    with torch.no_grad():
+        log_p_NV = torch.cat([naive_distribution(plain_model, row) for row in rows])
+    behaviour_N, proximal_N, weights_N = (
+        trained(rows, name) for name in ("behaviour_logprobs_T", "proximal_logprobs_T", "weights_T")
+    )
+    log_ratio_N = logprobs_N - behaviour_N
+    ratio_N, tokens = np.exp(log_ratio_N), len(log_ratio_N)
+    expected = {
+        "train/ratio": ratio_N.mean(),
+        "train/ratio_max": ratio_N.max(),
+        "train/ratio_min": ratio_N.min(),
+        "train/logprob_gap": np.abs(log_ratio_N).mean(),
+        "train/approx_kl_k1": -log_ratio_N.mean(),
+        "train/approx_kl_k2": np.square(log_ratio_N).mean() / 2,
+        "train/approx_kl_k3": (ratio_N - 1 - log_ratio_N).mean(),
+        "train/ess": ratio_N.sum() ** 2 / (tokens * np.square(ratio_N).sum()),
+        "train/entropy": -(log_p_NV.exp() * log_p_NV).sum(dim=1).mean().item(),
+        "train/correction_share": (np.exp(proximal_N - behaviour_N) > how.correction_cap).mean(),
+        "train/tokens": sum(row.num_trained for row in rows),
+        "train/lr": 1e-2,
+    }
+    moved_N = np.exp(logprobs_N - proximal_N)
+    clipped_N = np.where(weights_N > 0, moved_N > 2, (moved_N < 0.5) | (moved_N > 3))
+    expected["train/clip_share"] = clipped_N.mean()
+    assert 0 < expected["train/clip_share"] < 1 and 0 < expected["train/correction_share"] < 1
+
+    metrics = learner.step(Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=how)))
+    norms = [p.grad.double().norm().item() for p in learner.model.parameters()]
+    padded = sum(len(b) * max(map(len, b)) for b in split_by_token_budget(rows, 30))
+    expected["train/grad_norm"] = math.hypot(*norms)
+    expected["train/padding_share"] = 1 - sum(map(len, rows)) / padded
+    assert metrics.keys() == expected.keys() | {"train/loss"}
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_the_loss_is_a_mean_over_trained_tokens(new_learner: NewLearner) -> None:
     learner = new_learner(token_budget=30)
     logprobs_N = np.concatenate(learner.logprobs(ROWS)).astype(np.float64)
-    behaviour_N, weights_N = (
-        np.concatenate([getattr(row, name)[row.loss_mask_T] for row in ROWS])
-        for name in ("behaviour_logprobs_T", "weights_T")
-    )
-    ratio_N = np.exp(logprobs_N - behaviour_N)
-    metrics = learner.step(ROWS, importance_sampling_loss)
-    assert metrics["train/tokens"] == len(ratio_N) == sum(row.num_trained for row in ROWS)
-    assert metrics["train/loss"] == pytest.approx(-(ratio_N * weights_N).mean(), rel=1e-4)
-    assert metrics["train/ratio"] == pytest.approx(ratio_N.mean(), rel=1e-4)
-    assert metrics["train/logprob_gap"] == pytest.approx(
-        np.abs(logprobs_N - behaviour_N).mean(), rel=1e-4
-    )
-    norms = [p.grad.double().norm().item() for p in learner.model.parameters()]
-    assert metrics["train/grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
-    padded = sum(len(b) * max(map(len, b)) for b in split_by_token_budget(ROWS, 30))
-    assert metrics["train/padding_share"] == pytest.approx(1 - sum(map(len, ROWS)) / padded)
+    ratio_N = np.exp(logprobs_N - trained(ROWS, "behaviour_logprobs_T"))
+    expected = -(ratio_N * trained(ROWS, "weights_T")).mean()
+    assert step(learner, ROWS)["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_logprobs_come_in_the_order_asked_and_change_nothing(new_learner: NewLearner) -> None:
@@ -146,8 +166,8 @@ def test_logprobs_come_in_the_order_asked_and_change_nothing(new_learner: NewLea
 
 def test_clipping_keeps_the_direction(new_learner: NewLearner) -> None:
     free, clipped = new_learner(), new_learner(max_grad_norm=0.01)
-    norm = free.step(ROWS, importance_sampling_loss)["train/grad_norm"]
-    assert clipped.step(ROWS, importance_sampling_loss)["train/grad_norm"] == norm > 0.01
+    norm = step(free, ROWS)["train/grad_norm"]
+    assert step(clipped, ROWS)["train/grad_norm"] == norm > 0.01
     expected = {name: 0.01 / norm * grad for name, grad in gradients(free).items()}
     assert_same(gradients(clipped), expected, share=1e-4)
     total = math.hypot(*[p.grad.norm().item() for p in clipped.model.parameters()])
@@ -163,17 +183,17 @@ def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner
     first = {name: torch.zeros_like(p) for name, p in expected.items()}
     second = {name: torch.zeros_like(p) for name, p in expected.items()}
     assert {p.ndim for p in expected.values()} == {1, 2}
-    for step, share in enumerate([0.5, 1.0, 1.0, 0.5], start=1):
+    for number, share in enumerate([0.5, 1.0, 1.0, 0.5], start=1):
         rate = 1e-3 * share
-        assert learner.step(ROWS, importance_sampling_loss)["train/lr"] == pytest.approx(rate)
+        assert step(learner, ROWS)["train/lr"] == pytest.approx(rate)
         for name, gradient in gradients(learner).items():
             gradient = gradient.double()
             first[name] = 0.9 * first[name] + 0.1 * gradient
             second[name] = 0.9 * second[name] + 0.1 * gradient**2
             if expected[name].ndim == 2:
                 expected[name] = expected[name] * (1 - rate * 0.1)
-            scale = (second[name] / (1 - 0.9**step)).sqrt() + 1e-8
-            expected[name] = expected[name] - rate * first[name] / (1 - 0.9**step) / scale
+            scale = (second[name] / (1 - 0.9**number)).sqrt() + 1e-8
+            expected[name] = expected[name] - rate * first[name] / (1 - 0.9**number) / scale
     for name, parameter in learner.model.named_parameters():
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-5)
 
@@ -235,7 +255,7 @@ def test_infinities_stop_before_the_weights(
     before = weights(learner)
     rows = [*ROWS[:5], poisoned(ROWS[5], weight, behaviour)]
     with pytest.raises(NonFiniteError, match=message) as error:
-        learner.step(rows, importance_sampling_loss)
+        step(learner, rows)
     assert weights(learner) == before
 
     came = reloaded(error.value)
@@ -245,8 +265,8 @@ def test_infinities_stop_before_the_weights(
         for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T"):
             np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
 
-    learner.step(ROWS, importance_sampling_loss)  # the failed step left nothing behind
-    fresh.step(ROWS, importance_sampling_loss)
+    step(learner, ROWS)  # the failed step left nothing behind
+    step(fresh, ROWS)
     assert weights(learner) == weights(fresh)
 
 
@@ -256,14 +276,14 @@ def test_nan_weights_are_seen_at_the_first_loss(new_learner: NewLearner) -> None
     before = weights(learner)
     rows = [replace(ROWS[0], tokens_T=np.zeros(5, np.int32))]
     with pytest.raises(NonFiniteError, match="the loss is nan") as error:
-        learner.step(rows, importance_sampling_loss)
+        step(learner, rows)
     assert weights(learner) == before
     assert [row.tokens_T.tolist() for row in reloaded(error.value)] == [[0] * 5]
 
 
 def test_published_weights_hold_each_stored_tensor_once(new_learner: NewLearner) -> None:
     learner = new_learner()
-    learner.step(ROWS, importance_sampling_loss)
+    step(learner, ROWS)
     packed = learner.weights()
     assert {name: t.numpy().tobytes() for name, t in packed.unpack()} == weights(learner)
     assert packed.nbytes == sum(p.nbytes for p in learner.model.parameters())
@@ -274,7 +294,7 @@ def test_a_state_of_another_model_is_refused(
     new_learner: NewLearner, tiny_pair: TinyPair, change: str
 ) -> None:
     learner = new_learner()
-    learner.step(ROWS, importance_sampling_loss)
+    step(learner, ROWS)
     state = learner.trainer_state()
     if change == "shape":
         state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 3)

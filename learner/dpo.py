@@ -1,0 +1,98 @@
+"""Direct preference optimisation: pairs of rows, and a reference whose log-probs are taken once."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from distill.batching import Batch, TrainingRow
+from distill.errors import CheckpointError
+from distill.losses import Metrics, StepCounts, dpo
+from distill.types import FloatArray
+from learner.forward import Forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceLoss:
+    """The `LossFunction` of DPO. Rows come in pairs, the chosen one first, with a reference."""
+
+    beta: float
+
+    def __call__(
+        self, forward: Forward, batch: Batch, counts: StepCounts
+    ) -> tuple[Tensor, Metrics]:
+        stats = forward(batch)
+        assert batch.reference_logprobs_N is not None, "the rows lack the reference's log-probs"
+        loss, metrics = dpo(
+            batch.sum_by_row(stats.logprobs_N),
+            batch.sum_by_row(batch.reference_logprobs_N),
+            counts,
+            beta=self.beta,
+        )
+        metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
+        return loss, metrics
+
+
+def with_reference(
+    rows_D: Sequence[TrainingRow],
+    path: Path,
+    compute: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+) -> list[TrainingRow]:
+    """The rows with `reference_logprobs_T`, computed once and kept in `path` for a resumed run.
+
+    Args:
+        compute: the reference's log-probs of each row's trained tokens.
+
+    Raises:
+        CheckpointError: `path` is unreadable, or was written for other rows.
+    """
+    digest = _digest(rows_D)
+    if path.exists():
+        reference_N = _read(path, digest)
+    else:
+        reference_N = np.concatenate(compute(rows_D))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.stem}.partial.npz")
+        np.savez(partial, digest=np.array(digest), logprobs=reference_N)
+        partial.replace(path)
+    ends = np.cumsum([row.num_trained for row in rows_D])
+    parts = np.split(reference_N, ends[:-1])
+    return [_with(row, part_N) for row, part_N in zip(rows_D, parts, strict=True)]
+
+
+def _digest(rows_D: Sequence[TrainingRow]) -> str:
+    """Of all that a row's log-probs depend on, besides the model."""
+    digest = hashlib.sha256()
+    for row in rows_D:
+        digest.update(f"{len(row)} {row.temperature} ".encode())
+        digest.update(row.tokens_T.astype("<i4").tobytes())
+        digest.update(row.loss_mask_T.tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, digest: str) -> FloatArray:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            written_for, logprobs_N = str(file["digest"]), file["logprobs"]
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} is unreadable ({error}); remove it, and the reference is scored again"
+        ) from error
+    if written_for != digest:
+        raise CheckpointError(
+            f"{path} was written for other pairs than the data now holds; use the same file, or "
+            "another out="
+        )
+    return logprobs_N
+
+
+def _with(row: TrainingRow, reference_N: FloatArray) -> TrainingRow:
+    reference_T = np.zeros(len(row), np.float32)
+    reference_T[row.loss_mask_T] = reference_N
+    return replace(row, reference_logprobs_T=reference_T)

@@ -1,0 +1,76 @@
+"""Teachers in the learner's own process, for distillation with their whole distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from distill.batching import Batch, TrainingRow, collate
+from distill.cpu_linear import use_onednn
+from distill.kl import divergence
+from distill.logprobs import DivergenceOf
+from distill.models import load_causal_lm
+from distill.objective import DivergenceName
+from learner.forward import Forward
+
+
+class LocalTeachers:
+    """Frozen models by name; each scores the rows that name it, at the rows' own temperature."""
+
+    def __init__(self, models: Mapping[str, str], *, dtype: torch.dtype, device: str) -> None:
+        """`models` are checkpoints by the teachers' names.
+
+        Raises:
+            CheckpointError: one cannot be loaded.
+        """
+        self._device = device
+        self._forwards: dict[str, Forward] = {}
+        for name, path in models.items():
+            model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
+            use_onednn(model)
+            self._forwards[name] = Forward(model)
+            model.eval()
+
+    @torch.no_grad()
+    def divergence_of(self, batch: Batch, name: DivergenceName, jsd_beta: float) -> DivergenceOf:
+        """The divergence of the learner's distributions from those of the batch's teacher.
+
+        The teacher runs once over the batch, to its hidden states; its distributions are made a
+        chunk of positions at a time beside the learner's own.
+        """
+        teacher = self._forwards[batch.rows[0].teacher]
+        assert len({row.teacher for row in batch.rows}) == 1, "a batch has one teacher"
+        hidden_NH = teacher.hidden(collate([_as_seen(row) for row in batch.rows], self._device))
+
+        def of(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
+            with torch.no_grad():
+                log_q_NV = teacher.head.log_distribution(
+                    hidden_NH[positions], batch.temperature_N[positions]
+                )
+            return divergence(log_p_NV, log_q_NV, name, jsd_beta)
+
+        return of
+
+
+def _as_seen(row: TrainingRow) -> TrainingRow:
+    """The row as its teacher sees it: with the privileged context, where there is one."""
+    context_T = row.teacher_context_T
+    if context_T is None:
+        return row
+    first = row.first_trained
+
+    def behind(values_T: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.zeros(len(context_T), values_T.dtype), values_T[first:]])
+
+    return replace(
+        row,
+        tokens_T=np.concatenate([context_T, row.tokens_T[first:]]),
+        loss_mask_T=behind(row.loss_mask_T),
+        weights_T=behind(row.weights_T),
+        behaviour_logprobs_T=behind(row.behaviour_logprobs_T),
+        proximal_logprobs_T=None,
+        reference_logprobs_T=None,
+    )

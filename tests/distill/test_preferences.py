@@ -1,0 +1,181 @@
+"""Pairs in three forms; each side trains what the assistant says after the shared context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.batching import TrainingRow
+from distill.errors import DataError
+from distill.preferences import PreferencePair, load_preference_pairs
+from distill.sft_rows import SFT_TEMPERATURE
+from distill.tokenizer import load_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+
+STRINGS = {"prompt": "2+2=", "chosen": "4", "rejected": "5!"}
+USER, RIGHT, WRONG, MORE = (
+    {"role": role, "content": content}
+    for role, content in [("user", "2+2"), ("assistant", "4"), ("assistant", "5"), ("user", "ok?")]
+)
+LIMITS = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
+
+
+def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: int):
+    file = path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_preference_pairs(str(file), tokenizer, **LIMITS | limits)
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, row: TrainingRow) -> tuple[str, str]:
+    """(all of the text, what is trained of it)"""
+    return (
+        tokenizer.decode(row.tokens_T.tolist()),
+        tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist()),
+    )
+
+
+def both(tokenizer: PreTrainedTokenizerBase, pair: PreferencePair) -> tuple:
+    return shown(tokenizer, pair.chosen), shown(tokenizer, pair.rejected)
+
+
+def test_strings_are_encoded_as_completions_are(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    [pair] = load(tmp_path, tokenizer, STRINGS)
+    ids = tokenizer.convert_tokens_to_ids
+    assert pair.chosen.tokens_T.tolist() == [*ids(list("2+2=4")), EOS]
+    assert pair.rejected.tokens_T.tolist() == [*ids(list("2+2=5!")), EOS]
+    assert pair.chosen.loss_mask_T.tolist() == [False] * 4 + [True] * 2
+    assert pair.rejected.loss_mask_T.tolist() == [False] * 4 + [True] * 3
+    for side in ("chosen", "rejected"):
+        row = getattr(pair, side)
+        assert row.weights_T.tolist() == row.loss_mask_T.astype(float).tolist()
+        assert not row.behaviour_logprobs_T.any()
+        assert row.temperature == SFT_TEMPERATURE
+        assert row.source == f"{tmp_path}/pairs.jsonl:1 {side}"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER], "chosen": "4", "rejected": "5"},
+        {"messages": [USER], "chosen": [RIGHT], "rejected": "5"},
+        {"messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+    ],
+)
+def test_chat_forms_mean_the_same(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
+) -> None:
+    [pair] = load(tmp_path, tokenizer, row)
+    assert both(tokenizer, pair) == (("u:2+2\na:4\n", "4\n"), ("u:2+2\na:5\n", "5\n"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, RIGHT, MORE], "chosen": "4", "rejected": "5"},
+        {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, RIGHT, MORE, WRONG]},
+    ],
+)
+def test_what_the_assistant_said_before_is_context(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
+) -> None:
+    [pair] = load(tmp_path, tokenizer, row)
+    before = "u:2+2\na:4\nu:ok?\na:"
+    assert both(tokenizer, pair) == ((before + "4\n", "4\n"), (before + "5\n", "5\n"))
+
+
+def test_continuations_of_several_turns_train_them_all(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, WRONG]}
+    [pair] = load(tmp_path, tokenizer, row)
+    assert both(tokenizer, pair) == (
+        ("u:2+2\na:4\nu:ok?\na:4\n", "4\n4\n"),
+        ("u:2+2\na:5\n", "5\n"),
+    )
+
+
+def test_several_turns_that_the_template_rewrites_are_refused(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}"
+        "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    save_tokenizer(tmp_path, chat_template=template)
+    tokenizer = load_tokenizer(str(tmp_path))
+    sides = (
+        [{"role": "assistant", "content": c}, MORE, {"role": "assistant", "content": "z"}]
+        for c in "xy"
+    )
+    row = dict(zip(("chosen", "rejected"), sides, strict=True)) | {"messages": [USER]}
+    with pytest.raises(
+        DataError, match=r"pairs\.jsonl:1: `chosen`: .* cannot render this multi-turn pair"
+    ):
+        load(tmp_path, tokenizer, row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
+        {"messages": [USER], "chosen": "4", "rejected": [RIGHT]},
+        {"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]},
+        {"prompt": "2+2=", "chosen": "é", "rejected": "ü"},  # both unknown to the tokenizer
+    ],
+)
+def test_equal_sides_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict
+) -> None:
+    with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*carries no preference; drop it"):
+        load(tmp_path, tokenizer, STRINGS, row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "`rejected` must be a non-empty string, got None"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "`prompt` must be a non-empty string"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "`chosen` must be a non-empty string"),
+        ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "at most one of"),
+        ({"chosen": "b", "rejected": "c"}, "`chosen` must be a whole conversation"),
+        ({"chosen": [USER, RIGHT]}, "`rejected` must be a whole conversation .* got None"),
+        ({"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]}, "begin differently"),
+        ({"chosen": [USER, RIGHT], "rejected": [USER]}, "`rejected`: there is no assistant turn"),
+        ({"messages": [USER], "chosen": [MORE], "rejected": "5"}, "`chosen`: there is no assist"),
+        ({"messages": [USER], "chosen": [{}], "rejected": "5"}, r"`chosen\[0\]` must be an object"),
+        ({"messages": "hi", "chosen": "4", "rejected": "5"}, "`messages` must be a non-empty list"),
+        ({"messages": [USER], "chosen": "4", "rejected": 5}, "`rejected` must be a non-empty str"),
+        ({"prompt": "a", "chosen": "b", "rejected": "x" * 63}, "65 tokens exceed the limit of 64"),
+        ({"messages": [USER], "chosen": "b", "rejected": "x" * 64}, "exceed the limit of 64"),
+    ],
+)
+def test_a_bad_pair_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: dict, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:2: .*{message}"):
+        load(tmp_path, tokenizer, STRINGS, row)
+
+
+def test_ids_outside_the_model_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 20"):
+        load(tmp_path, tokenizer, STRINGS, vocab_size=20)
+
+
+def test_parquet_gives_the_same_pairs(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"messages": [USER], "chosen": "4", "rejected": "5"} for _ in range(2)]
+    path = tmp_path / "pairs.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    read = load_preference_pairs(str(path), tokenizer, **LIMITS)
+    for pair, same in zip(read, load(tmp_path, tokenizer, *rows), strict=True):
+        assert np.array_equal(pair.chosen.tokens_T, same.chosen.tokens_T)
+        assert np.array_equal(pair.rejected.loss_mask_T, same.rejected.loss_mask_T)
+    assert read[1].rejected.source == f"{path}:2 rejected"

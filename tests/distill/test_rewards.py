@@ -1,0 +1,141 @@
+"""Rewards: the built-in ones by value, a user's by name, checked for being a finite number."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distill.errors import ConfigError, DataError
+from distill.rewards import contains, exact_match, last_number, load_reward
+
+MODULE = """
+import math
+
+LENGTH = 3
+
+def length(response, answer):
+    return len(response) - len(answer)
+
+def right(response, answer):
+    return response == answer
+
+def broken(response, answer):
+    return {"nan": math.nan, "inf": math.inf, "none": None, "text": "1"}[answer]
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "__init__.py").touch()
+    (tmp_path / "house" / "rewards_of_mine.py").write_text(MODULE)
+    (tmp_path / "house" / "fails.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "house.rewards_of_mine"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [("4", "4", 1), (" 4\n", "4", 1), ("5", "4", 0), ("4.", "4", 0), ("", "4", 0), ("", " ", 1)],
+)
+def test_exact_match(response: str, answer: str, reward: float) -> None:
+    assert exact_match(response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("so it is 18.", "18", 1),
+        ("18", "16 - 3 - 4 = 9, and 9 * 2 = 18\n#### 18", 1),
+        ("first 18, then 19", "18", 0),
+        ("$1,234.50", "1234.5", 1),
+        ("18.00", "18", 1),
+        ("it costs $18...", "18", 1),
+        ("so...18", "18", 1),
+        ("1,000,000", "1000000", 1),
+        ("the list 1,2,3", "3", 1),
+        ("1234,567", "567", 1),
+        ("-5", "-5", 1),
+        ("-5", "5", 0),
+        ("-$5", "-5", 1),
+        ("$-5", "-5", 1),
+        ("\N{MINUS SIGN}5", "-5", 1),
+        ("10-5", "5", 1),
+        ("(3)-5", "5", 1),
+        ("10 - 5 = 5", "5", 1),
+        (".5", "0.5", 1),
+        (r"\boxed{18}", "18", 1),
+        ("18 apples", "18", 1),
+        ("0.1", "0.10000000000000001", 0),  # decimals, not floats
+        ("none", "18", 0),
+        ("", "18", 0),
+        ("18", "eighteen", 0),
+        ("", "", 0),
+    ],
+)
+def test_last_number(response: str, answer: str, reward: float) -> None:
+    assert last_number(response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [("it is 4, I think", "4", 1), ("it is 4", " 4\n", 1), ("Paris", "paris", 0), ("", "4", 0)],
+)
+def test_contains(response: str, answer: str, reward: float) -> None:
+    assert contains(response, answer) == reward
+
+
+@pytest.mark.parametrize("reward", [exact_match, last_number, contains])
+def test_built_in_rewards_go_by_their_names(reward) -> None:
+    assert load_reward(reward.__name__) is reward
+
+
+def test_a_function_of_the_user_s(user_module: str) -> None:
+    assert load_reward(f"{user_module}:length")("abc", "a") == 2.0
+    right = load_reward(f"{user_module}:right")
+    assert (right("a", "a"), right("a", "b")) == (1.0, 0.0)
+    assert isinstance(right("a", "a"), float)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.bool_(True), np.int64(2), 1])
+def test_numpy_numbers_are_numbers(
+    user_module: str, monkeypatch: pytest.MonkeyPatch, number: object
+) -> None:
+    monkeypatch.setattr(f"{user_module}.length", lambda response, answer: number)
+    assert load_reward(f"{user_module}:length")("", "") == float(number)
+
+
+def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
+    reward = load_reward(f"{user_module}:length")
+    packed = pickle.dumps(reward)
+    assert f"{user_module}:length".encode() in packed
+    assert pickle.loads(packed)("abc", "a") == 2.0
+
+
+@pytest.mark.parametrize("answer", ["nan", "inf", "none", "text"])
+def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> None:
+    reward = load_reward(f"{user_module}:broken")
+    with pytest.raises(DataError, match=rf"reward {user_module}:broken returned .*'{answer}'"):
+        reward("response", answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", "did you mean 'exact_match'.* contains, exact_match, last_number"),
+        ("zzz", "neither a built-in reward nor .* known: contains, exact_match, last_number"),
+        ("house.rewards_of_mine:", "neither a built-in"),
+        (":length", "neither a built-in"),
+        ("nowhere.at.all:f", "cannot be imported: ModuleNotFoundError: .*'nowhere'"),
+        ("house.rewards_of_mine:weight", "cannot be imported: AttributeError: .*'weight'"),
+        ("house.fails:f", "cannot be imported: RuntimeError: no licence"),
+        ("house.rewards_of_mine:LENGTH", "is a int, not a function"),
+        ("not a module:f", "cannot be imported: ValueError"),
+    ],
+)
+def test_names_that_cannot_be_loaded(user_module: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward='{name}' .*{message}"):
+        load_reward(name)

@@ -1,0 +1,144 @@
+"""Supervised rows: prompt, completion and EOS; or a conversation, the assistant's turns trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.batching import TrainingRow
+from distill.errors import DataError
+from distill.sft_rows import SFT_TEMPERATURE, load_sft_rows
+from distill.tokenizer import load_tokenizer
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+
+GOOD = {"prompt": "2+2=", "completion": "4!"}
+CHAT = {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4!"}]}
+LIMITS = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
+
+
+def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: int):
+    file = path / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_sft_rows(str(file), tokenizer, **LIMITS | limits)
+
+
+def facts(row: TrainingRow) -> tuple[list[int], list[bool]]:
+    return row.tokens_T.tolist(), row.loss_mask_T.tolist()
+
+
+def test_the_loss_is_on_the_completion_and_its_eos(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    [row] = load(tmp_path, tokenizer, GOOD)
+    ids = tokenizer.convert_tokens_to_ids(list("2+2=4!"))
+    assert row.tokens_T.tolist() == [*ids, EOS]
+    assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
+    assert row.weights_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert row.behaviour_logprobs_T.tolist() == [0] * 7
+    assert row.temperature == SFT_TEMPERATURE == 1.0
+    assert row.source.endswith("data.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": "a"}, "`completion` must be a non-empty string, got None"),
+        ({"prompt": "", "completion": "b"}, "`prompt` must be a non-empty string, got ''"),
+        ({"prompt": "a", "completion": 3}, "`completion` must be a non-empty string, got 3"),
+        ({"prompt": "a", "completion": "x" * 63}, "65 tokens exceed the limit of 64"),
+        ({"prompt": "a", "completion": "\ud800"}, "cannot encode"),
+        ({"messages": []}, "`messages` must be a non-empty list"),
+        ({"messages": ["hi"]}, r"`messages\[0\]` must be an object with a `role`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            r"`messages\[0\].content` must be a string \(parts of text joined\)",
+        ),
+        ({"messages": [{"role": "user"}]}, r"`messages\[0\].content` .* got None"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": "add"}]},
+            r"`messages\[0\].tool_calls` must be a list of objects, got 'add'",
+        ),
+        ({"messages": CHAT["messages"][:1]}, "no assistant turn to train"),
+        (CHAT | {"prompt": "a"}, "`prompt` beside `messages`"),
+        (CHAT | {"tools": {"name": "add"}}, "`tools` must be a list of objects"),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, bad: dict, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"data\.jsonl:2: .*{message}"):
+        load(tmp_path, tokenizer, GOOD, bad)
+
+
+def test_the_longest_row_that_fits(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    [row] = load(tmp_path, tokenizer, {"prompt": "a", "completion": "x" * 62})
+    assert len(row) == 64
+
+
+def test_ids_outside_the_model_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r":1: .* outside the model's vocabulary of 20"):
+        load(tmp_path, tokenizer, GOOD, vocab_size=20)
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no EOS token"):
+        load(tmp_path, tokenizer, GOOD)
+
+
+def test_a_conversation_is_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    [row] = load(tmp_path, tokenizer, CHAT)
+    assert tokenizer.decode(row.tokens_T.tolist()) == "u:2+2\na:4!\n"
+    assert tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist()) == "4!\n"
+    assert row.weights_T.tolist() == row.loss_mask_T.astype(float).tolist()
+    assert row.temperature == SFT_TEMPERATURE and row.source.endswith("data.jsonl:1")
+
+
+def test_a_conversation_may_take_several_rows(tmp_path: Path) -> None:
+    """The template writes the last answer in capitals, so the first is seen so only on its own."""
+    template = (
+        "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
+    )
+    save_tokenizer(tmp_path, chat_template=template)
+    tokenizer = load_tokenizer(str(tmp_path))
+    messages = [
+        {"role": "assistant" if i % 2 else "user", "content": content}
+        for i, content in enumerate(["1", "a", "2", "b"])
+    ]
+    rows = load(tmp_path, tokenizer, {"messages": messages}, GOOD)
+    assert [tokenizer.decode(row.tokens_T.tolist()) for row in rows[:2]] == ["1A", "1a2B"]
+    assert [row.num_trained for row in rows] == [1, 1, 3]
+    assert [row.source[-2:] for row in rows] == [":1", ":1", ":2"]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template="{{ tools[0].name }}:{{ messages | length }}")
+    tokenizer = load_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match="generation prompt 'add:1'"):
+        load(tmp_path, tokenizer, CHAT | {"tools": [{"name": "add"}]})
+
+
+def test_parquet_gives_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Both forms in one file: each row has the other's fields as nulls."""
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD | {"messages": None}, CHAT]), path)
+    rows = load_sft_rows(str(path), tokenizer, **LIMITS)
+    same = load(tmp_path, tokenizer, GOOD, CHAT)
+    assert [facts(row) for row in rows] == [facts(row) for row in same]
+    assert rows[1].source == f"{path}:2"
+
+
+def test_chat_needs_no_eos_token(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.eos_token = None
+    assert len(load(tmp_path, tokenizer, CHAT)) == 1

@@ -1,0 +1,286 @@
+"""Every response of a tiny policy, so that each expectation over samples is a finite sum.
+
+A vocabulary of 5 and at most 3 new tokens: 85 responses. Gradients of our estimators come by the
+rows, batches, forward pass and loss that train; truths by autograd over plain model calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.batching import TrainingRow, collate
+from distill.losses import StepCounts
+from distill.models import new_qwen3
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from learner.forward import Forward
+from learner.objective import PolicyObjectiveLoss
+from learner.teachers import LocalTeachers
+from tests.samples import trajectory
+
+VOCAB, HORIZON, EOS = 5, 3, 1
+PROMPT = (3, 0, 2)
+TEMPERATURES = [0.5, 1.0, 2.0]
+TOP_K = 2
+
+# log p and log q of one state, shape (V,) each -> its divergence.
+StateDivergence = Callable[[Tensor, Tensor], Tensor]
+
+
+def reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    return (log_p_V.exp() * (log_p_V - log_q_V)).sum()
+
+
+def forward_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    return (log_q_V.exp() * (log_q_V - log_p_V)).sum()
+
+
+def jsd(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    log_m_V = ((log_p_V.exp() + log_q_V.exp()) / 2).log()
+    return (reverse_kl(log_p_V, log_m_V) + reverse_kl(log_q_V, log_m_V)) / 2
+
+
+def coarse_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    """Of the teacher's likeliest tokens and all the others as one."""
+    top = log_q_V.topk(TOP_K).indices.tolist()
+    rest = [v for v in range(VOCAB) if v not in top]
+
+    def merged(log_V: Tensor) -> Tensor:
+        return torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
+
+    return reverse_kl(merged(log_p_V), merged(log_q_V))
+
+
+def truncated_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+    """Of the teacher's likeliest tokens, and nothing for the others. Not a divergence."""
+    top = log_q_V.topk(TOP_K).indices
+    return (log_p_V[top].exp() * (log_p_V[top] - log_q_V[top])).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An objective, and the divergence whose gradient it claims to have in every state.
+
+    `per_state` is None where it claims the gradient of the KL of whole sequences.
+    """
+
+    objective: ObjectiveConfig
+    per_state: StateDivergence | None
+
+
+def _estimator(per_state: StateDivergence | None, **settings: Any) -> Estimator:
+    return Estimator(ObjectiveConfig(**settings), per_state)
+
+
+_TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K}
+ESTIMATORS = {
+    "sampled, g=1": _estimator(None, kl_discount_factor=1.0),
+    "sampled, g=0": _estimator(reverse_kl),
+    "full, reverse_kl": _estimator(reverse_kl, estimator="full"),
+    "full, forward_kl": _estimator(forward_kl, estimator="full", divergence="forward_kl"),
+    "full, jsd": _estimator(jsd, estimator="full", divergence="jsd"),
+    "top_k, tail=sampled": _estimator(reverse_kl, **_TOP, tail="sampled"),
+    "top_k, tail=bucket": _estimator(coarse_reverse_kl, **_TOP),
+}
+
+
+def tiny(seed: int) -> PreTrainedModel:
+    model = new_qwen3(
+        vocab_size=VOCAB, hidden_size=32, layers=1, heads=1, context_length=8,
+        eos_token_id=EOS, pad_token_id=0, seed=seed,
+    )  # fmt: skip
+    model.model.norm.weight.data.mul_(8)
+    return model
+
+
+@cache
+def responses() -> tuple[tuple[int, ...], ...]:
+    """Every response: ended by EOS, or by the horizon."""
+    made = set()
+    for tokens in itertools.product(range(VOCAB), repeat=HORIZON):
+        end = tokens.index(EOS) + 1 if EOS in tokens else HORIZON
+        made.add(tokens[:end])
+    return tuple(sorted(made))
+
+
+def contexts() -> Iterator[tuple[int, ...]]:
+    """Every state in which a token is sampled."""
+    for length in range(HORIZON):
+        for tokens in itertools.product(range(VOCAB), repeat=length):
+            if EOS not in tokens:
+                yield tokens
+
+
+def state_logprobs(model: PreTrainedModel, response: tuple[int, ...], T: float) -> Tensor:
+    """log softmax(z / T) in each state of the response and in the one after it: (length + 1, V)."""
+    logits = model(input_ids=torch.tensor([[*PROMPT, *response]])).logits[0, len(PROMPT) - 1 :]
+    return torch.log_softmax(logits / T, dim=-1)
+
+
+def token_logprobs(model: PreTrainedModel, response: tuple[int, ...], T: float) -> Tensor:
+    log_p = state_logprobs(model, response, T)[:-1]
+    return log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.long)]
+
+
+def flat_gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def error(made: Tensor, truth: Tensor) -> float:
+    """|made - truth| / |truth|."""
+    return ((made - truth).norm() / truth.norm()).item()
+
+
+class World:
+    """Student and teacher, and copies of both in the hands of the learner."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` receives the teacher's checkpoint."""
+        self.student, self.teacher = tiny(0), tiny(1)
+        self.teacher.requires_grad_(False)
+        self.learning = tiny(0)
+        self._forward = Forward(self.learning)
+        path = str(directory / "teacher")
+        self.teacher.save_pretrained(path)
+        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
+
+    @torch.no_grad()
+    def probabilities(self, T: float) -> Tensor:
+        """p_T of every response, float64."""
+        sums = [token_logprobs(self.student, response, T).sum() for response in responses()]
+        return torch.stack(sums).double().exp()
+
+    def sequence_gradient(self, T: float, teacher_T: float) -> Tensor:
+        """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
+        total = torch.zeros(())
+        for response in responses():
+            log_p = token_logprobs(self.student, response, T).sum()
+            log_q = token_logprobs(self.teacher, response, teacher_T).sum()
+            total = total + log_p.exp() * (log_p - log_q)
+        return flat_gradient(total, self.student)
+
+    def state_gradient(self, T: float, divergence: StateDivergence) -> Tensor:
+        """Of the sum over states of their divergence, how often each is met held fixed."""
+        total = torch.zeros(())
+        for context in contexts():
+            met = token_logprobs(self.student, context, T).sum().exp().detach()
+            log_p_V = state_logprobs(self.student, context, T)[-1]
+            log_q_V = state_logprobs(self.teacher, context, T)[-1]
+            total = total + met * divergence(log_p_V, log_q_V)
+        return flat_gradient(total, self.student)
+
+    def claimed_gradient(self, estimator: Estimator, T: float) -> Tensor:
+        """The exact gradient that the estimator's mean should be."""
+        if estimator.per_state is None:
+            return self.sequence_gradient(T, T)
+        return self.state_gradient(T, estimator.per_state)
+
+    def rows(self, objective: ObjectiveConfig, T: float, teacher_T: float) -> list[TrainingRow]:
+        """One row a response, as the learner gets them from a group of samples."""
+        segments = [self._segment(response, T, teacher_T) for response in responses()]
+        group = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(trajectory, segments)))
+        return policy_rows([group], objective)
+
+    @torch.no_grad()
+    def _segment(self, response: tuple[int, ...], T: float, teacher_T: float) -> Segment:
+        behaviour = token_logprobs(self.student, response, T).tolist()
+        scored = token_logprobs(self.teacher, response, teacher_T).tolist()
+        top = state_logprobs(self.teacher, response, teacher_T)[:-1].topk(TOP_K, dim=-1)
+        observed = len(PROMPT)
+        return Segment(
+            tokens_T=np.array([*PROMPT, *response]),
+            action_mask_T=np.arange(observed + len(response)) >= observed,
+            behaviour_logprobs_T=np.array([0.0] * observed + behaviour),
+            versions_T=np.array([-1] * observed + [0] * len(response)),
+            temperature=T,
+            teacher_logprobs_T=np.array([0.0] * observed + scored),
+            teacher_top=TopLogprobs(
+                ids_NK=top.indices.numpy().astype(np.int32), logprobs_NK=top.values.numpy()
+            ),
+        )
+
+    def expected_gradient(
+        self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
+    ) -> Tensor:
+        """What infinitely many rollouts give: one batch of all responses, weighted by p_T."""
+        batch = collate(self.rows(objective, T, teacher_T or T))
+        probability_N = self.probabilities(T).float()[batch.row_N]
+        weighted = replace(
+            batch,
+            weights_N=batch.weights_N * probability_N,
+            teacher_coef_N=batch.teacher_coef_N * probability_N,
+        )
+        loss, metrics = self._loss(objective)(self._forward, weighted, StepCounts(1, 1))
+        assert metrics["train/logprob_gap"].item() < 1e-3  # on-policy
+        return flat_gradient(loss, self.learning)
+
+    def gradients_by_response(
+        self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
+    ) -> Tensor:
+        """The gradient that one sample gives, for every response: (responses, parameters)."""
+        loss = self._loss(objective)
+        return torch.stack(
+            [
+                flat_gradient(
+                    loss(self._forward, collate([row]), StepCounts(1, 1))[0], self.learning
+                )
+                for row in self.rows(objective, T, teacher_T or T)
+            ]
+        )
+
+    def naive_gradients_by_response(
+        self, token_loss: Callable[[Tensor, Tensor], Tensor], T: float
+    ) -> Tensor:
+        """The same for a loss of (log p_T, log q_T) of the sampled tokens, differentiated."""
+        return torch.stack(
+            [
+                flat_gradient(
+                    token_loss(
+                        token_logprobs(self.student, response, T),
+                        token_logprobs(self.teacher, response, T),
+                    ).sum(),
+                    self.student,
+                )
+                for response in responses()
+            ]
+        )
+
+    def _loss(self, objective: ObjectiveConfig) -> PolicyObjectiveLoss:
+        return PolicyObjectiveLoss(objective=objective, teachers=self._teachers)
+
+
+def k1(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
+    """log p - log q: an estimate of KL(p || q), and no loss."""
+    return log_p_N - log_q_N
+
+
+def k2(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
+    return (log_p_N - log_q_N).square() / 2
+
+
+def k3(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:
+    """q / p - 1 - log q / p: an estimate of KL(p || q), and a loss of KL(q || p)."""
+    return (log_q_N - log_p_N).exp() - 1 - (log_q_N - log_p_N)
+
+
+def mean_gradient(gradients_RW: Tensor, probability_R: Tensor) -> Tensor:
+    """Their expectation, of (responses, parameters) and (responses,)."""
+    return (probability_R @ gradients_RW.double()).float()
+
+
+def total_variance(gradients_RW: Tensor, probability_R: Tensor) -> float:
+    """The trace of the covariance of one sample's gradient."""
+    centred_RW = gradients_RW.double() - mean_gradient(gradients_RW, probability_R)
+    return (probability_R @ centred_RW.square().sum(dim=1)).item()

@@ -1,0 +1,226 @@
+"""Direct preference optimisation: its loss, its reference that is scored once, its resumed run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.batching import TrainingRow
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.dpo import PreferenceLoss, with_reference
+from learner.learner import Part
+from learner.supervised import RowStream, SupervisedLoop
+from tests.learner.conftest import (
+    NewLearner,
+    assert_same,
+    gradients,
+    gradients_of,
+    naive_logprobs,
+    weights,
+)
+from tests.samples import demonstration
+
+BETA = 0.3
+NUM_PAIRS = 3
+
+
+def pair(context: int, seed: int) -> list[TrainingRow]:
+    """Two answers of different lengths to one context."""
+    chosen, rejected = (
+        demonstration(context, answer, seed=seed + answer) for answer in (3 + seed, 6)
+    )
+    tokens_T = np.concatenate([chosen.tokens_T[:context], rejected.tokens_T[context:]])
+    return [chosen, replace(rejected, tokens_T=tokens_T)]
+
+
+ROWS = [row for i in range(NUM_PAIRS) for row in pair(2 + 3 * i, 10 * i)]
+
+
+class Scorer:
+    """A reference that counts how often it is asked."""
+
+    def __init__(self, compute: Callable[[Sequence[TrainingRow]], list[np.ndarray]]) -> None:
+        self.calls = 0
+        self._compute = compute
+
+    def __call__(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+        self.calls += 1
+        return self._compute(rows_D)
+
+
+def made_up(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [-rng.exponential(4, row.num_trained).astype(np.float32) for row in rows_D]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out" / "reference.npz"
+
+
+NewLoop = Callable[..., SupervisedLoop]
+
+
+@pytest.fixture
+def new_loop(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore, path: Path
+) -> NewLoop:
+    """A loop over pairs as a recipe makes it: the reference is what the run started from.
+
+    The token budget is below a pair: only what keeps pairs together keeps them.
+    """
+
+    def new(*, batch_size: int = NUM_PAIRS, resume_from: Checkpoint | None = None):
+        start = {"model": resume_from.model_dir} if resume_from else {}
+        learner = new_learner(lr=3e-3, token_budget=1, **start)
+        rows = with_reference(ROWS, path, learner.logprobs)
+        return SupervisedLoop(
+            learner=learner,
+            tokenizer=tokenizer,
+            stream=RowStream(rows, batch_size=batch_size, seed=0, rows_per_unit=2),
+            loss=PreferenceLoss(beta=BETA),
+            store=store,
+            resume_from=resume_from,
+        )
+
+    return new
+
+
+# The loss
+
+
+@pytest.mark.parametrize("budget", [1, 30, 4096])
+def test_the_loss_and_its_gradient_against_naive_ones(
+    new_learner: NewLearner, plain_model: PreTrainedModel, path: Path, budget: int
+) -> None:
+    rows = with_reference(ROWS, path, made_up)
+    total, wins, rewards = torch.zeros(()), 0, []
+    for i in range(0, len(rows), 2):
+        reward = []
+        for row in rows[i : i + 2]:
+            assert row.reference_logprobs_T is not None
+            log_ratio = naive_logprobs(plain_model, row).sum()
+            for t in range(len(row)):
+                if row.loss_mask_T[t]:
+                    log_ratio = log_ratio - float(row.reference_logprobs_T[t])
+            reward.append(BETA * log_ratio)
+        rewards.append([value.item() for value in reward])
+        wins += reward[0].item() > reward[1].item()
+        total = total - (1 / (1 + (reward[1] - reward[0]).exp())).log() / NUM_PAIRS
+    total.backward()
+
+    learner = new_learner(token_budget=budget)
+    metrics = learner.step(Part(rows_D=rows, loss=PreferenceLoss(beta=BETA), rows_per_unit=2))
+    assert_same(gradients(learner), gradients_of(plain_model), share=1e-4)
+    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-4)
+    assert metrics["dpo/accuracy"] == pytest.approx(wins / NUM_PAIRS)
+    chosen, rejected = np.mean(rewards, axis=0)
+    assert metrics["dpo/chosen_reward"] == pytest.approx(chosen, rel=1e-3)
+    assert metrics["dpo/rejected_reward"] == pytest.approx(rejected, rel=1e-3)
+    assert metrics["dpo/margin"] == pytest.approx(chosen - rejected, rel=1e-3, abs=1e-4)
+
+
+def test_it_starts_at_log_2_and_learns_to_prefer(new_loop: NewLoop) -> None:
+    loop = new_loop()
+    first, *_, last = [loop.step() for _ in range(8)]
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["dpo/margin"] == pytest.approx(0, abs=1e-4)
+    assert last["dpo/accuracy"] == pytest.approx(1) and last["train/loss"] < 0.2
+    assert last["dpo/chosen_reward"] > last["dpo/rejected_reward"]
+
+
+def test_a_resumed_run_is_the_same_run(new_loop: NewLoop, path: Path) -> None:
+    straight = new_loop(batch_size=2)
+    expected = [straight.step()["train/loss"] for _ in range(4)]
+    loop = new_loop(batch_size=2)
+    made = [loop.step()["train/loss"] for _ in range(2)]
+    checkpoint = loop.save()
+    assert checkpoint.delivery == {"num_rows": NUM_PAIRS}
+    resumed = new_loop(batch_size=2, resume_from=checkpoint)
+    made += [resumed.step()["train/loss"] for _ in range(2)]
+    assert made == expected and weights(resumed.learner) == weights(straight.learner)
+
+
+# The reference
+
+
+def test_the_reference_is_scored_once_and_kept(path: Path) -> None:
+    reference = Scorer(made_up)
+    made = with_reference(ROWS, path, reference)
+    again = with_reference(ROWS, path, reference)
+    assert reference.calls == 1 and [file.name for file in path.parent.iterdir()] == [path.name]
+    for rows in (made, again):
+        for row, plain, expected in zip(rows, ROWS, made_up(ROWS), strict=True):
+            assert row.reference_logprobs_T is not None
+            assert row.reference_logprobs_T[row.loss_mask_T].tolist() == expected.tolist()
+            assert not row.reference_logprobs_T[~row.loss_mask_T].any()
+            assert replace(row, reference_logprobs_T=None).tokens_T is plain.tokens_T
+
+
+def test_a_reference_that_fails_leaves_no_file(path: Path) -> None:
+    def fail(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError):
+        with_reference(ROWS, path, fail)
+    assert not path.exists()
+
+
+OTHER_ROWS = {
+    "more": [*ROWS, *pair(4, 7)],
+    "fewer": ROWS[:4],
+    "another order": [*ROWS[2:], *ROWS[:2]],
+    "another length": [*ROWS[:5], demonstration(8, 7, seed=5)],
+    "other tokens": [*ROWS[:5], replace(ROWS[5], tokens_T=ROWS[5].tokens_T + 1)],
+    "another mask": [
+        *ROWS[:5],
+        replace(ROWS[5], loss_mask_T=np.roll(ROWS[5].loss_mask_T, -1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("other", OTHER_ROWS)
+def test_the_reference_of_other_rows_is_refused(path: Path, other: str) -> None:
+    with_reference(ROWS, path, made_up)
+    with pytest.raises(CheckpointError, match=r"reference\.npz was written for other pairs"):
+        with_reference(OTHER_ROWS[other], path, made_up)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(data: bytes) -> bytes:
+    """One byte of the numbers changes."""
+    at = data.index(made_up(ROWS)[1].tobytes())
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "harm", [cut, flip, lambda _: b"", lambda _: b"not numpy"], ids=["cut", "flip", "empty", "text"]
+)
+def test_a_corrupt_file_is_named(path: Path, harm: Callable[[bytes], bytes]) -> None:
+    with_reference(ROWS, path, made_up)
+    path.write_bytes(harm(path.read_bytes()))
+    reference = Scorer(made_up)
+    with pytest.raises(CheckpointError, match=r"reference\.npz is unreadable .* remove it"):
+        with_reference(ROWS, path, reference)
+    assert reference.calls == 0
+    path.unlink()  # what the message says to do
+    assert len(with_reference(ROWS, path, reference)) == len(ROWS)
+
+
+def test_a_file_that_lacks_an_array_is_named(path: Path) -> None:
+    path.parent.mkdir()
+    np.savez(path, logprobs=np.zeros(3))
+    with pytest.raises(CheckpointError, match="is unreadable"):
+        with_reference(ROWS, path, made_up)

@@ -1,0 +1,191 @@
+"""Any loss: micro-batches add up to the big batch, and parts to the sum of their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.batching import Batch, TrainingRow, split_by_token_budget
+from distill.losses import Metrics, StepCounts
+from distill.objective import ObjectiveConfig
+from learner.dpo import PreferenceLoss
+from learner.forward import Forward
+from learner.learner import Learner, LossFunction, Part
+from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.teachers import LocalTeachers
+from tests.conftest import TinyPair
+from tests.learner.conftest import (
+    IMPORTANCE_SAMPLING,
+    NewLearner,
+    assert_same,
+    gradients,
+    gradients_of,
+    naive_logprobs,
+    near_policy,
+)
+from tests.samples import TEMPERATURE, demonstration, top_logprobs, training_row
+
+TEACHER = "one"
+ROWS = [
+    training_row(
+        2 + i,
+        3 + 2 * i,
+        seed=i,
+        temperature=TEMPERATURE + 0.3 * i,
+        teacher=TEACHER,
+        teacher_coef=0.5 + i,
+        teacher_top=top_logprobs(3 + 2 * i, 4, seed=i),
+    )
+    for i in range(6)
+]
+DEMONSTRATIONS = [demonstration(2 + i, 9 - i, seed=40 + i) for i in range(4)]
+
+OBJECTIVES = {
+    "importance_sampling": ObjectiveConfig(loss="importance_sampling"),
+    "ppo": ObjectiveConfig(loss="ppo"),
+    "cispo": ObjectiveConfig(loss="cispo", clip_low=0.2, clip_high=0.5),
+    "dro": ObjectiveConfig(loss="dro"),
+    "gspo": ObjectiveConfig(loss="gspo", clip_low=0.1, clip_high=0.1, normalisation="sequence"),
+    "sequence": ObjectiveConfig(normalisation="sequence"),
+    "truncate": ObjectiveConfig(loss="ppo", correction="truncate"),
+    "mask": ObjectiveConfig(loss="dro", correction="mask"),
+    "entropy": ObjectiveConfig(entropy_coef=0.3),
+    "full": ObjectiveConfig(estimator="full", divergence="jsd"),
+    "top_k": ObjectiveConfig(estimator="top_k", divergence="forward_kl"),
+    "tail": ObjectiveConfig(estimator="top_k", tail="sampled"),
+}
+
+
+def with_random_reference(rows: list[TrainingRow]) -> list[TrainingRow]:
+    return [
+        replace(row, reference_logprobs_T=training_row(len(row) - 1, 1, seed=i).weights_T)
+        for i, row in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("budget", [1, 40])
+@pytest.mark.parametrize("name", [*OBJECTIVES, "sft", "dpo"])
+def test_micro_batches_add_up_to_the_big_batch(
+    new_learner: NewLearner, tiny_pair: TinyPair, name: str, budget: int
+) -> None:
+    whole, cut = new_learner(), new_learner(token_budget=budget)
+    rows, loss, rows_per_unit = near_policy(whole, ROWS), cross_entropy_loss, 1
+    if name == "dpo":
+        rows, loss, rows_per_unit = with_random_reference(ROWS), PreferenceLoss(beta=0.1), 2
+    elif name in OBJECTIVES:
+        teachers = None
+        if name == "full":
+            teachers = LocalTeachers(
+                {TEACHER: tiny_pair.teacher}, dtype=torch.float32, device="cpu"
+            )
+        loss = PolicyObjectiveLoss(objective=OBJECTIVES[name], teachers=teachers)
+    assert len(list(split_by_token_budget(rows, budget, rows_per_unit))) > 1
+    part = Part(rows_D=rows, loss=loss, rows_per_unit=rows_per_unit)
+    expected, metrics = whole.step(part), cut.step(part)
+    assert_same(gradients(cut), gradients(whole), share=1e-5)
+    assert metrics.keys() == expected.keys()
+    for key in expected.keys() - {"train/padding_share"}:
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    assert metrics["train/padding_share"] < expected["train/padding_share"]
+
+
+def naive_policy(model: PreTrainedModel, rows: list[TrainingRow]) -> Tensor:
+    total, tokens = torch.zeros(()), 0
+    for row in rows:
+        for t, logprob in zip(
+            row.loss_mask_T.nonzero()[0], naive_logprobs(model, row), strict=True
+        ):
+            ratio = (logprob - float(row.behaviour_logprobs_T[t])).exp()
+            total = total - ratio * float(row.weights_T[t])
+            tokens += 1
+    return total / tokens
+
+
+def naive_sft(model: PreTrainedModel, rows: list[TrainingRow]) -> Tensor:
+    return -torch.cat([naive_logprobs(model, row) for row in rows]).mean()
+
+
+def naive_dpo(model: PreTrainedModel, rows: list[TrainingRow], beta: float) -> Tensor:
+    total = torch.zeros(())
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        gained = [
+            naive_logprobs(model, row).sum()
+            - float(row.reference_logprobs_T[row.loss_mask_T].sum())
+            for row in (chosen, rejected)
+        ]
+        total = total - (1 / (1 + (-beta * (gained[0] - gained[1])).exp())).log()
+    return total / (len(rows) // 2)
+
+
+@pytest.mark.parametrize("budget", [1, 4096])
+def test_several_parts_are_the_sum_of_their_losses(
+    new_learner: NewLearner, plain_model: PreTrainedModel, budget: int
+) -> None:
+    learner = new_learner(token_budget=budget)
+    rows, pairs = near_policy(learner, ROWS), with_random_reference(DEMONSTRATIONS)
+    metrics = learner.step(
+        Part(rows_D=rows, loss=IMPORTANCE_SAMPLING),
+        Part(rows_D=DEMONSTRATIONS, loss=cross_entropy_loss, coef=0.3),
+        Part(rows_D=pairs, loss=PreferenceLoss(beta=0.2), rows_per_unit=2, coef=2.0),
+    )
+    policy, sft = naive_policy(plain_model, rows), naive_sft(plain_model, DEMONSTRATIONS)
+    total = policy + 0.3 * sft + 2 * naive_dpo(plain_model, pairs, beta=0.2)
+    total.backward()
+    assert_same(gradients(learner), gradients_of(plain_model), share=1e-4)
+    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-4)
+    assert metrics["train/nll"] == pytest.approx(sft.item(), rel=1e-4)  # without its coef
+    every = [*rows, *DEMONSTRATIONS, *pairs]
+    assert metrics["train/tokens"] == sum(row.num_trained for row in every)
+    assert {"train/ratio", "train/ess", "dpo/margin"} <= metrics.keys()
+
+
+def test_a_part_s_coef_scales_its_gradient(new_learner: NewLearner) -> None:
+    once, thrice = new_learner(), new_learner()
+    part = Part(rows_D=DEMONSTRATIONS, loss=cross_entropy_loss)
+    expected, metrics = once.step(part), thrice.step(replace(part, coef=3.0))
+    assert_same(
+        gradients(thrice), {name: 3 * value for name, value in gradients(once).items()}, share=1e-6
+    )
+    assert metrics["train/loss"] == pytest.approx(3 * expected["train/loss"])
+    assert metrics["train/nll"] == expected["train/nll"]
+
+
+def fixed_metrics(made: list[dict[str, float]]) -> LossFunction:
+    """A loss whose micro-batches report `made`, one after the other."""
+    left = iter(made)
+
+    def loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+        metrics = {name: torch.tensor(value) for name, value in next(left).items()}
+        return forward(batch).logprobs_N.sum(), metrics
+
+    return loss
+
+
+@pytest.mark.parametrize("largest", [3.0, -3.0])
+def test_sums_are_added_and_extremes_kept(new_learner: NewLearner, largest: float) -> None:
+    values = [largest - 1, largest, largest - 2]
+    reports = [{"a/b": value, "a/c_max": value, "a/c_min": value} for value in values]
+    part = Part(rows_D=ROWS[:3], loss=fixed_metrics(reports))
+    metrics = new_learner(token_budget=1).step(part)
+    assert metrics["a/b"] == sum(values)
+    assert (metrics["a/c_max"], metrics["a/c_min"]) == (largest, largest - 2)
+
+
+def test_losses_see_the_counts_of_their_own_part(new_learner: NewLearner) -> None:
+    seen: list[tuple[str, StepCounts]] = []
+
+    def noting(name: str) -> Callable[..., tuple[Tensor, Metrics]]:
+        def loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+            seen.append((name, counts))
+            return forward(batch).logprobs_N.sum(), {}
+
+        return loss
+
+    learner: Learner = new_learner(token_budget=1)
+    learner.step(Part(rows_D=ROWS[:2], loss=noting("a")), Part(rows_D=ROWS[2:3], loss=noting("b")))
+    assert seen == [("a", StepCounts(8, 2))] * 2 + [("b", StepCounts(7, 1))]

@@ -1,0 +1,119 @@
+"""Training on data that is there already: in a seeded order that a resumed run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.batching import TrainingRow
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.objective import cross_entropy_loss
+from learner.supervised import RowStream, SupervisedLoop
+from tests.learner.conftest import NewLearner, naive_logprobs, weights
+from tests.samples import demonstration
+
+# A row is known by how many tokens it trains, and a batch by their sum.
+ROWS = [demonstration(2, trained, seed=trained) for trained in (1, 2, 4, 8, 16, 32)]
+
+
+NewLoop = Callable[..., SupervisedLoop]
+
+
+@pytest.fixture
+def new_loop(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, store: CheckpointStore
+) -> NewLoop:
+    def new(
+        rows: list[TrainingRow] = ROWS,
+        *,
+        batch_size: int = 2,
+        seed: int = 0,
+        resume_from: Checkpoint | None = None,
+        **optimizer: object,
+    ) -> SupervisedLoop:
+        start = {"model": resume_from.model_dir} if resume_from else {}
+        return SupervisedLoop(
+            learner=new_learner(**start, **optimizer),
+            tokenizer=tokenizer,
+            stream=RowStream(rows, batch_size=batch_size, seed=seed),
+            loss=cross_entropy_loss,
+            store=store,
+            resume_from=resume_from,
+        )
+
+    return new
+
+
+def rows_seen(loop: SupervisedLoop, steps: int) -> list[int]:
+    return [int(loop.step()["train/tokens"]) for _ in range(steps)]
+
+
+def test_the_first_loss_is_the_mean_negative_log_likelihood(
+    new_loop: NewLoop, plain_model: PreTrainedModel
+) -> None:
+    metrics = new_loop(batch_size=len(ROWS)).step()
+    with torch.no_grad():
+        logprobs_N = torch.cat([naive_logprobs(plain_model, row) for row in ROWS])
+    total, tokens = -logprobs_N.sum().item(), len(logprobs_N)
+    assert metrics["train/loss"] == pytest.approx(total / tokens, rel=1e-4)
+    assert metrics["train/nll"] == pytest.approx(metrics["train/loss"])
+    assert (metrics["step"], metrics["train/tokens"]) == (1, tokens)
+    assert metrics["tokens_per_s"] == pytest.approx(tokens / metrics["time/step"])
+
+
+def test_it_learns_its_rows_by_heart(new_loop: NewLoop) -> None:
+    loop = new_loop(ROWS[2:5], batch_size=3, lr=1e-2, max_grad_norm=1.0)
+    losses = [loop.step()["train/loss"] for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_every_epoch_sees_every_row_once(new_loop: NewLoop) -> None:
+    loop = new_loop(batch_size=1)
+    epochs = [rows_seen(loop, 6) for _ in range(3)]
+    assert all(sorted(epoch) == [1, 2, 4, 8, 16, 32] for epoch in epochs)
+    assert epochs[0] != epochs[1] and rows_seen(new_loop(batch_size=1, seed=1), 6) != epochs[0]
+
+
+def test_a_batch_may_span_epochs(new_loop: NewLoop) -> None:
+    one_by_one = rows_seen(new_loop(batch_size=1), 12)
+    assert rows_seen(new_loop(batch_size=4), 3) == [
+        sum(one_by_one[i : i + 4]) for i in range(0, 12, 4)
+    ]
+
+
+def test_units_of_rows_are_drawn_whole() -> None:
+    """A batch holds `batch_size` units, an epoch every unit once, each in its own order."""
+    stream = RowStream(ROWS, batch_size=2, seed=0, rows_per_unit=2)
+    assert stream.num_units == 3
+    batches = [[row.num_trained for row in stream.batch(i)] for i in range(3)]
+    units = [tuple(batch[i : i + 2]) for batch in batches for i in (0, 2)]
+    assert sorted(units[:3]) == sorted(units[3:]) == [(1, 2), (4, 8), (16, 32)]
+    assert [[row.num_trained for row in stream.batch(i)] for i in (2, 0)] == [
+        batches[2],
+        batches[0],
+    ]
+
+
+def test_a_resumed_run_goes_on_where_it_was(new_loop: NewLoop) -> None:
+    straight = new_loop()
+    expected = [straight.step()["train/loss"] for _ in range(5)]
+    loop = new_loop()
+    losses = [loop.step()["train/loss"] for _ in range(2)]
+    checkpoint = loop.save()
+    assert (checkpoint.step, checkpoint.delivery) == (2, {"num_rows": 6})
+    resumed = new_loop(resume_from=checkpoint)
+    losses += [resumed.step()["train/loss"] for _ in range(3)]
+    assert losses == expected and resumed.step_count == 5
+    assert weights(resumed.learner) == weights(straight.learner)
+
+
+def test_other_data_is_refused_on_resuming(new_loop: NewLoop) -> None:
+    loop = new_loop()
+    loop.step()
+    with pytest.raises(CheckpointError, match="trained on 6 rows .*, the data now has 5"):
+        new_loop(ROWS[:5], resume_from=loop.save())

@@ -1,0 +1,191 @@
+"""Teachers in the learner's process: their whole distribution, at T, after their own context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from distill.batching import TrainingRow
+from distill.errors import CheckpointError
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows
+from distill.types import TokenArray, TrajectoryGroup
+from learner.teachers import LocalTeachers
+from tests.conftest import TinyPair
+from tests.learner.conftest import NewLoop, World, naive_distribution
+from tests.samples import group, ids
+
+FULL = ObjectiveConfig(estimator="full")
+GROUPS = [group(0, members=3), group(1, members=2)]
+
+
+@pytest.fixture(scope="module")
+def teachers(tiny_pair: TinyPair) -> LocalTeachers:
+    """The nameless one; the same by another name; and the student itself."""
+    models = {"": tiny_pair.teacher, "far": tiny_pair.teacher, "self": tiny_pair.student}
+    return LocalTeachers(models, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def teacher_model(tiny_pair: TinyPair) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_pair.teacher, dtype=torch.float32).eval()
+
+
+def seen_by_teacher(row: TrainingRow, context_T: TokenArray) -> TrainingRow:
+    """The response after another context, as a row of its own."""
+    response = len(row) - row.first_trained
+    shape = len(context_T) + response
+    return TrainingRow(
+        tokens_T=np.concatenate([context_T, row.tokens_T[row.first_trained :]]),
+        loss_mask_T=np.arange(shape) >= len(context_T),
+        weights_T=np.zeros(shape, np.float32),
+        behaviour_logprobs_T=np.zeros(shape, np.float32),
+        temperature=row.temperature,
+        source=row.source,
+    )
+
+
+def naive_reverse_kl(
+    student: PreTrainedModel,
+    teacher: PreTrainedModel,
+    groups: list[TrajectoryGroup],
+    context_T: TokenArray | None = None,
+) -> Tensor:
+    """KL(p_T || q_T) at every trained token, each row alone and each token's sum written out."""
+    found = []
+    with torch.no_grad():
+        for row in policy_rows(groups, FULL):
+            seen = row if context_T is None else seen_by_teacher(row, context_T)
+            p = naive_distribution(student, row).double()
+            q = naive_distribution(teacher, seen).double()
+            for p_V, q_V in zip(p, q, strict=True):
+                found.append(sum(a.exp() * (a - b) for a, b in zip(p_V, q_V, strict=True)))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("budget", [1, 4096])
+def test_the_first_divergence_is_the_exact_one(
+    new_loop: NewLoop,
+    teachers: LocalTeachers,
+    plain_model: PreTrainedModel,
+    teacher_model: PreTrainedModel,
+    budget: int,
+) -> None:
+    loop = new_loop(World(GROUPS), FULL, teachers=teachers, learner={"token_budget": budget})
+    metrics = loop.step()
+    expected = naive_reverse_kl(plain_model, teacher_model, GROUPS).mean().item()
+    assert metrics["opd/divergence"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "jsd"])
+def test_twenty_steps_bring_the_student_nearer(
+    new_loop: NewLoop, teachers: LocalTeachers, divergence: str
+) -> None:
+    groups = [replace(GROUPS[i % 2], group_id=i) for i in range(40)]
+    objective = ObjectiveConfig(estimator="full", divergence=divergence)
+    learner = {"lr": 3e-3, "schedule": "constant", "total_steps": 20}
+    loop = new_loop(World(groups), objective, teachers=teachers, learner=learner)
+    made = [loop.step()["opd/divergence"] for _ in range(20)]
+    assert min(made) > 0 and made[-1] < 0.3 * made[0]
+    assert made[5] > made[10] > made[15] > made[19]
+
+
+@pytest.mark.parametrize("length", [1, 6, 60])  # the longest is run once for all who share it
+def test_a_privileged_context_is_what_the_teacher_sees(
+    new_loop: NewLoop,
+    teachers: LocalTeachers,
+    plain_model: PreTrainedModel,
+    teacher_model: PreTrainedModel,
+    length: int,
+) -> None:
+    context_T = ids(*range(40, 40 + length))
+    told = [group(i, members=2, teacher_context_T=context_T) for i in range(2)]
+    untold = [group(i, members=2) for i in range(2)]
+    made = {}
+    for name, groups in (("told", told), ("untold", untold)):
+        made[name] = new_loop(World(groups), FULL, teachers=teachers).step()["opd/divergence"]
+    expected = naive_reverse_kl(plain_model, teacher_model, told, context_T).mean().item()
+    assert made["told"] == pytest.approx(expected, rel=1e-4)
+    assert abs(made["told"] - made["untold"]) > 0.1
+
+
+def test_the_row_s_own_context_is_no_privilege(new_loop: NewLoop, teachers: LocalTeachers) -> None:
+    plain = group(0, members=1)
+    [member] = plain.trajectories_G
+    [segment] = member.segments
+    own = replace(segment, teacher_context_T=segment.tokens_T[: segment.first_action])
+    told = replace(plain, trajectories_G=[replace(member, segments=[own])])
+    made = [
+        new_loop(World([made]), FULL, teachers=teachers, groups_per_step=1).step()["train/loss"]
+        for made in (plain, told)
+    ]
+    assert made[0] == pytest.approx(made[1], rel=1e-6)
+
+
+# Several teachers
+
+
+def taught(made: TrajectoryGroup, teacher: str) -> TrajectoryGroup:
+    return replace(made, teacher=teacher)
+
+
+@pytest.mark.parametrize("weights", [{}, {"far": 3.0, "self": 5.0}])
+def test_each_teacher_counts_by_its_weight(
+    new_loop: NewLoop,
+    teachers: LocalTeachers,
+    plain_model: PreTrainedModel,
+    teacher_model: PreTrainedModel,
+    weights: dict[str, float],
+) -> None:
+    """The student's own copy is at distance 0, whatever it weighs."""
+    groups = [taught(GROUPS[0], "self"), taught(GROUPS[1], "far")]
+    objective = ObjectiveConfig(estimator="full", kl_coef=0.5)
+    loop = new_loop(World(groups), objective, teachers=teachers, teacher_weights=weights)
+    metrics = loop.step()
+    far = naive_reverse_kl(plain_model, teacher_model, GROUPS[1:]).sum().item()
+    far /= metrics["train/tokens"]
+    assert metrics["opd/divergence"] == pytest.approx(far, rel=1e-4)  # as it is, not as it counts
+    assert metrics["train/loss"] == pytest.approx(0.5 * weights.get("far", 1.0) * far, rel=1e-4)
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 3.0, "b": 0.2}])
+def test_weights_scale_the_sampled_estimator_too(
+    new_loop: NewLoop, weights: dict[str, float]
+) -> None:
+    objective = ObjectiveConfig(kl_coef=0.5)
+    groups = [taught(GROUPS[0], "a"), taught(GROUPS[1], "b")]
+    loop = new_loop(World(groups), objective, teacher_weights=weights)
+    total, tokens = 0.0, 0
+    for made in groups:
+        rows = policy_rows([made], objective)
+        for row, segment, logprobs_N in zip(
+            rows, made.segments(), loop.learner.logprobs(rows), strict=True
+        ):
+            assert segment.teacher_logprobs_T is not None
+            mask_T = row.loss_mask_T
+            behaviour_N = row.behaviour_logprobs_T[mask_T].astype(np.float64)
+            gap_N = behaviour_N - segment.teacher_logprobs_T[mask_T]
+            worth_N = -0.5 * weights.get(made.teacher, 1.0) * gap_N
+            total -= (np.exp(logprobs_N - behaviour_N) * worth_N).sum()
+            tokens += len(logprobs_N)
+    assert loop.step()["train/loss"] == pytest.approx(total / tokens, rel=1e-4)
+
+
+def test_a_teacher_that_cannot_be_loaded_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="no-such-teacher"):
+        LocalTeachers({"": "/no-such-teacher"}, dtype=torch.float32, device="cpu")
+
+
+def test_teachers_are_left_as_they_are(new_loop: NewLoop, tiny_pair: TinyPair) -> None:
+    """What one run does with them is not seen by the next."""
+    teachers = LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
+    made = [
+        new_loop(World(GROUPS), FULL, teachers=teachers).step()["opd/divergence"] for _ in range(2)
+    ]
+    assert made[0] == made[1]
