@@ -5,83 +5,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import ray
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import EngineConfig, choose_engine
 from actors.evaluate import Evaluator
 from actors.sglang_flags import tensor_parallel_size
 from actors.worker import RolloutWorker
-from cluster.checks import OpdInputs, SftInputs
-from cluster.config import CommonConfig, OpdConfig, SftConfig
+from cluster.checks import RolloutInputs, SupervisedInputs
+from cluster.config import CommonConfig
+from cluster.config_on_policy import OpdConfig, RolloutConfig
+from cluster.config_supervised import SupervisedConfig
 from cluster.handles import EnginePool
+from cluster.learner_actor import (
+    LearnerActor,
+    TrainingLoop,
+    build_policy_loop,
+    build_supervised_loop,
+)
 from cluster.ledger import Ledger
 from cluster.outputs import RunDirectory
 from cluster.queue import GroupQueue, WorkerEnd
-from cluster.weights import Publisher, PushSettings
-from distill.batching import TrainingRow
+from cluster.weights import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.single_turn import PromptDataset
 from distill.errors import ConfigError
-from distill.types import FloatArray
-from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.config import LearnerConfig
-from learner.learner import Learner
-from learner.loop import PolicyLoop
-from learner.sft import SftLoop
-
-
-class TrainingLoop(Protocol):
-    """What the learner's actor hosts."""
-
-    learner: Learner
-
-    def step(self) -> dict[str, float]: ...
-
-    def save(self) -> Checkpoint: ...
-
-
-class LearnerActor:
-    """Hosts a training loop in an actor of its own; the loop is built there, by `build`."""
-
-    def __init__(self, build: Callable[[], TrainingLoop]) -> None:
-        self._loop = build()
-
-    def step(self) -> dict[str, float]:
-        return self._loop.step()
-
-    def save(self) -> Checkpoint:
-        return self._loop.save()
-
-    def publish(self) -> str:
-        """Returns how weights reach which engine."""
-        publisher = self._publisher()
-        assert isinstance(self._loop, PolicyLoop)
-        self._loop.publish()
-        return publisher.describe()
-
-    def settle(self) -> float | None:
-        """The last weight probe's gap."""
-        return self._publisher().settle()
-
-    def _publisher(self) -> Publisher:
-        assert isinstance(self._loop, PolicyLoop)
-        assert isinstance(self._loop.publisher, Publisher)
-        return self._loop.publisher
-
-    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        return self._loop.learner.logprobs(rows_D)
+from distill.rewards import load_reward
+from learner.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpdActors:
-    """Every actor of an OPD run. `all` names each of them, for when one dies."""
+class RolloutActors:
+    """Every actor of an opd or rl run. `all` names each of them, for when one dies.
+
+    `teachers` are the engines of each teacher by its name, `references` at most one engine.
+    """
 
     queue: GroupQueue
     policies: list[Any]
-    teachers: list[Any]
+    teachers: Mapping[str, list[Any]]
+    references: list[Any]
     workers: list[Any]
     learner: Any
     evaluator: Any
@@ -91,8 +55,16 @@ class OpdActors:
         return EnginePool(self.policies)
 
     @property
-    def teacher(self) -> EnginePool:
-        return EnginePool(self.teachers)
+    def teacher_pools(self) -> dict[str, EnginePool]:
+        return {name: EnginePool(engines) for name, engines in self.teachers.items()}
+
+    @property
+    def scorers(self) -> dict[str, Any]:
+        """Every engine that scores what another sampled, by its name in messages."""
+        named = {}
+        for name, engines in self.teachers.items():
+            named |= _named(_role(name), engines)
+        return named | _named("reference", self.references)
 
     @property
     def all(self) -> dict[str, Any]:
@@ -101,9 +73,13 @@ class OpdActors:
             "learner": self.learner,
             "evaluator": self.evaluator,
             **_named("policy", self.policies),
-            **_named("teacher", self.teachers),
+            **self.scorers,
             **{f"rollout worker {i}": actor for i, actor in enumerate(self.workers)},
         }
+
+
+def _role(teacher: str) -> str:
+    return f"teacher {teacher}" if teacher else "teacher"
 
 
 def _named(role: str, engines: Sequence[Any]) -> dict[str, Any]:
@@ -124,18 +100,21 @@ def resolve_device(config: CommonConfig) -> str:
 
 def cpu_actors(config: CommonConfig) -> int:
     """How many actors take a CPU of their own."""
+    if not isinstance(config, RolloutConfig):
+        return 1
+    engines = config.policy_engines + (config.reference is not None)
     if isinstance(config, OpdConfig):
-        return config.policy_engines + config.teacher_engines + 1
-    return 1
+        engines += config.teacher_engines * len(config.teacher_models())
+    return engines + 1
 
 
-def build_opd(
-    config: OpdConfig,
-    inputs: OpdInputs,
+def build_rollout(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     device: str,
-) -> OpdActors:
+) -> RolloutActors:
     """Creates the actors; none has been waited for yet."""
     student = resume_from.model_dir if resume_from else config.student
     policies = [
@@ -146,14 +125,11 @@ def build_opd(
         )
         for i in range(config.policy_engines)
     ]
-    teachers = [
-        _engine(
-            config,
-            config.teacher_engine(device, directory.log(f"teacher-{i}")),
-            directory.actor_name(f"teacher-{i}"),
-        )
-        for i in range(config.teacher_engines)
-    ]
+    teachers = _teachers(config, directory, device)
+    references = []
+    if config.reference is not None:
+        engine = config.reference_engine(device, directory.log("reference-0"))
+        references = [_engine(config, engine, directory.actor_name("reference-0"))]
     trained = TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
     window = config.prompts_per_step * (config.max_staleness + 1)
     queue = GroupQueue(
@@ -168,10 +144,10 @@ def build_opd(
         actor_options={"num_cpus": 0, "name": directory.actor_name("queue")},
     )
     build = partial(
-        _build_policy_loop,
+        build_policy_loop,
         config=config,
-        learner_config=config.learner(student, device),
-        tokenizer=inputs.tokenizer,
+        learner_config=config.learner(student, device, config.objective().num_substeps),
+        inputs=inputs,
         queue=queue,
         policies=_named("policy", policies),
         push=PushSettings(
@@ -188,14 +164,21 @@ def build_opd(
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
     )
+    reward = load_reward(config.reward)
     dataset = PromptDataset(
-        inputs.train_prompts_P, inputs.tokenizer, group_size=config.group_size, seed=config.seed
+        inputs.train_prompts_P,
+        inputs.tokenizer,
+        group_size=config.group_size,
+        seed=config.seed,
+        reward=reward,
     )
     worker_class = ray.remote(RolloutWorker)
     workers = [
         worker_class.options(num_cpus=0, name=directory.actor_name(f"rollout-{i}")).remote(
             policy=EnginePool(policies),
-            teacher=EnginePool(teachers),
+            teachers={name: EnginePool(engines) for name, engines in teachers.items()},
+            reference=EnginePool(references) if references else None,
+            top_k=config.objective().asked_of_teacher,
             sink=WorkerEnd(queue),
             dataset=dataset,
             sampling=config.train_sampling(),
@@ -205,33 +188,46 @@ def build_opd(
         for i in range(config.rollout_workers)
     ]
     evaluator = ray.remote(Evaluator).options(num_cpus=0, name=directory.actor_name("evaluator"))
-    return OpdActors(
+    return RolloutActors(
         queue=queue,
         policies=policies,
         teachers=teachers,
+        references=references,
         workers=workers,
         learner=_learner(config, device, build, directory),
-        evaluator=evaluator.remote(inputs.eval_prompts_P, inputs.tokenizer),
+        evaluator=evaluator.remote(inputs.eval_prompts_P, inputs.tokenizer, reward),
     )
 
 
-def build_sft(
-    config: SftConfig,
-    inputs: SftInputs,
+def _teachers(config: RolloutConfig, directory: RunDirectory, device: str) -> dict[str, list[Any]]:
+    if not isinstance(config, OpdConfig):
+        return {}
+    made: dict[str, list[Any]] = {}
+    for name in config.teacher_models():
+        made[name] = []
+        for i in range(config.teacher_engines):
+            role = f"{_role(name).replace(' ', '-')}-{i}"
+            engine = config.teacher_engine(name, device, directory.log(role))
+            made[name].append(_engine(config, engine, directory.actor_name(role)))
+    return made
+
+
+def build_supervised(
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     device: str,
 ) -> Any:
-    """The one actor of an SFT run."""
+    """The one actor of an sft or dpo run."""
     model = resume_from.model_dir if resume_from else config.model
     build = partial(
-        _build_sft_loop,
+        build_supervised_loop,
         config=config,
         learner_config=config.learner(model, device),
         inputs=inputs,
-        store=directory.store,
+        directory=directory,
         resume_from=resume_from,
-        dump_dir=str(directory.path / "failed"),
     )
     return _learner(config, device, build, directory)
 
@@ -271,48 +267,3 @@ def kill(actors: Iterable[Any]) -> None:
 
 def _compute(config: CommonConfig, device: str) -> dict[str, float]:
     return {"num_cpus": 1, "num_gpus": config.gpus_per_actor if device == "cuda" else 0}
-
-
-def _build_policy_loop(
-    *,
-    config: OpdConfig,
-    learner_config: LearnerConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    queue: GroupQueue,
-    policies: Mapping[str, Any],
-    push: PushSettings,
-    store: CheckpointStore,
-    resume_from: Checkpoint | None,
-    dump_dir: str,
-) -> PolicyLoop:
-    learner = Learner(learner_config, dump_dir)
-    return PolicyLoop(
-        learner=learner,
-        tokenizer=tokenizer,
-        source=queue,
-        publish=Publisher(policies, queue, config.prompts_per_step, push, learner.logprobs),
-        store=store,
-        objective=config.objective(),
-        groups_per_step=config.prompts_per_step,
-        resume_from=resume_from,
-    )
-
-
-def _build_sft_loop(
-    *,
-    config: SftConfig,
-    learner_config: LearnerConfig,
-    inputs: SftInputs,
-    store: CheckpointStore,
-    resume_from: Checkpoint | None,
-    dump_dir: str,
-) -> SftLoop:
-    return SftLoop(
-        learner=Learner(learner_config, dump_dir),
-        tokenizer=inputs.tokenizer,
-        rows_D=inputs.rows_D,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        store=store,
-        resume_from=resume_from,
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,16 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
 from actors.sglang_external import ExternalSglangEngine, is_url
-from cluster.config import OpdConfig, SftConfig
+from cluster.config_on_policy import RolloutConfig
+from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from distill.batching import TrainingRow
 from distill.errors import CheckpointError, ConfigError
 from distill.interfaces import EngineInfo
-from distill.models import context_length, load_config, vocab_size
+from distill.models import context_length, load_config, stop_token_ids, vocab_size
+from distill.objective import ObjectiveConfig
+from distill.preferences import load_preference_pairs
 from distill.prompts import Prompt, load_prompts
-from distill.rows import load_sft_rows
+from distill.sft_rows import load_sft_rows
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
 
 # An external teacher says who it is in far less; one that does not answer is not there.
@@ -28,24 +33,25 @@ _INTRODUCTION_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpdInputs:
-    """A checked OPD run: what its actors are built from."""
+class RolloutInputs:
+    """A checked opd or rl run: what its actors are built from."""
 
     tokenizer: PreTrainedTokenizerBase
     train_prompts_P: list[Prompt]
     eval_prompts_P: list[Prompt]
+    sft_rows_D: list[TrainingRow]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftInputs:
-    """A checked SFT run."""
+class SupervisedInputs:
+    """A checked sft or dpo run; a pair is two rows, the chosen one first."""
 
     tokenizer: PreTrainedTokenizerBase
     rows_D: list[TrainingRow]
 
 
-def check_opd(config: OpdConfig) -> OpdInputs:
-    """Reads both checkpoints' headers, both tokenizers and every prompt.
+def check_rollout(config: RolloutConfig) -> RolloutInputs:
+    """Reads all checkpoints' headers, their tokenizers and every prompt.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
@@ -53,64 +59,154 @@ def check_opd(config: OpdConfig) -> OpdInputs:
     choose_engine(config.engine)
     student = _check_model(config.student)
     tokenizer = load_tokenizer(config.student)
-    teacher = _check_teacher(config.teacher, tokenizer)
-    for role, size in (("student", vocab_size(student)), ("teacher", teacher.vocab_size)):
-        if size < len(tokenizer):
+    _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
+    scorers = {
+        f"teachers.{name}" if name else "teacher": _check_scorer(teacher.model, tokenizer)
+        for name, teacher in config.teacher_models().items()
+    }
+    if config.reference is not None:
+        scorers["reference"] = _check_scorer(config.reference, tokenizer)
+    for role, scorer in scorers.items():
+        _check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
+        if scorer.vocab_size < vocab_size(student):
             raise ConfigError(
-                f"{role}={getattr(config, role)} has a vocabulary of {size}, smaller than the "
-                f"tokenizer's {len(tokenizer)}; model and tokenizer do not belong together"
+                f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
+                f"student's {vocab_size(student)}: a token that the student may sample could not "
+                "be scored. Resize its embeddings, or choose another pair"
             )
-    if teacher.vocab_size < vocab_size(student):
+        if role != "reference":
+            _check_distribution(config.objective(), role, scorer, vocab_size(student))
+    train_P, eval_P = _load_prompts(config, tokenizer, student, list(scorers.values()))
+    _check_signal(config, train_P)
+    return RolloutInputs(
+        tokenizer=tokenizer,
+        train_prompts_P=train_P,
+        eval_prompts_P=eval_P,
+        sft_rows_D=[]
+        if config.sft_data is None
+        else load_sft_rows(
+            config.sft_data,
+            tokenizer,
+            vocab_size=vocab_size(student),
+            max_length=context_length(student),
+            stop_ids=stop_token_ids(config.student),
+        ),
+    )
+
+
+def _check_holds_tokenizer(
+    role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    if size < len(tokenizer):
         raise ConfigError(
-            f"teacher={config.teacher} has a vocabulary of {teacher.vocab_size}, smaller than the "
-            f"student's {vocab_size(student)}: a token that the student may sample could not be "
-            "scored. Resize the teacher's embeddings, or choose another pair"
+            f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
+            f"{len(tokenizer)}; model and tokenizer do not belong together"
         )
-    shared_context = min(context_length(student), teacher.context_length)
+
+
+def _check_distribution(
+    objective: ObjectiveConfig, role: str, teacher: _Scorer, student_vocab: int
+) -> None:
+    """A divergence of distributions needs them to be over the same tokens."""
+    if objective.estimator == "sampled":
+        return
+    if teacher.vocab_size != student_vocab:
+        raise ConfigError(
+            f"{role}={teacher.model} has a vocabulary of {teacher.vocab_size} and the student one "
+            f"of {student_vocab}: estimator={objective.estimator} compares whole distributions. "
+            "Resize the embeddings of one of them, or use estimator=sampled"
+        )
+    if objective.asked_of_teacher >= student_vocab:
+        raise ConfigError(
+            f"teacher_top_k={objective.asked_of_teacher} must be below the vocabulary of "
+            f"{student_vocab}: nothing would be left for the tail; estimator=full takes all of it"
+        )
+
+
+def _load_prompts(
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: Any,
+    scorers: Sequence[_Scorer],
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, eval) prompts, each of which every model has room for."""
+    rooms = [scorer.context_length for scorer in scorers]
 
     def load(path: str, max_new_tokens: int) -> list[Prompt]:
         return load_prompts(
             path,
             tokenizer,
             vocab_size=vocab_size(student),
-            context_length=shared_context,
+            context_length=min([context_length(student), *rooms]),
             max_new_tokens=max_new_tokens,
+            teachers=[name for name in config.teacher_models() if name],
+            teacher_context_length=min(rooms, default=None),
         )
 
     longest = max(config.max_new_tokens, config.longest_evaluation())
-    if config.eval_prompts is not None:
-        train_P = load(config.prompts, config.max_new_tokens)
-        eval_P = load(config.eval_prompts, longest)[: config.eval_size]
-    else:
-        train_P, eval_P = _hold_out(load(config.prompts, longest), config)
-    if config.reward_coef > 0 and not all(prompt.answer is not None for prompt in train_P):
+    if config.eval_prompts is None:
+        return _hold_out(load(config.prompts, longest), config)
+    train_P = load(config.prompts, config.max_new_tokens)
+    return train_P, load(config.eval_prompts, longest)[: config.eval_size]
+
+
+def _check_signal(config: RolloutConfig, train_P: Sequence[Prompt]) -> None:
+    """Refuses prompts that leave a term of the objective without anything to learn from."""
+    objective = config.objective()
+    if objective.reward_coef > 0 and not all(prompt.answer is not None for prompt in train_P):
         line = next(prompt.line for prompt in train_P if prompt.answer is None)
         raise ConfigError(
-            f"reward_coef={config.reward_coef} needs an `answer` with every prompt; "
+            f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
             f"{config.prompts}:{line} has none"
         )
-    return OpdInputs(tokenizer=tokenizer, train_prompts_P=train_P, eval_prompts_P=eval_P)
+    if objective.bonus_coef > 0 and not any(prompt.bonuses for prompt in train_P):
+        raise ConfigError(
+            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
+            "`bonuses`"
+        )
+    for name, teacher in config.teacher_models().items():
+        its_P = [prompt for prompt in train_P if prompt.teacher == name]
+        if not its_P:
+            raise ConfigError(
+                f"teachers.{name}={teacher.model} scores nothing: no prompt of {config.prompts} "
+                "names it; leave it out"
+            )
+        same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
+            config.student
+        )
+        hinted = any(prompt.teacher_tokens_T is not None for prompt in its_P)
+        if same and not hinted and objective.reward_coef == 0:
+            raise ConfigError(
+                f"teacher={teacher.model} is the student itself and sees what the student sees: "
+                "the KL and its gradient are zero. Give another teacher, or show it more than the "
+                "student (`teacher_prompt` or `teacher_messages` with each prompt)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Teacher:
+class _Scorer:
+    """A teacher or a reference, by what matters before it runs."""
+
+    model: str
     vocab_size: int
     context_length: int
 
 
-def _check_teacher(teacher: str, tokenizer: PreTrainedTokenizerBase) -> _Teacher:
+def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
     """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
-    if is_url(teacher):
-        info = asyncio.run(_ask(teacher))
+    if is_url(model):
+        info = asyncio.run(_ask(model))
         if info.tokenizer is not None and info.tokenizer.texts != probe(tokenizer).texts:
             raise ConfigError(
-                f"student and teacher={teacher} do not share a tokenizer: the server encodes known "
+                f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are"
             )
-        return _Teacher(vocab_size=info.vocab_size, context_length=info.context_length)
-    model = _check_model(teacher)
-    check_same_tokenizer(tokenizer, load_tokenizer(teacher))
-    return _Teacher(vocab_size=vocab_size(model), context_length=context_length(model))
+        return _Scorer(model=model, vocab_size=info.vocab_size, context_length=info.context_length)
+    config = _check_model(model)
+    check_same_tokenizer(tokenizer, load_tokenizer(model))
+    return _Scorer(
+        model=model, vocab_size=vocab_size(config), context_length=context_length(config)
+    )
 
 
 async def _ask(url: str) -> EngineInfo:
@@ -121,14 +217,44 @@ async def _ask(url: str) -> EngineInfo:
         await engine.close()
 
 
-def check_sft(config: SftConfig) -> SftInputs:
+def check_sft(config: SftConfig) -> SupervisedInputs:
     """Reads the checkpoint's headers, the tokenizer, and every row.
 
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    model = _check_model(config.model)
+    limits = _limits(config)
     tokenizer = load_tokenizer(config.model)
+    rows_D = load_sft_rows(config.data, tokenizer, **limits)
+    return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D)
+
+
+def check_dpo(config: DpoConfig) -> SupervisedInputs:
+    """Reads the checkpoints' headers, the tokenizer, and every pair.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    limits = _limits(config)
+    tokenizer = load_tokenizer(config.model)
+    if config.reference is not None:
+        reference = _check_scorer(config.reference, tokenizer)
+        _check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
+        if reference.context_length < limits["max_length"]:
+            raise ConfigError(
+                f"reference={config.reference} has a context of {reference.context_length}, "
+                f"shorter than max_length={limits['max_length']}; lower max_length"
+            )
+    pairs = load_preference_pairs(config.data, tokenizer, **limits)
+    return SupervisedInputs(
+        tokenizer=tokenizer,
+        rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],
+    )
+
+
+def _limits(config: SupervisedConfig) -> dict[str, Any]:
+    """What the model takes, as the loaders of supervised data want it."""
+    model = _check_model(config.model)
     limit = context_length(model)
     if config.max_length is not None:
         if not 2 <= config.max_length <= limit:
@@ -136,11 +262,14 @@ def check_sft(config: SftConfig) -> SftInputs:
                 f"max_length={config.max_length} must be between 2 and the model's context, {limit}"
             )
         limit = config.max_length
-    rows_D = load_sft_rows(config.data, tokenizer, vocab_size=vocab_size(model), max_length=limit)
-    return SftInputs(tokenizer=tokenizer, rows_D=rows_D)
+    return {
+        "vocab_size": vocab_size(model),
+        "max_length": limit,
+        "stop_ids": stop_token_ids(config.model),
+    }
 
 
-def _hold_out(prompts_P: list[Prompt], config: OpdConfig) -> tuple[list[Prompt], list[Prompt]]:
+def _hold_out(prompts_P: list[Prompt], config: RolloutConfig) -> tuple[list[Prompt], list[Prompt]]:
     """(train, eval): a seeded choice of at most eval_size prompts and a tenth of them all."""
     size = min(config.eval_size, len(prompts_P) // 10)
     order = np.random.default_rng(config.seed).permutation(len(prompts_P)).tolist()

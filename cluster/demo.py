@@ -19,9 +19,10 @@ from rich.table import Table
 
 from actors.config import EngineChoice
 from cluster.command import run_command
-from cluster.config import OpdConfig, SftConfig
-from cluster.recipes.opd import run_opd
-from cluster.recipes.sft import run_sft
+from cluster.config_on_policy import OpdConfig
+from cluster.config_supervised import SftConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
 from cluster.run import RunFailed, ray_cluster
 from distill.arithmetic import (
     ANSWER_TOKENS,
@@ -76,7 +77,7 @@ def demo(config: DemoConfig, console: Console) -> None:
             console.rule(f"{name}: supervised fine-tuning")
             run_sft(_schooling(config, out, data, name), console)
         console.rule(f"on-policy distillation at T = {config.temperature:g}")
-        run_opd(distillation, console)
+        run_on_policy(distillation, console)
     _report(out, time.perf_counter() - started, console)
 
 

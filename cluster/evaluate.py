@@ -20,6 +20,7 @@ from cluster.config import LocalEngineConfig
 from distill.errors import ConfigError
 from distill.models import context_length, load_config, vocab_size
 from distill.prompts import load_prompts
+from distill.rewards import load_reward
 from distill.sampling import EvalSampling, TrainSampling
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -34,6 +35,11 @@ class EvaluateConfig(LocalEngineConfig):
     eval_temperature: float = chz.field(default=0.0, doc="of the serving decoder; 0 is greedy")
     eval_top_p: float = chz.field(default=1.0, doc="top-p of the serving decoder; 1 is off")
     eval_top_k: int = chz.field(default=0, doc="top-k of the serving decoder; 0 is off")
+    reward: str = chz.field(
+        default="exact_match",
+        doc="what accuracy is the mean of: exact_match, last_number or contains, against "
+        "`answer`; or package.module:function of (response, answer)",
+    )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts")
     teacher: str | None = chz.field(
         default=None, doc="with temperature=T: also KL(p_T || q_T) towards this checkpoint"
@@ -45,6 +51,7 @@ class EvaluateConfig(LocalEngineConfig):
     @chz.validate
     def _consistent(self) -> None:
         self.sampling()
+        load_reward(self.reward)
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
         if self.teacher is not None and is_url(self.teacher):
@@ -85,7 +92,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     )[: config.limit]
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
-    evaluator = Evaluator(prompts_P, tokenizer)
+    evaluator = Evaluator(prompts_P, tokenizer, load_reward(config.reward))
     metrics, responses = asyncio.run(_measure(config, evaluator))
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     table = Table(title=f"{config.model}: {len(prompts_P)} prompts")
@@ -109,7 +116,7 @@ async def _measure(
         metrics = summarise(responses)
         for teacher in teachers:
             metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
-                engine, teacher, config.train_sampling(), config.num_samples
+                engine, {"": teacher}, config.train_sampling(), config.num_samples
             )
     return metrics, responses
 

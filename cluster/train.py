@@ -10,9 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from cluster.command import exit_code, parse
-from cluster.config import CommonConfig, OpdConfig, SftConfig
-from cluster.recipes.opd import run_opd
-from cluster.recipes.sft import run_sft
+from cluster.config import CommonConfig
+from cluster.config_on_policy import OpdConfig, RlConfig
+from cluster.config_supervised import DpoConfig, SftConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_dpo, run_sft
 from distill.errors import ConfigError
 
 
@@ -24,8 +26,14 @@ class _Recipe:
 
 
 RECIPES = {
-    "opd": _Recipe(OpdConfig, run_opd, "on-policy distillation: student samples, teacher scores"),
-    "sft": _Recipe(SftConfig, run_sft, "supervised fine-tuning on prompt/completion rows"),
+    "opd": _Recipe(
+        OpdConfig, run_on_policy, "on-policy distillation: student samples, teacher scores"
+    ),
+    "rl": _Recipe(
+        RlConfig, run_on_policy, "reinforcement learning (GRPO): student samples, a reward judges"
+    ),
+    "sft": _Recipe(SftConfig, run_sft, "supervised fine-tuning on completions or assistant turns"),
+    "dpo": _Recipe(DpoConfig, run_dpo, "direct preference optimisation on chosen and rejected"),
 }
 
 _USAGE = """\

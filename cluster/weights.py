@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.acknowledge import values
-from cluster.config import WeightsChoice
+from cluster.config_on_policy import WeightsChoice
 from cluster.queue import GroupQueue
 from cluster.weight_probe import WeightProbe
 from cluster.weights_group import GroupTransport, own_address

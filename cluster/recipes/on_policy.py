@@ -1,4 +1,4 @@
-"""recipe=opd: on-policy distillation. The student samples at T, the teacher scores at T."""
+"""recipe=opd and recipe=rl: the student samples at T; teachers score at T, or a reward judges."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.config import choose_engine
-from cluster.build import OpdActors, build_opd, kill, resolve_device
-from cluster.checks import OpdInputs, check_opd
-from cluster.config import OpdConfig
+from cluster.build import RolloutActors, build_rollout, kill, resolve_device
+from cluster.checks import RolloutInputs, check_rollout
+from cluster.config_on_policy import RolloutConfig
 from cluster.handles import EnginePool
 from cluster.handshake import handshake
 from cluster.outputs import RunDirectory
 from cluster.recipes.common import Session, already_complete, session
 from cluster.run import Driver, drive
 from cluster.tracking import agreement_table
+from distill.objective import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe
 
 
-def run_opd(config: OpdConfig, console: Console) -> None:
+def run_on_policy(config: RolloutConfig, console: Console) -> None:
     """Runs the recipe to its end.
 
     Raises:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
-    inputs = check_opd(config)
-    directory = RunDirectory("opd", config)
+    inputs = check_rollout(config)
+    directory = RunDirectory(config.recipe, config)
     resume_from = directory.check()
     console.print(_plan(config, inputs, directory))
     if config.dry_run or already_complete(directory, resume_from, config, console):
@@ -42,13 +43,18 @@ def run_opd(config: OpdConfig, console: Console) -> None:
             kill(run.actors.all.values())
 
 
-def _plan(config: OpdConfig, inputs: OpdInputs, directory: RunDirectory) -> str:
+def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory) -> str:
     mode = "synchronous" if config.max_staleness == 0 else "overlapped"
+    teachers = ", ".join(
+        f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
+        for name, teacher in config.teacher_models().items()
+    )
     return (
-        f"opd: {config.student} learns from {config.teacher} at T={config.temperature:g}\n"
+        f"{config.recipe}: {config.student} learns from {teachers or config.reward} at "
+        f"T={config.temperature:g}\n"
         f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
-        f"{config.policy_engines} policy, "
-        f"{config.teacher_engines} teacher, {config.rollout_workers} rollout workers\n"
+        f"{config.policy_engines} policy, {config.rollout_workers} rollout workers\n"
+        f"  objective {_objective_line(config.objective())}\n"
         f"  prompts   {len(inputs.train_prompts_P)} to train on, "
         f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
@@ -57,16 +63,28 @@ def _plan(config: OpdConfig, inputs: OpdInputs, directory: RunDirectory) -> str:
     )
 
 
-class _Run:
-    """One OPD run: actors, handshake, steps, evaluations."""
+def _objective_line(objective: ObjectiveConfig) -> str:
+    terms = []
+    if objective.kl_coef:
+        terms.append(f"{objective.kl_coef:g} x {objective.divergence} ({objective.estimator})")
+    if objective.reward_coef:
+        terms.append(f"{objective.reward_coef:g} x reward (baseline {objective.baseline})")
+    for name in ("reference_kl_coef", "entropy_coef", "bonus_coef"):
+        if getattr(objective, name):
+            terms.append(f"{name}={getattr(objective, name):g}")
+    return f"{' + '.join(terms)}, by {objective.loss}"
 
-    def __init__(self, config: OpdConfig, inputs: OpdInputs, running: Session) -> None:
+
+class _Run:
+    """One run: actors, handshake, steps, evaluations."""
+
+    def __init__(self, config: RolloutConfig, inputs: RolloutInputs, running: Session) -> None:
         self._config = config
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._tokenizer_probe = probe(inputs.tokenizer)
         self._has_eval = bool(inputs.eval_prompts_P)
-        self.actors: OpdActors = build_opd(
+        self.actors: RolloutActors = build_rollout(
             config,
             inputs,
             running.directory,
@@ -81,7 +99,7 @@ class _Run:
         way = self._driver.call("publishing the first weights", actors.learner.publish.remote())
         running.progress.note(f"weights: {way}")
         if self._has_eval:
-            self._evaluate_teacher()
+            self._evaluate_teachers()
             if running.first_step == 0:
                 self._evaluate("before")
         for i, worker in enumerate(actors.workers):
@@ -110,7 +128,9 @@ class _Run:
             "the handshake",
             handshake(
                 policies=_named("policy", self.actors.policy),
-                teachers=_named("teacher", self.actors.teacher),
+                teachers={
+                    name: EnginePool([engine]) for name, engine in self.actors.scorers.items()
+                },
                 learner=learner_logprobs,
                 tokenizer=self._tokenizer_probe,
                 temperature=self._config.temperature,
@@ -122,7 +142,7 @@ class _Run:
         )
         if report.agrees:
             self._running.progress.note(
-                f"handshake: policy, learner and teacher agree to {report.largest_gap:.1e} nats "
+                f"handshake: all parties agree to {report.largest_gap:.1e} nats "
                 f"at T={self._config.temperature:g}"
             )
             return
@@ -143,23 +163,26 @@ class _Run:
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
 
-    def _evaluate_teacher(self) -> None:
-        """What there is to reach: the teacher at the same decoder, on the same prompts."""
-        reference = self.actors.evaluator.evaluate.remote(
-            self.actors.teacher, self._config.eval_sampling()
-        )
-        self._note_evaluation("teacher", self._driver.call("evaluating the teacher", reference))
+    def _evaluate_teachers(self) -> None:
+        """What there is to reach: each teacher at the same decoder, on the same prompts."""
+        for name, pool in self.actors.teacher_pools.items():
+            who = f"teacher {name}" if name else "teacher"
+            reference = self.actors.evaluator.evaluate.remote(pool, self._config.eval_sampling())
+            self._note_evaluation(who, self._driver.call(f"evaluating the {who}", reference))
 
     def _evaluate(self, when: str) -> dict[str, float]:
-        """Accuracy at the serving decoder, and KL(p_T || q_T), both on held-out prompts."""
+        """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
         started = time.perf_counter()
         evaluator, actors = self.actors.evaluator, self.actors
         decoded = evaluator.evaluate.remote(actors.policy, self._config.eval_sampling())
-        reverse_kl = evaluator.reverse_kl.remote(
-            actors.policy, actors.teacher, self._config.train_sampling()
-        )
+        reverse_kl = None
+        if actors.teachers:
+            reverse_kl = evaluator.reverse_kl.remote(
+                actors.policy, actors.teacher_pools, self._config.train_sampling()
+            )
         metrics = self._driver.call("evaluation", decoded)
-        metrics["eval/reverse_kl"] = self._driver.call("evaluation", reverse_kl)
+        if reverse_kl is not None:
+            metrics["eval/reverse_kl"] = self._driver.call("evaluation", reverse_kl)
         metrics["time/eval"] = time.perf_counter() - started
         self._note_evaluation(when, metrics)
         return metrics

@@ -1,12 +1,12 @@
-"""recipe=sft: supervised fine-tuning of one model on prompt/completion rows."""
+"""recipe=sft and recipe=dpo: one model, trained on data that is there already."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-from cluster.build import build_sft, kill, resolve_device
-from cluster.checks import SftInputs, check_sft
-from cluster.config import SftConfig
+from cluster.build import build_supervised, kill, resolve_device
+from cluster.checks import SupervisedInputs, check_dpo, check_sft
+from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
 from cluster.recipes.common import Session, already_complete, session
 from cluster.run import Driver, drive
@@ -19,11 +19,25 @@ def run_sft(config: SftConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     inputs = check_sft(config)
-    directory = RunDirectory("sft", config)
+    _run("sft", f"{len(inputs.rows_D)} rows", config, inputs, console)
+
+
+def run_dpo(config: DpoConfig, console: Console) -> None:
+    """Runs the recipe to its end; raises as `run_sft` does."""
+    inputs = check_dpo(config)
+    reference = config.reference or "its own start"
+    what = f"{len(inputs.rows_D) // 2} pairs, near to {reference} (beta={config.beta:g})"
+    _run("dpo", what, config, inputs, console)
+
+
+def _run(
+    recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
+) -> None:
+    directory = RunDirectory(recipe, config)
     resume_from = directory.check()
     console.print(
-        f"sft: {config.model} on {len(inputs.rows_D)} rows, {config.steps} steps of "
-        f"{config.batch_size}, into {directory.path}"
+        f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
+        f"{directory.path}"
     )
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
@@ -31,8 +45,8 @@ def run_sft(config: SftConfig, console: Console) -> None:
         _train(config, inputs, running)
 
 
-def _train(config: SftConfig, inputs: SftInputs, running: Session) -> None:
-    learner = build_sft(
+def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session) -> None:
+    learner = build_supervised(
         config,
         inputs,
         running.directory,

@@ -13,14 +13,14 @@ import torch
 
 from actors.episode import rollout_group
 from actors.teacher import score_group
-from cluster.checks import check_opd
-from cluster.config import OpdConfig
+from cluster.checks import check_rollout
+from cluster.config_on_policy import OpdConfig
 from distill.envs.single_turn import PromptDataset
 from distill.rows import policy_rows
 from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
-from learner.learner import Learner
-from learner.loop import importance_sampling_loss
+from learner.learner import Learner, Part
+from learner.objective import PolicyObjectiveLoss
 
 REPEATS = 5
 
@@ -33,13 +33,14 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
-    inputs = check_opd(config)
+    inputs = check_rollout(config)
     dataset = PromptDataset(
         inputs.train_prompts_P, inputs.tokenizer, group_size=config.group_size, seed=config.seed
     )
     policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
-    teacher = config.teacher_engine("cpu", str(scratch / "teacher.log")).build()
+    teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
     learner = Learner(config.learner(config.student, "cpu"), str(scratch))
+    loss = PolicyObjectiveLoss(objective=config.objective())
 
     async def rollout(step: int) -> list[TrajectoryGroup]:
         first = step * config.prompts_per_step
@@ -56,8 +57,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
         return await asyncio.gather(*(score_group(teacher, group) for group in groups))
 
     def learn(groups: list[TrajectoryGroup]) -> None:
-        rows = policy_rows(groups, kl_coef=1.0, kl_discount_factor=0.0, reward_coef=0.0)
-        learner.step(rows, importance_sampling_loss)
+        learner.step(Part(rows_D=policy_rows(groups, loss.objective), loss=loss))
 
     seconds: dict[str, list[float]] = {"rollout": [], "teacher": [], "learn": [], "load": []}
     weights = learner.weights()

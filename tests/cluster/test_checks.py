@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.checks import check_opd, check_sft
-from cluster.config import OpdConfig, SftConfig
+from cluster.checks import check_dpo, check_rollout, check_sft
+from cluster.config_on_policy import OpdConfig, TeacherConfig
+from cluster.config_supervised import DpoConfig, SftConfig
 from distill.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import TinyPair
 from tests.tiny import save_tokenizer, tiny_model_dir
@@ -37,7 +38,7 @@ def prompts(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_good_inputs_are_read_whole(opd: NewOpd, tiny_pair: TinyPair) -> None:
-    inputs = check_opd(opd())
+    inputs = check_rollout(opd())
     lines = [prompt.line for prompt in inputs.train_prompts_P + inputs.eval_prompts_P]
     assert sorted(lines) == list(range(1, 21))
     assert len(inputs.eval_prompts_P) == 2  # at most a tenth
@@ -48,7 +49,7 @@ def test_good_inputs_are_read_whole(opd: NewOpd, tiny_pair: TinyPair) -> None:
 
 def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
     def held_out(**settings: int) -> list[int]:
-        return [prompt.line for prompt in check_opd(opd(**settings)).eval_prompts_P]
+        return [prompt.line for prompt in check_rollout(opd(**settings)).eval_prompts_P]
 
     assert held_out(seed=1) == held_out(seed=1)
     assert len({tuple(held_out(seed=seed)) for seed in range(5)}) > 1
@@ -56,7 +57,7 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
 
 
 def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
-    inputs = check_opd(opd(eval_prompts=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
+    inputs = check_rollout(opd(eval_prompts=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
     assert len(inputs.train_prompts_P) == 20
     assert [inputs.tokenizer.decode(p.tokens_T.tolist()) for p in inputs.eval_prompts_P] == ["a"]
 
@@ -65,10 +66,10 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
 def test_missing_checkpoints(opd: NewOpd, role: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=f"cannot read a model config from '{nowhere}'"):
-        check_opd(opd(**{role: nowhere}))
+        check_rollout(opd(**{role: nowhere}))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty has no config\.json"):
-        check_opd(opd(**{role: str(tmp_path / "empty")}))
+        check_rollout(opd(**{role: str(tmp_path / "empty")}))
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
@@ -78,28 +79,28 @@ def test_missing_and_corrupt_weights(opd: NewOpd, broken: Path, role: str) -> No
     for kept in (whole[:-1], whole[:50], b"", b"\xff" * 100):
         weights.write_bytes(kept)
         with pytest.raises(CheckpointError, match=rf"{weights} is corrupt or cut short"):
-            check_opd(opd(**{role: str(broken)}))
+            check_rollout(opd(**{role: str(broken)}))
     weights.unlink()
     with pytest.raises(CheckpointError, match="broken holds no weights"):
-        check_opd(opd(**{role: str(broken)}))
+        check_rollout(opd(**{role: str(broken)}))
 
 
 def test_a_corrupt_config(opd: NewOpd, broken: Path) -> None:
     (broken / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "wide"}')
     with pytest.raises(CheckpointError, match=r"cannot read a model config .*hidden_size"):
-        check_opd(opd(teacher=str(broken)))
+        check_rollout(opd(teacher=str(broken)))
 
 
 def test_a_missing_tokenizer(opd: NewOpd, tmp_path: Path) -> None:
     bare = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1)
     with pytest.raises(CheckpointError, match=f"cannot load a tokenizer from '{bare}'"):
-        check_opd(opd(teacher=bare))
+        check_rollout(opd(teacher=bare))
 
 
 def test_tokenizers_that_differ(opd: NewOpd, broken: Path) -> None:
     save_tokenizer(broken, alphabet="0123456798")
     with pytest.raises(ConfigError, match="id 11 is '8' to the student and '9' to the teacher"):
-        check_opd(opd(teacher=str(broken)))
+        check_rollout(opd(teacher=str(broken)))
 
 
 def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> Non
     with pytest.raises(
         ConfigError, match=r"teacher=.* has a vocabulary of 50, smaller than .* 100;"
     ):
-        check_opd(opd(teacher=small))
+        check_rollout(opd(teacher=small))
 
 
 @pytest.mark.parametrize(
@@ -126,29 +127,29 @@ def test_a_model_too_small_for_its_tokenizer(opd: NewOpd, tmp_path: Path) -> Non
 def test_bad_prompts_by_file_and_line(opd: NewOpd, prompts, setting: str, line, message) -> None:
     path = prompts({"prompt": "good"}, "", line)
     with pytest.raises(DataError, match=f"{path}:3: .*{message}"):
-        check_opd(opd(**{setting: path}))
+        check_rollout(opd(**{setting: path}))
 
 
 def test_the_longest_of_training_and_evaluation_must_fit(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "x" * 100})
-    assert check_opd(opd(prompts=path)).train_prompts_P[0].tokens_T.shape == (100,)
+    assert check_rollout(opd(prompts=path)).train_prompts_P[0].tokens_T.shape == (100,)
     with pytest.raises(DataError, match=r":1: .* max_new_tokens=29 more"):
-        check_opd(opd(prompts=path, eval_max_new_tokens=29))
+        check_rollout(opd(prompts=path, eval_max_new_tokens=29))
 
 
 def test_the_shorter_context_counts(opd: NewOpd, prompts, tmp_path: Path) -> None:
     short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
     save_tokenizer(short)
     with pytest.raises(DataError, match="exceed the model's context of 32"):
-        check_opd(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
+        check_rollout(opd(teacher=short, prompts=prompts({"prompt": "x" * 25})))
 
 
 @pytest.mark.parametrize("setting", ["prompts", "eval_prompts"])
 def test_empty_and_missing_prompt_files(opd: NewOpd, prompts, setting: str) -> None:
     with pytest.raises(DataError, match=r"prompts\.jsonl holds no rows"):
-        check_opd(opd(**{setting: prompts("", "  ")}))
+        check_rollout(opd(**{setting: prompts("", "  ")}))
     with pytest.raises(DataError, match=r"cannot read '/nowhere\.jsonl'"):
-        check_opd(opd(**{setting: "/nowhere.jsonl"}))
+        check_rollout(opd(**{setting: "/nowhere.jsonl"}))
 
 
 def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
@@ -156,8 +157,8 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
     with pytest.raises(
         ConfigError, match=rf"reward_coef=1.0 needs an `answer` .*{path}:2 has none"
     ):
-        check_opd(opd(prompts=path, reward_coef=1.0))
-    assert len(check_opd(opd(prompts=path)).train_prompts_P) == 2
+        check_rollout(opd(prompts=path, reward_coef=1.0))
+    assert len(check_rollout(opd(prompts=path)).train_prompts_P) == 2
 
 
 def test_supervised_rows(sft: NewSft, prompts) -> None:
@@ -182,3 +183,99 @@ def test_a_supervised_checkpoint_is_looked_at(sft: NewSft, broken: Path) -> None
     (broken / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is corrupt or cut short"):
         check_sft(sft(model=str(broken)))
+
+
+# Objectives that have no gradient, or not the one they name
+
+
+def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
+    with pytest.raises(ConfigError, match=r"is the student itself .* gradient are zero"):
+        check_rollout(opd(teacher=tiny_pair.student))
+    assert check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train_prompts_P
+    hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
+    [prompt] = check_rollout(opd(teacher=tiny_pair.student, prompts=hinted)).train_prompts_P
+    assert prompt.teacher_tokens_T is not None and len(prompt.teacher_tokens_T) == 14
+
+
+def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) -> None:
+    wider = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=192)
+    save_tokenizer(wider)
+    assert check_rollout(opd(teacher=wider)).train_prompts_P  # enough to score sampled tokens
+    for estimator in ("full", "top_k"):
+        with pytest.raises(ConfigError, match=r"vocabulary of 192 and the student one of 160"):
+            check_rollout(opd(teacher=wider, estimator=estimator))
+
+
+def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
+    assert check_rollout(opd(estimator="top_k", teacher_top_k=159)).train_prompts_P
+    with pytest.raises(ConfigError, match="teacher_top_k=160 must be below the vocabulary of 160"):
+        check_rollout(opd(estimator="top_k", teacher_top_k=160))
+
+
+def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
+    opd: NewOpd, tiny_pair: TinyPair, prompts
+) -> None:
+    def two(*rows: dict) -> OpdConfig:
+        teachers = {name: TeacherConfig(model=tiny_pair.teacher) for name in ("math", "code")}
+        return opd(teacher=None, teachers=teachers, prompts=prompts(*rows))
+
+    good = {"prompt": "a", "teacher": "math"}, {"prompt": "b", "teacher": "code"}
+    assert [p.teacher for p in check_rollout(two(*good)).train_prompts_P] == ["math", "code"]
+    with pytest.raises(DataError, match=r":2: .*`teacher` is missing"):
+        check_rollout(two(good[0], {"prompt": "b"}))
+    with pytest.raises(DataError, match=r":2: .*'cod', no teacher's name; did you mean 'code'"):
+        check_rollout(two(good[0], {"prompt": "b", "teacher": "cod"}))
+    with pytest.raises(ConfigError, match=r"teachers\.code=.* scores nothing"):
+        check_rollout(two(good[0]))
+
+
+def test_a_reference_is_looked_at(opd: NewOpd, tmp_path: Path) -> None:
+    small = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=110)
+    save_tokenizer(small)
+    with pytest.raises(ConfigError, match=r"reference=.* vocabulary of 110, smaller than the stu"):
+        check_rollout(opd(reference=small, reference_kl_coef=0.1))
+
+
+def test_bonuses_that_nobody_pays(opd: NewOpd, prompts) -> None:
+    with pytest.raises(ConfigError, match=r"bonus_coef=0\.5 changes nothing: no prompt"):
+        check_rollout(opd(bonus_coef=0.5))
+    paid = prompts({"prompt": "a", "bonuses": {"x": 1}})
+    assert check_rollout(opd(bonus_coef=0.5, prompts=paid)).train_prompts_P[0].bonuses == {"x": 1}
+
+
+def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
+    assert len(check_rollout(opd(sft_data=sft().data)).sft_rows_D) == 6
+    assert check_rollout(opd()).sft_rows_D == []
+    with pytest.raises(DataError, match=r"cannot read '/nowhere\.jsonl'"):
+        check_rollout(opd(sft_data="/nowhere.jsonl"))
+
+
+@pytest.fixture
+def dpo(tiny_pair: TinyPair, prompts) -> Callable[..., DpoConfig]:
+    def settings(*rows: dict, **changes: object) -> DpoConfig:
+        rows = rows or ({"prompt": "1+1=", "chosen": "2", "rejected": "3"},)
+        return DpoConfig(model=tiny_pair.student, data=prompts(*rows), out="out", **changes)
+
+    return settings
+
+
+def test_preference_pairs_are_rows_in_twos(dpo: Callable[..., DpoConfig]) -> None:
+    chosen, rejected = check_dpo(dpo()).rows_D
+    assert chosen.tokens_T[:-2].tolist() == rejected.tokens_T[:-2].tolist()
+    assert chosen.tokens_T[-2] != rejected.tokens_T[-2]
+    assert chosen.num_trained == rejected.num_trained == 2  # the digit and EOS
+
+
+def test_pairs_without_a_preference(dpo: Callable[..., DpoConfig]) -> None:
+    good = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: .*no preference"):
+        check_dpo(dpo(good, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}))
+
+
+def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:
+    short = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=32)
+    save_tokenizer(short)
+    with pytest.raises(ConfigError, match=r"reference=.* has a context of 32, shorter than"):
+        check_dpo(dpo(reference=short))
+    with pytest.raises(CheckpointError, match="cannot read a model config"):
+        check_dpo(dpo(reference="/nowhere/at/all"))

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
-from cluster.checks import check_opd, check_sft
-from cluster.config import OpdConfig, SftConfig
+from cluster.checks import check_rollout, check_sft
+from cluster.config_on_policy import OpdConfig, RlConfig
+from cluster.config_supervised import DpoConfig, SftConfig
 from cluster.train import main
 from distill.calibration import CalibrationReport, compare
 from distill.envs.single_turn import PromptDataset
@@ -27,6 +28,7 @@ from distill.errors import (
     NonFiniteError,
 )
 from distill.interfaces import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
+from distill.objective import ObjectiveConfig
 from distill.sampling import TrainSampling
 from learner.checkpoint import Checkpoint, CheckpointStore
 from tests.samples import ids, sample
@@ -82,9 +84,9 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
     assert evaluation.max_new_tokens == 6
     assert opd(max_new_tokens=5).eval_sampling().max_new_tokens == 5
-    assert chz.asdict(config.objective()) == {
-        "kl_coef": 0.4, "kl_discount_factor": 0.5, "reward_coef": 0.6,
-    }  # fmt: skip
+    objective = config.objective()
+    assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)
+    assert objective.reward_coef == 0.6 and type(objective) is ObjectiveConfig
     learner = config.learner("model", "cpu")
     assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
     assert (learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
@@ -101,11 +103,11 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
 def test_temperature_has_one_home() -> None:
     homes = {
         config.__name__: name
-        for config in (OpdConfig, SftConfig, EngineConfig)
+        for config in (OpdConfig, RlConfig, SftConfig, DpoConfig, EngineConfig)
         for name in chz.chz_fields(config)
         if "temperature" in name and not name.startswith("eval_")
     }
-    assert homes == {"OpdConfig": "temperature"}
+    assert homes == {"OpdConfig": "temperature", "RlConfig": "temperature"}
 
 
 # The command line
@@ -135,7 +137,7 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
         (["temperatur=1"], "Did you mean .*temperature"),
         (["group_sise=1"], "Did you mean .*group_size"),
         (["steps=many"], "steps"),
-        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, sft"),
+        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, rl, sft, dpo"),
         (["student=/nowhere/at/all"], "cannot read a model config from '/nowhere/at/all'"),
     ],
 )
@@ -153,7 +155,10 @@ def test_a_missing_setting_is_named(capsys) -> None:
     assert "no recipe given" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("recipe", "config"), [("opd", OpdConfig), ("sft", SftConfig)])
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [("opd", OpdConfig), ("rl", RlConfig), ("sft", SftConfig), ("dpo", DpoConfig)],
+)
 def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
     assert main([f"recipe={recipe}", "--help"]) == 0
     shown = "".join(capsys.readouterr().out.split())
@@ -240,7 +245,7 @@ def test_errors_keep_their_words_and_codes(error: type, code: int) -> None:
 
 
 def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:
-    inputs = check_opd(opd())
+    inputs = check_rollout(opd())
     dataset = PromptDataset(inputs.train_prompts_P, inputs.tokenizer, group_size=3, seed=5)
     arrived = came(dataset)
     seen = set()
@@ -254,9 +259,9 @@ def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:
 
 
 def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
-    inputs = came(check_opd(opd()))
+    inputs = came(check_rollout(opd()))
     assert [p.tokens_T.tolist() for p in inputs.train_prompts_P] == [
-        p.tokens_T.tolist() for p in check_opd(opd()).train_prompts_P
+        p.tokens_T.tolist() for p in check_rollout(opd()).train_prompts_P
     ]
     rows = came(check_sft(sft())).rows_D
     assert [row.source for row in rows] == [row.source for row in check_sft(sft()).rows_D]

@@ -23,7 +23,7 @@ from actors.embedded_engine import EmbeddedEngine
 from cluster import calibrate
 from cluster.handles import EnginePool
 from cluster.handshake import handshake
-from cluster.recipes.opd import _named, _Run
+from cluster.recipes.on_policy import _named, _Run
 from distill.batching import TrainingRow
 from distill.calibration import CalibrationReport
 from distill.errors import CalibrationError

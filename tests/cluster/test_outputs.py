@@ -10,7 +10,7 @@ import chz
 import pytest
 from transformers import AutoModelForCausalLM
 
-from cluster.config import OpdConfig
+from cluster.config_on_policy import OpdConfig, TeacherConfig
 from cluster.outputs import RunDirectory
 from distill.errors import CheckpointError, ConfigError
 from distill.tokenizer import load_tokenizer
@@ -30,8 +30,33 @@ MUST_STAY = {
     "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
     "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
     "dtype": "bfloat16", "max_staleness": 0, "kl_coef": 0.5, "kl_discount_factor": 0.5,
-    "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False,
+    "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
+    "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
+    "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
 }  # fmt: skip
+# The same for settings that mean something beside others only: (those others, another value).
+MUST_STAY_BESIDE = {
+    "clip_low": ({"loss": "ppo"}, 0.1),
+    "clip_high": ({"loss": "ppo"}, 0.1),
+    "dual_clip": ({"loss": "ppo"}, 2.0),
+    "dro_beta": ({"loss": "dro"}, 0.1),
+    "correction_cap": ({"correction": "mask"}, 3.0),
+    "baseline": ({"reward_coef": 1.0}, "leave_one_out"),
+    "scale_by_std": ({"reward_coef": 1.0}, True),
+    "remove_constant_reward_groups": ({"reward_coef": 1.0}, True),
+    "reference": ({"reference_kl_coef": 0.1, "reference": "a"}, "b"),
+    "reference_kl_coef": ({"reference_kl_coef": 0.1, "reference": "a"}, 0.2),
+    "divergence": ({"estimator": "full"}, "forward_kl"),
+    "jsd_beta": ({"estimator": "full", "divergence": "jsd"}, 0.3),
+    "teacher_top_k": ({"estimator": "top_k"}, 5),
+    "tail": ({"estimator": "top_k"}, "sampled"),
+    "teachers": (
+        {"teacher": None, "teachers": {"a": TeacherConfig(model="m")}},
+        {"a": TeacherConfig(model="m", weight=2.0)},
+    ),
+    "sft_batch_size": ({"sft_data": "rows"}, 3),
+    "sft_coef": ({"sft_data": "rows"}, 0.2),
+}
 
 
 def started(config: OpdConfig, resume_from: Checkpoint | None = None) -> RunDirectory:
@@ -81,6 +106,14 @@ def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) ->
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
 
 
+@pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
+def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
+    beside, value = MUST_STAY_BESIDE[name]
+    started(opd(**beside))
+    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+        RunDirectory("opd", opd(**beside | {name: value})).check()
+
+
 def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     started(opd())
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
@@ -88,7 +121,8 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
-    known = MAY_CHANGE.keys() | MUST_STAY.keys() | evaluation | {"out", "engine"}
+    must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
+    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine"}
     assert known == chz.chz_fields(OpdConfig).keys()
 
 

@@ -21,8 +21,8 @@ import cluster.weights_group
 from actors.embedded_engine import EmbeddedEngine
 from actors.sglang_hosted import HostedSglangEngine
 from actors.sglang_server import sglang_installed
-from cluster.config import OpdConfig
-from cluster.recipes.opd import run_opd
+from cluster.config_on_policy import OpdConfig
+from cluster.recipes.on_policy import run_on_policy
 from cluster.weights import (
     DiskTransport,
     GroupTransport,
@@ -327,7 +327,7 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
         out=str(tmp_path / "run"), temperature=T, steps=3, prompts_per_step=4, group_size=2,
         max_new_tokens=8, eval_size=2, engine="embedded", weights="disk",
     )  # fmt: skip
-    run_opd(config, Console(quiet=True))
+    run_on_policy(config, Console(quiet=True))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for step in map(json.loads, lines):
         assert step["push/probe_gap"] < 1e-4

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.config import OpdConfig, SftConfig
-from cluster.recipes.opd import run_opd
-from cluster.recipes.sft import run_sft
+from cluster.config_on_policy import OpdConfig
+from cluster.config_supervised import SftConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
@@ -30,7 +31,7 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
     config = OpdConfig(
         student=pair.student, teacher=pair.teacher, prompts=pair.prompts, out=str(out), **settings
     )
-    run_opd(config, Console(quiet=True))
+    run_on_policy(config, Console(quiet=True))
     return out
 
 

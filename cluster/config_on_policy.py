@@ -1,0 +1,306 @@
+"""Settings of the recipes whose student samples what it is trained on: opd and rl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import chz
+
+from actors.config import DtypeChoice, EngineChoice, EngineConfig, choose_dtype, choose_engine
+from actors.sglang_external import is_url
+from actors.sglang_flags import parse_flags
+from actors.sglang_weights import InFlight
+from cluster.config import CommonConfig
+from distill.errors import ConfigError
+from distill.objective import (
+    ObjectiveConfig,
+    PolicyObjective,
+    check_weights,
+    require_comparison,
+    require_reward,
+    require_teacher,
+)
+from distill.rewards import load_reward
+from distill.sampling import EvalSampling, TrainSampling
+
+WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
+
+
+@chz.chz
+class TeacherConfig:
+    """One of several teachers."""
+
+    model: str = chz.field(doc="checkpoint, or http://host:port of a running SGLang server")
+    weight: float = chz.field(default=1.0, doc="its kl_coef is multiplied by this")
+
+
+@chz.chz
+class RolloutConfig(CommonConfig):
+    """Settings of the recipes that train on the student's own samples."""
+
+    student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
+    prompts: str = chz.field(
+        doc="JSONL or parquet; each row has `prompt` (string) or `messages` (chat), optionally "
+        "`answer`, `tag`, `teacher`, `teacher_prompt` or `teacher_messages`, `bonuses`: see "
+        "docs/objectives.md"
+    )
+    temperature: float = chz.field(
+        doc="rollout temperature T > 0: of sampling, teacher, learner and loss alike"
+    )
+    prompts_per_step: int = chz.field(default=32, doc="prompts (groups) per optimizer step")
+    group_size: int = chz.field(default=4, doc="samples per prompt")
+    max_new_tokens: int = chz.field(default=256, doc="longest response, tokens")
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
+        "sglang where it is installed",
+    )
+    policy_server_flags: str = chz.field(
+        default="", doc="more of SGLang's own flags for policy servers, '--tp-size 2' for example"
+    )
+    in_flight: InFlight = chz.field(
+        default="continue",
+        doc="samples under way when weights are pushed to an SGLang server: continue under the new "
+        "ones (each token's version is recorded), restart, or finish first",
+    )
+    weights: WeightsChoice = chz.field(
+        default="auto",
+        doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
+        "node; group: SGLang engines on other nodes, by torch.distributed (NCCL or gloo); "
+        "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
+        "shares; auto: each engine by its place",
+    )
+    probe_every: int = chz.field(
+        default=1,
+        doc="weight versions between two that are probed: do the policy engines hold what the "
+        "learner sent? 0 trusts them",
+    )
+    start_deadline_s: float = chz.field(
+        default=600.0, doc="longest an SGLang server may take to start, seconds"
+    )
+    require_handshake: bool = chz.field(
+        default=True,
+        doc="False trains although the parties disagree, on another objective than the one named: "
+        "for experiments about just that",
+    )
+    dtype: DtypeChoice = chz.field(
+        default="auto",
+        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA; the learner "
+        "keeps float32 weights",
+    )
+    max_staleness: int = chz.field(
+        default=1,
+        doc="weight versions a rollout may be behind when trained; 0 is fully synchronous",
+    )
+    reward: str = chz.field(
+        default="exact_match",
+        doc="what a response earns: exact_match, last_number or contains, against `answer`; or "
+        "package.module:function of (response, answer)",
+    )
+    reference: str | None = chz.field(
+        default=None, doc="checkpoint that reference_kl_coef holds the policy near to"
+    )
+    sft_data: str | None = chz.field(
+        default=None, doc="supervised rows (as recipe=sft reads them) trained on in every update"
+    )
+    sft_batch_size: int = chz.field(default=8, doc="of those, rows per optimizer update")
+    sft_coef: float = chz.field(default=0.1, doc="weight of their cross-entropy")
+    policy_engines: int = chz.field(default=1, doc="policy engines (actors)")
+    rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)")
+    eval_every: int = chz.field(default=0, doc="steps between evaluations; 0: start and end only")
+    eval_prompts: str | None = chz.field(
+        default=None, doc="JSONL of held-out prompts; default: eval_size prompts held out"
+    )
+    eval_size: int = chz.field(
+        default=64, doc="prompts evaluated; without eval_prompts at most a tenth is held out"
+    )
+    eval_temperature: float = chz.field(
+        default=0.0, doc="the serving decoder's temperature; 0 is greedy. Never touches training"
+    )
+    eval_top_p: float = chz.field(default=1.0, doc="the serving decoder's top-p; 1 is off")
+    eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
+    eval_max_new_tokens: int | None = chz.field(
+        default=None, doc="longest response in evaluation; default: max_new_tokens"
+    )
+
+    @chz.validate
+    def _in_range(self) -> None:
+        for name in (
+            "prompts_per_step",
+            "group_size",
+            "policy_engines",
+            "rollout_workers",
+            "eval_size",
+            "sft_batch_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.start_deadline_s > 0:
+            raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+        if not 0 < self.sft_coef < float("inf"):
+            raise ConfigError(
+                f"sft_coef={self.sft_coef} must be above 0, and finite; leave sft_data out to "
+                "train on rollouts alone"
+            )
+        parse_flags(self.policy_server_flags)
+        load_reward(self.reward)
+        if self.weights == "group" and choose_engine(self.engine) == "embedded":
+            raise ConfigError(
+                "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
+                "weights=auto"
+            )
+        for name in ("max_staleness", "eval_every", "probe_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        self.train_sampling()
+        self.eval_sampling()
+
+    def train_sampling(self) -> TrainSampling:
+        return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
+
+    def eval_sampling(self) -> EvalSampling:
+        return EvalSampling(
+            temperature=self.eval_temperature,
+            max_new_tokens=self.longest_evaluation(),
+            top_p=self.eval_top_p,
+            top_k=self.eval_top_k,
+        )
+
+    def longest_evaluation(self) -> int:
+        if self.eval_max_new_tokens is None:
+            return self.max_new_tokens
+        return self.eval_max_new_tokens
+
+    @property
+    def recipe(self) -> str:
+        """Its name on the command line."""
+        raise NotImplementedError
+
+    def objective(self) -> ObjectiveConfig:
+        """What is optimised, all of it."""
+        raise NotImplementedError
+
+    def teacher_models(self) -> Mapping[str, TeacherConfig]:
+        """Teachers by name; the name of one that is alone is empty."""
+        return {}
+
+    def teacher_engine(self, name: str, device: str, log_path: str) -> EngineConfig:
+        raise NotImplementedError(f"{self.recipe} has no teacher {name}")
+
+    def reference_engine(self, device: str, log_path: str) -> EngineConfig:
+        assert self.reference is not None
+        return self.engine_of(self.reference, device, log_path, self.policy_server_flags)
+
+    def policy_engine(self, model: str, device: str, log_path: str) -> EngineConfig:
+        return self.engine_of(model, device, log_path, self.policy_server_flags)
+
+    def engine_of(self, model: str, device: str, log_path: str, server_flags: str) -> EngineConfig:
+        return EngineConfig(
+            kind=choose_engine(self.engine),
+            model=model,
+            dtype=choose_dtype(self.dtype, device),
+            device=device,
+            threads=self.threads,
+            server_flags=server_flags,
+            in_flight=self.in_flight,
+            gpu_share=min(1.0, self.gpus_per_actor),
+            log_path=log_path,
+            start_deadline_s=self.start_deadline_s,
+            request_deadline_s=self.deadline_s,
+        )
+
+
+@chz.chz
+class OpdConfig(RolloutConfig, ObjectiveConfig):
+    """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
+
+    teacher: str | None = chz.field(
+        default=None,
+        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
+        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
+    )
+    teachers: Mapping[str, TeacherConfig] = chz.field(
+        default_factory=dict,
+        doc="instead of teacher: several, teachers.NAME.model=... and teachers.NAME.weight=...; "
+        "each prompt's `teacher` field names the one that scores it",
+    )
+    teacher_server_flags: str = chz.field(
+        default="", doc="more of SGLang's own flags for teacher servers"
+    )
+    teacher_engines: int = chz.field(default=1, doc="engines (actors) of each teacher")
+
+    @chz.validate
+    def _opd_in_range(self) -> None:
+        if (self.teacher is None) != bool(self.teachers):
+            raise ConfigError(
+                f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
+                "for one, or teachers.NAME.model=DIR for several"
+            )
+        check_weights("teachers", {name: t.weight for name, t in self.teachers.items()})
+        if self.teacher_engines < 1:
+            raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
+        parse_flags(self.teacher_server_flags)
+        require_teacher(self)
+        if self.reward_coef > 0:
+            require_comparison(self, self.group_size)
+        if self.estimator == "full":
+            for teacher in self.teacher_models().values():
+                if is_url(teacher.model):
+                    raise ConfigError(
+                        f"estimator=full needs the teacher in the learner, and {teacher.model} is "
+                        "a running server; give a checkpoint, or use estimator=top_k"
+                    )
+        _check_reference(self, self)
+
+    @property
+    def recipe(self) -> str:
+        return "opd"
+
+    def objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig(**_fields_of(ObjectiveConfig, self))
+
+    def teacher_models(self) -> Mapping[str, TeacherConfig]:
+        if self.teacher is not None:
+            return {"": TeacherConfig(model=self.teacher)}
+        return self.teachers
+
+    def teacher_engine(self, name: str, device: str, log_path: str) -> EngineConfig:
+        model = self.teacher_models()[name].model
+        return self.engine_of(model, device, log_path, self.teacher_server_flags)
+
+
+@chz.chz
+class RlConfig(RolloutConfig, PolicyObjective):
+    """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
+
+    reward_coef: float = chz.field(default=1.0, doc="weight of the task reward's advantage")
+
+    @chz.validate
+    def _rl_in_range(self) -> None:
+        require_reward(self, self.group_size)
+        _check_reference(self, self)
+
+    @property
+    def recipe(self) -> str:
+        return "rl"
+
+    def objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig(kl_coef=0.0, **_fields_of(PolicyObjective, self))
+
+
+def _fields_of(kind: type, config: RolloutConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in chz.chz_fields(kind)}
+
+
+def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:
+    if objective.reference_kl_coef > 0 and config.reference is None:
+        raise ConfigError(
+            f"reference_kl_coef={objective.reference_kl_coef} needs a reference model; give "
+            f"reference=DIR, the student's own checkpoint for example"
+        )
+    if config.reference is not None and objective.reference_kl_coef == 0:
+        raise ConfigError(
+            f"reference={config.reference} changes nothing with reference_kl_coef=0; give a "
+            "coefficient, or leave the reference out"
+        )

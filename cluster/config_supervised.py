@@ -1,0 +1,57 @@
+"""Settings of the recipes that train on data that is there already: sft and dpo."""
+
+from __future__ import annotations
+
+import chz
+
+from cluster.config import CommonConfig
+from distill.errors import ConfigError
+
+
+@chz.chz
+class SupervisedConfig(CommonConfig):
+    """Settings that sft and dpo share."""
+
+    model: str = chz.field(doc="checkpoint to start from: a Hugging Face directory (or hub name)")
+    batch_size: int = chz.field(default=32, doc="rows (pairs, for dpo) per optimizer step")
+    max_length: int | None = chz.field(
+        default=None, doc="longest row, tokens; default: the model's context"
+    )
+
+    @chz.validate
+    def _batch_in_range(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
+
+
+@chz.chz
+class SftConfig(SupervisedConfig):
+    """recipe=sft: supervised fine-tuning, loss on completions or assistant turns only."""
+
+    data: str = chz.field(
+        doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), or "
+        "`messages` (chat; every assistant turn is trained)"
+    )
+
+
+@chz.chz
+class DpoConfig(SupervisedConfig):
+    """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
+
+    data: str = chz.field(
+        doc="JSONL or parquet; each row has `chosen` and `rejected`, and `prompt` (string) or "
+        "`messages` (chat) before them, or whole conversations in both"
+    )
+    beta: float = chz.field(
+        default=0.1, doc="how much a nat away from the reference weighs; small strays further"
+    )
+    reference: str | None = chz.field(
+        default=None, doc="checkpoint that DPO stays near to; default: model, as it starts"
+    )
+
+    @chz.validate
+    def _beta_in_range(self) -> None:
+        if not 0 < self.beta < float("inf"):
+            raise ConfigError(
+                f"beta={self.beta} must be above 0, and finite: at 0 the gradient is zero"
+            )

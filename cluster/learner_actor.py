@@ -1,0 +1,142 @@
+"""What the learner's actor hosts: a training loop, built where it will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import chz
+import torch
+
+from actors.config import choose_dtype
+from cluster.checks import RolloutInputs, SupervisedInputs
+from cluster.config_on_policy import RolloutConfig
+from cluster.config_supervised import DpoConfig, SupervisedConfig
+from cluster.outputs import RunDirectory
+from cluster.queue import GroupQueue
+from cluster.weights import Publisher, PushSettings
+from distill.batching import TrainingRow
+from distill.types import FloatArray
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig
+from learner.dpo import PreferenceLoss, with_reference
+from learner.learner import Learner, LossFunction
+from learner.loop import PolicyLoop, SupervisedMix
+from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.supervised import RowStream, SupervisedLoop
+from learner.teachers import LocalTeachers
+
+
+class TrainingLoop(Protocol):
+    """What the learner's actor hosts."""
+
+    learner: Learner
+
+    def step(self) -> dict[str, float]: ...
+
+    def save(self) -> Checkpoint: ...
+
+
+class LearnerActor:
+    """Hosts a training loop in an actor of its own; the loop is built there, by `build`."""
+
+    def __init__(self, build: Callable[[], TrainingLoop]) -> None:
+        self._loop = build()
+
+    def step(self) -> dict[str, float]:
+        return self._loop.step()
+
+    def save(self) -> Checkpoint:
+        return self._loop.save()
+
+    def publish(self) -> str:
+        """Returns how weights reach which engine."""
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        self._loop.publish()
+        return publisher.describe()
+
+    def settle(self) -> float | None:
+        """The last weight probe's gap."""
+        return self._publisher().settle()
+
+    def _publisher(self) -> Publisher:
+        assert isinstance(self._loop, PolicyLoop)
+        assert isinstance(self._loop.publisher, Publisher)
+        return self._loop.publisher
+
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return self._loop.learner.logprobs(rows_D)
+
+
+def build_policy_loop(
+    *,
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    queue: GroupQueue,
+    policies: Mapping[str, Any],
+    push: PushSettings,
+    store: CheckpointStore,
+    resume_from: Checkpoint | None,
+    dump_dir: str,
+) -> PolicyLoop:
+    """Builds, in the learner's actor, the loop of an opd or rl run."""
+    learner = Learner(learner_config, dump_dir)
+    objective = config.objective()
+    teachers = config.teacher_models()
+    local_teachers = None
+    if objective.estimator == "full":
+        local_teachers = LocalTeachers(
+            {name: teacher.model for name, teacher in teachers.items()},
+            dtype=getattr(torch, choose_dtype(config.dtype, learner.device)),
+            device=learner.device,
+        )
+    supervised = None
+    if inputs.sft_rows_D:
+        stream = RowStream(inputs.sft_rows_D, batch_size=config.sft_batch_size, seed=config.seed)
+        supervised = SupervisedMix(stream=stream, coef=config.sft_coef)
+    return PolicyLoop(
+        learner=learner,
+        tokenizer=inputs.tokenizer,
+        source=queue,
+        publish=Publisher(policies, queue, config.prompts_per_step, push, learner.logprobs),
+        store=store,
+        loss=PolicyObjectiveLoss(objective=objective, teachers=local_teachers),
+        groups_per_step=config.prompts_per_step,
+        teacher_weights={name: teacher.weight for name, teacher in teachers.items()},
+        supervised=supervised,
+        resume_from=resume_from,
+    )
+
+
+def build_supervised_loop(
+    *,
+    config: SupervisedConfig,
+    learner_config: LearnerConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    resume_from: Checkpoint | None,
+) -> SupervisedLoop:
+    """Builds, in the learner's actor, the loop of an sft or dpo run."""
+    learner = Learner(learner_config, str(directory.path / "failed"))
+    rows_D, rows_per_unit = inputs.rows_D, 1
+    loss: LossFunction = cross_entropy_loss
+    if isinstance(config, DpoConfig):
+        reference = chz.replace(learner_config, model=config.reference or config.model)
+        rows_D = with_reference(
+            rows_D,
+            directory.path / "reference_logprobs.npz",
+            lambda rows_D: Learner(reference, str(directory.path / "failed")).logprobs(rows_D),
+        )
+        loss, rows_per_unit = PreferenceLoss(beta=config.beta), 2
+    return SupervisedLoop(
+        learner=learner,
+        tokenizer=inputs.tokenizer,
+        stream=RowStream(
+            rows_D, batch_size=config.batch_size, seed=config.seed, rows_per_unit=rows_per_unit
+        ),
+        loss=loss,
+        store=directory.store,
+        resume_from=resume_from,
+    )

@@ -1,0 +1,179 @@
+"""Every recipe and estimator on real Ray actors does what it is for, judged from outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from cluster.config_on_policy import OpdConfig, RlConfig, TeacherConfig
+from cluster.config_supervised import DpoConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_dpo
+from tests.conftest import TinyPair
+from tests.e2e.harness import metrics
+from tests.e2e.judge import exact_reverse_kl
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
+
+# Synchronous, so that a run is a function of its seed.
+SMALL = {
+    "temperature": 0.7, "steps": 20, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8,
+    "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
+}  # fmt: skip
+QUIET = Console(quiet=True)
+
+
+def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
+    given = {"student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts}
+    run_on_policy(OpdConfig(**given | SMALL | {"out": str(out)} | settings), QUIET)
+    return metrics(out)
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def weights(directory: str | Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"estimator": "full"},
+        {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.9},
+        {"estimator": "top_k", "teacher_top_k": 16},
+        {"estimator": "top_k", "teacher_top_k": 16, "tail": "sampled"},
+    ],
+    ids=["full", "jsd", "bucket", "sampled tail"],
+)
+def test_whole_distributions_lower_the_exact_kl(
+    tiny_pair: TinyPair, tmp_path: Path, settings: dict
+) -> None:
+    steps = opd(tiny_pair, tmp_path / "run", **settings)
+    prompts = [f"{a} + {b} =" for a in range(4) for b in (1, 3)]
+
+    def judged(student: str) -> float:
+        return exact_reverse_kl(
+            student, tiny_pair.teacher, prompts, 0.7, max_new_tokens=8, samples=4
+        )
+
+    assert judged(str(tmp_path / "run/final")) < 0.6 * judged(tiny_pair.student)
+    assert steps[-1]["opd/reverse_kl"] < steps[0]["opd/reverse_kl"]
+    assert all("opd/divergence" in step for step in steps)
+    assert all(step["train/updates"] == 1 for step in steps)
+
+
+def test_each_prompt_is_scored_by_the_teacher_it_names(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """One teacher is the student itself: its KL is zero at the start, the other's is not."""
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": f"{a} + 1 =", "teacher": "own", "tag": "first"} for a in range(9)),
+        *({"prompt": f"{a} + 2 =", "teacher": "other"} for a in range(9)),
+    )
+    teachers = {
+        "other": TeacherConfig(model=tiny_pair.teacher, weight=2.0),
+        "own": TeacherConfig(model=str(_copy(tiny_pair.student, tmp_path / "own"))),
+    }
+    steps = opd(
+        tiny_pair, tmp_path / "run", teacher=None, teachers=teachers, prompts=prompts, steps=2,
+        prompts_per_step=16,
+    )  # fmt: skip
+    assert steps[0]["opd/reverse_kl/teacher=own"] == pytest.approx(0, abs=1e-4)
+    assert steps[0]["opd/reverse_kl/tag=first"] == steps[0]["opd/reverse_kl/teacher=own"]
+    assert steps[0]["opd/reverse_kl/teacher=other"] > 1
+    assert steps[1]["opd/reverse_kl/teacher=own"] > 1e-3, "the student did not move"
+
+
+def _copy(model: str, to: Path) -> Path:
+    return Path(shutil.copytree(model, to))
+
+
+@pytest.mark.parametrize("estimator", ["top_k", "full"])
+def test_a_model_learns_from_itself_with_a_hint(
+    tiny_pair: TinyPair, tmp_path: Path, estimator: str
+) -> None:
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
+    )
+    steps = opd(
+        tiny_pair, tmp_path / "run", teacher=tiny_pair.student, prompts=prompts,
+        estimator=estimator,
+    )  # fmt: skip
+    kls = [step["opd/reverse_kl"] for step in steps]
+    assert kls[0] > 0.1, "the hint changed nothing"
+    assert sum(kls[-5:]) < 0.8 * sum(kls[:5])
+
+
+def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": f"{a} + 1 =", "answer": "e", "bonuses": {"a": 0.1}} for a in range(9)),
+    )
+    config = RlConfig(
+        student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"), reward="contains",
+        reference=tiny_pair.student, reference_kl_coef=0.02, loss="ppo", num_substeps=2,
+        correction="truncate", bonus_coef=0.1, entropy_coef=1e-3, eval_prompts=prompts,
+        sft_data=write(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
+        **SMALL | {"group_size": 8},
+    )  # fmt: skip
+    run_on_policy(config, QUIET)
+    steps = metrics(tmp_path / "run")
+    rewards = [step["reward/mean"] for step in steps]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert steps[0]["reference/kl"] == pytest.approx(0, abs=1e-4) and steps[-1]["reference/kl"] > 0
+    assert steps[-1]["sft/nll"] < steps[0]["sft/nll"]
+    assert all(step["train/updates"] == 2 for step in steps)
+    assert "opd/reverse_kl" not in steps[0]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["eval after"]["eval/accuracy"] >= summary["eval before"]["eval/accuracy"]
+
+
+def test_a_step_without_a_signal_updates_nothing_and_says_so(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    prompts = write(
+        tmp_path / "prompts.jsonl", *({"prompt": f"{a}", "answer": "no way"} for a in range(9))
+    )
+    config = RlConfig(
+        student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"),
+        remove_constant_reward_groups=True, **SMALL | {"steps": 2},
+    )  # fmt: skip
+    run_on_policy(config, QUIET)
+    for step in metrics(tmp_path / "run"):
+        assert (step["train/groups"], step["train/updates"], step["train/tokens"]) == (0, 0, 0)
+        assert step["reward/constant_groups"] == 1
+    before, after = weights(tiny_pair.student), weights(tmp_path / "run/final")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    data = write(
+        tmp_path / "pairs.jsonl",
+        *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a}"} for a in range(8)),
+    )
+
+    def dpo(out: Path, steps: int) -> list[dict[str, float]]:
+        config = DpoConfig(
+            model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
+            checkpoint_every=4,
+        )  # fmt: skip
+        run_dpo(config, QUIET)
+        return metrics(out)
+
+    straight = dpo(tmp_path / "straight", 8)
+    assert straight[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert straight[-1]["train/loss"] < 0.6 and straight[-1]["dpo/accuracy"] == 1
+    dpo(tmp_path / "halves", 4)
+    resumed = dpo(tmp_path / "halves", 8)
+    assert resumed[-1]["train/loss"] == pytest.approx(straight[-1]["train/loss"], abs=1e-6)
+    one, other = weights(tmp_path / "straight/final"), weights(tmp_path / "halves/final")
+    assert all(torch.equal(one[name], other[name]) for name in one)
