@@ -59,6 +59,11 @@ class RolloutActors:
         return {name: EnginePool(engines) for name, engines in self.teachers.items()}
 
     @property
+    def first_engines(self) -> dict[str, str]:
+        """What messages call the first engine of each teacher, by the teacher's name."""
+        return {name: f"{_role(name)} engine 0" for name in self.teachers}
+
+    @property
     def scorers(self) -> dict[str, Any]:
         """Every engine that scores what another sampled, by its name in messages."""
         named = {}

@@ -68,6 +68,11 @@ class LearnerActor:
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self._loop.learner.logprobs(rows_D)
 
+    def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """The same by the copy of a teacher that the learner holds (estimator=full)."""
+        assert isinstance(self._loop, PolicyLoop) and self._loop.teachers is not None
+        return self._loop.teachers.logprobs(name, rows_D)
+
 
 def build_policy_loop(
     *,

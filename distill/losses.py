@@ -21,6 +21,7 @@ from distill.batching import Batch
 from distill.logprobs import TokenStats
 from distill.objective import (
     CLIP,
+    CORRECTION_CAP,
     DRO_BETA,
     DUAL_CLIP,
     Normalisation,
@@ -158,10 +159,11 @@ def mismatch_weights(
     that the server reported. `truncate` cuts the weight at the cap (Yao et al. 2025); `mask` drops
     tokens whose weight is outside [1 / cap, cap] (IcePop: Ling team 2025).
     """
+    cap = CORRECTION_CAP if how.correction_cap is None else how.correction_cap
     weight_N = (proximal_N - behaviour_N).exp().detach()
     if how.correction == "truncate":
-        return weight_N.clamp(max=how.correction_cap), weight_N > how.correction_cap
-    dropped_N = (weight_N > how.correction_cap) | (weight_N < 1 / how.correction_cap)
+        return weight_N.clamp(max=cap), weight_N > cap
+    dropped_N = (weight_N > cap) | (weight_N < 1 / cap)
     return weight_N.masked_fill(dropped_N, 0), dropped_N
 
 

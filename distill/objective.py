@@ -31,6 +31,8 @@ CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 DUAL_CLIP = 3.0
 # Half the price of a squared log ratio (Richemond et al. 2024 call it beta).
 DRO_BETA = 0.05
+# Largest learner/server weight.
+CORRECTION_CAP = 2.0
 
 # What other systems offer, and why it is no estimator of this gradient.
 _REFUSED_ESTIMATORS = {
@@ -68,8 +70,9 @@ class PolicyObjective:
         "truncate, mask: ratios are against the learner's own at the start of the step, and "
         "learner/server becomes a weight that is cut at correction_cap, or dropped beyond it",
     )
-    correction_cap: float = chz.field(
-        default=2.0, doc="largest learner/server weight; mask also drops those below its inverse"
+    correction_cap: float | None = chz.field(
+        default=None,
+        doc="largest learner/server weight; mask also drops those below its inverse; 2",
     )
     normalisation: Normalisation = chz.field(
         default="token",
@@ -100,14 +103,23 @@ class PolicyObjective:
     @chz.validate
     def _policy_in_range(self) -> None:
         check_name("loss", self.loss, get_args(LossName))
+        check_name("correction", self.correction, get_args(Correction))
+        check_name("normalisation", self.normalisation, get_args(Normalisation))
+        check_name("baseline", self.baseline, get_args(Baseline))
         _check_non_negative(
             self, "reward_coef", "bonus_coef", "entropy_coef", "reference_kl_coef", "dro_beta",
             "clip_low", "clip_high",
         )  # fmt: skip
         if self.num_substeps < 1:
             raise ConfigError(f"num_substeps={self.num_substeps} must be at least 1")
-        if not 1 <= self.correction_cap < float("inf"):
-            raise ConfigError(f"correction_cap={self.correction_cap} must be 1 or above, finite")
+        cap = self.correction_cap
+        if cap is not None and not 1 <= cap < float("inf"):
+            raise ConfigError(f"correction_cap={cap} must be 1 or above, and finite")
+        if cap is not None and self.correction == "none":
+            raise ConfigError(
+                f"correction_cap={cap} changes nothing with correction=none; leave it out, or give "
+                "correction=truncate or mask"
+            )
         for names, losses in (
             (("clip_low", "clip_high"), tuple(CLIP)),
             (("dual_clip",), ("ppo",)),
@@ -177,6 +189,8 @@ class ObjectiveConfig(PolicyObjective):
                 "estimator=sampled is the policy gradient of the reverse KL"
             )
         check_name("estimator", self.estimator, get_args(EstimatorName))
+        check_name("divergence", self.divergence, get_args(DivergenceName))
+        check_name("tail", self.tail, get_args(Tail))
         if not 0 <= self.kl_discount_factor <= 1:
             raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
         self._check_estimator()

@@ -29,6 +29,7 @@ from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream
+from learner.teachers import LocalTeachers
 
 
 class GroupSource(Protocol):
@@ -84,6 +85,11 @@ class PolicyLoop:
             self.step_count = resume_from.step
             self._trained = TrainedGroups.from_json(resume_from.delivery)
             learner.load_trainer_state(resume_from.trainer_state())
+
+    @property
+    def teachers(self) -> LocalTeachers | None:
+        """Those in this process, if the objective needs any here."""
+        return self._loss.teachers
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from distill.kl import divergence
 from distill.logprobs import DivergenceOf
 from distill.models import load_causal_lm
 from distill.objective import DivergenceName
+from distill.types import FloatArray
 from learner.forward import Forward
 
 
@@ -53,6 +54,12 @@ class LocalTeachers:
             return divergence(log_p_NV, log_q_NV, name, jsd_beta)
 
         return of
+
+    @torch.no_grad()
+    def logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """log q_T of each row's trained tokens by the teacher of that name, an array a row."""
+        forward = self._forwards[name]
+        return [forward(collate([row], self._device)).logprobs_N.cpu().numpy() for row in rows_D]
 
 
 def _as_seen(row: TrainingRow) -> TrainingRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from cluster.build import RolloutActors, build_rollout, kill, resolve_device
 from cluster.checks import RolloutInputs, check_rollout
 from cluster.config_on_policy import RolloutConfig
 from cluster.handles import EnginePool
-from cluster.handshake import handshake
+from cluster.handshake import LearnerLogprobs, handshake
 from cluster.outputs import RunDirectory
 from cluster.recipes.common import Session, already_complete, session
 from cluster.run import Driver, drive
@@ -121,9 +122,18 @@ class _Run:
     def _shake_hands(self) -> None:
         """Refuses to train unless every party scores alike; writes calibration.json either way."""
 
-        async def learner_logprobs(rows_D: Any) -> Any:
-            return await self.actors.learner.logprobs.remote(rows_D)
+        learner = self.actors.learner
 
+        async def learner_logprobs(rows_D: Any) -> Any:
+            return await learner.logprobs.remote(rows_D)
+
+        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
+            return await learner.teacher_logprobs.remote(teacher, rows_D)
+
+        copies: dict[str, LearnerLogprobs] = {}
+        if self._config.objective().estimator == "full":
+            for name, engine in self.actors.first_engines.items():
+                copies[engine] = partial(copied_logprobs, name)
         report = self._driver.run(
             "the handshake",
             handshake(
@@ -134,6 +144,7 @@ class _Run:
                 learner=learner_logprobs,
                 tokenizer=self._tokenizer_probe,
                 temperature=self._config.temperature,
+                copies=copies,
             ),
             timeout=self._config.deadline_s,
         )

@@ -1,4 +1,7 @@
-"""`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it."""
+"""`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it.
+
+And of every estimator: how true its gradient is, and how noisy.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,10 @@ from rich.table import Table
 
 from actors.config import EngineChoice
 from cluster.command import run_command
-from cluster.config import OpdConfig
-from cluster.recipes.opd import run_opd
+from cluster.config_on_policy import OpdConfig
+from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
+from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.pair import make_pair
 from tests.bench.stages import measure_stages
 from tests.bench.transports import measure_transports
@@ -91,15 +95,17 @@ def bench(config: BenchConfig, console: Console) -> None:
         pair = (made.student, made.teacher, made.prompts)
     stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
     transports = measure_transports(work)
+    estimators = measure_estimators()
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
-        run_opd(opd, console)
+        run_on_policy(opd, console)
         jobs[mode] = _job(work / mode)
     peer = _run_peer(config, pair, work / "peer.json") if config.peer else None
     report = {
         "stages": stages,
         "transports": transports,
+        "estimators": estimators,
         "jobs": jobs,
         "peer": peer,
         "settings": chz.asdict(config),
@@ -146,6 +152,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, f"{stage['seconds']:.3f}", f"{stage['tokens_per_s']:.0f}")
     console.print(table)
     console.print(_transports_table(report["transports"]))
+    console.print(estimators_table(report["estimators"]))
     table = Table(title="the whole job, median step")
     for header in ("mode", "s/step", "s wait", "s learn", "s push", "tokens/s"):
         table.add_column(header, justify="right" if header != "mode" else "left")

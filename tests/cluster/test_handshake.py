@@ -22,18 +22,20 @@ from actors.config import EngineConfig
 from actors.embedded_engine import EmbeddedEngine
 from cluster import calibrate
 from cluster.handles import EnginePool
-from cluster.handshake import handshake
+from cluster.handshake import LearnerLogprobs, handshake
 from cluster.recipes.on_policy import _named, _Run
 from distill.batching import TrainingRow
 from distill.calibration import CalibrationReport
 from distill.errors import CalibrationError
 from distill.interfaces import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.models import load_causal_lm
+from distill.objective import ObjectiveConfig
 from distill.tensors import PackedTensors
 from distill.tokenizer import Fingerprint, TokenizerProbe, fingerprint, load_tokenizer, probe
 from distill.types import FloatArray
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.tiny import save_tokenizer, tiny_model_dir
 
@@ -438,12 +440,22 @@ class RecordingDirectory:
         self.written[name] = json.loads(json.dumps(value))
 
 
-def opd_run(parties: Parties, teacher: Engine, *, require_handshake: bool) -> Any:
+def opd_run(
+    parties: Parties,
+    teacher: Engine,
+    *,
+    require_handshake: bool,
+    objective: ObjectiveConfig | None = None,
+    copy: LearnerLogprobs | None = None,
+) -> Any:
     """A `_Run` as far as `_shake_hands` looks, over plain engines."""
     run: Any = object.__new__(_Run)
     printed = io.StringIO()
     run._config = SimpleNamespace(
-        temperature=T, deadline_s=60.0, require_handshake=require_handshake
+        temperature=T,
+        deadline_s=60.0,
+        require_handshake=require_handshake,
+        objective=lambda: objective or ObjectiveConfig(),
     )
     run._tokenizer_probe = parties.tokenizer
     run._fingerprint = parties.fingerprint
@@ -456,8 +468,14 @@ def opd_run(parties: Parties, teacher: Engine, *, require_handshake: bool) -> An
     )
     run.actors = SimpleNamespace(
         policy=EnginePool([Handle(parties.policy)]),
-        teacher=EnginePool([Handle(teacher)]),
-        learner=Handle(SimpleNamespace(logprobs=parties.learner_logprobs)),
+        scorers={"teacher engine 0": Handle(teacher)},
+        first_engines={"": "teacher engine 0"},
+        learner=Handle(
+            SimpleNamespace(
+                logprobs=parties.learner_logprobs,
+                teacher_logprobs=lambda name, rows_D: copy and copy(rows_D),
+            )
+        ),
     )
     return run
 
@@ -481,9 +499,34 @@ def test_a_run_may_be_told_to_train_in_spite_of_it(parties: Parties) -> None:
 def test_a_run_of_right_parties_says_so(parties: Parties) -> None:
     run = opd_run(parties, parties.teacher, require_handshake=True)
     run._shake_hands()
-    assert "handshake: policy, learner and teacher agree" in run._running.printed.getvalue()
+    assert "handshake: all parties agree" in run._running.printed.getvalue()
     written = run._running.directory.written["calibration.json"]
     assert written["agrees"] is True and written["parties"]["policy engine 0"]["vocab_size"] == 160
+
+
+@pytest.mark.parametrize("scale", [right, ignored])
+def test_the_learner_s_copy_of_a_teacher_is_a_party(
+    parties: Parties, tiny_pair: TinyPair, scale: Callable[[float], float]
+) -> None:
+    copies = LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
+
+    async def copy(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        rows_D = [replace(row, temperature=scale(row.temperature)) for row in rows_D]
+        return copies.logprobs("", rows_D)
+
+    run = opd_run(
+        parties, parties.teacher, require_handshake=True,
+        objective=ObjectiveConfig(estimator="full"), copy=copy,
+    )  # fmt: skip
+    if scale is right:
+        run._shake_hands()
+    else:
+        with pytest.raises(CalibrationError, match="the learner's copy of teacher engine 0 disagr"):
+            run._shake_hands()
+    written = run._running.directory.written["calibration.json"]
+    compared = [(row["party"], row["reference"]) for row in written["comparisons"]]
+    pair = ("the learner's copy of teacher engine 0", "teacher engine 0 prefill")
+    assert compared.count(pair) == 2
 
 
 def test_the_command_prints_a_table_and_writes_the_report(

@@ -193,7 +193,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
         assert stats.divergence_N is not None
         total_N = stats.logprobs_N + 0.3 * stats.entropy_N - stats.divergence_N
         (total_N * torch.arange(8)).sum().backward()
-        weight = model.get_output_embeddings().weight
+        weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]
         assert hidden_NH.grad is not None and weight.grad is not None
         with torch.no_grad():
             bare = head.token_stats(hidden_NH, tokens_N, temperature_N)
@@ -220,7 +220,7 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
         sizes.append(len(hidden))
         return project(hidden)
 
-    spy.weight = model.get_output_embeddings().weight  # pyright: ignore[reportFunctionMemberAccess]
+    spy.weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]  # pyright: ignore[reportFunctionMemberAccess]
     head.projection = spy
     monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     with torch.no_grad():
@@ -240,7 +240,8 @@ class _Strange(Qwen3ForCausalLM):
 
     def forward(self, *args: object, **kwargs: object):
         output = super().forward(*args, **kwargs)  # pyright: ignore[reportArgumentType]
-        output.logits = output.logits * 1.5
+        assert output.logits is not None
+        output.logits.mul_(1.5)
         return output
 
 
@@ -252,7 +253,7 @@ def test_an_unknown_post_processing_is_refused() -> None:
 
 def test_a_model_without_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="Qwen3Model has no vocabulary projection"):
-        VocabularyHead(qwen3().base_model)
+        VocabularyHead(qwen3().base_model)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_check_leaves_the_model_as_it_was() -> None:

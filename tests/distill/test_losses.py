@@ -128,9 +128,8 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss: dict[str, Any]) -> N
     how = PolicyObjective(**loss)
     batch, _, counts = drawn(3)
     logprobs_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
-    value, metrics = policy_loss(
-        TokenStats(logprobs_N, torch.zeros_like(logprobs_N)), batch, counts, how
-    )
+    stats = TokenStats(logprobs_N, torch.zeros_like(logprobs_N))
+    value, metrics = policy_loss(stats, batch, counts, how)
     expected = (-batch.weights_N / counts.tokens).tolist()
     assert gradient_of(value, logprobs_N) == pytest.approx(expected)
     assert metrics["train/clip_share"].item() == 0
@@ -180,7 +179,7 @@ def test_normalisers_give_each_token_or_each_sequence_one_share() -> None:
         assert (-batch.sum_by_row(gradient_N)).tolist() == pytest.approx(shares)
 
 
-# What the server says against what the learner says: weights of 1/4 ... 4, at a cap of 2.
+# Weights of learner to server; cut, or dropped, at a cap of 2.
 MISMATCH = [
     (0.25, 0.25, 0.0),
     (0.49, 0.49, 0.0),
@@ -344,8 +343,8 @@ def test_dpo_written_out(seed: int, beta: float) -> None:
 
 
 def test_shapes_must_agree() -> None:
-    _, stats, counts = drawn(0)
+    counts = StepCounts(7, 2)
     with pytest.raises(AssertionError):
-        cross_entropy(stats.logprobs_N, stats.logprobs_N[1:], counts)
+        cross_entropy(torch.zeros(4), torch.zeros(3), counts)
     with pytest.raises(AssertionError):
         dpo(torch.zeros(3), torch.zeros(3), counts, beta=0.1)

@@ -40,6 +40,7 @@ def test_every_metric_written_out() -> None:
             rewards += member.reward
             eos += member.stop_reason == "eos"
             for s in member.segments:
+                assert s.teacher_logprobs_T is not None and s.teacher_logprobs_q1_T is not None
                 for t in range(len(s)):
                     if s.action_mask_T[t]:
                         tokens += 1

@@ -105,6 +105,18 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     assert max(row["max_gap"] for row in report["comparisons"]) > 0.1
 
 
+def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    arguments = opd_arguments(
+        tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
+        max_staleness=0,
+    )  # fmt: skip
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    for step in metrics(tmp_path / "run"):
+        # Of a partition, so between zero and the whole KL, of which the other is a sample.
+        assert 0 < step["opd/divergence"] < 2 * step["opd/reverse_kl"]
+
+
 def test_a_run_whose_policy_server_dies_ends_and_resumes(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:

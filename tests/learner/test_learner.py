@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.batching import TrainingRow, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
-from distill.objective import ObjectiveConfig
+from distill.objective import CORRECTION_CAP, ObjectiveConfig
 from distill.rows import policy_rows
 from distill.types import TrajectoryGroup
 from learner.config import OptimizerConfig
@@ -127,7 +127,7 @@ def test_metrics_are_means_per_trained_token(
         "train/approx_kl_k3": (ratio_N - 1 - log_ratio_N).mean(),
         "train/ess": ratio_N.sum() ** 2 / (tokens * np.square(ratio_N).sum()),
         "train/entropy": -(log_p_NV.exp() * log_p_NV).sum(dim=1).mean().item(),
-        "train/correction_share": (np.exp(proximal_N - behaviour_N) > how.correction_cap).mean(),
+        "train/correction_share": (np.exp(proximal_N - behaviour_N) > CORRECTION_CAP).mean(),
         "train/tokens": sum(row.num_trained for row in rows),
         "train/lr": 1e-2,
     }

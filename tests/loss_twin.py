@@ -1,0 +1,157 @@
+"""The policy losses as their papers write them, a token at a time, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.batching import Batch, TrainingRow, collate
+from distill.logprobs import TokenStats
+from distill.losses import StepCounts
+from distill.objective import CLIP, DRO_BETA, DUAL_CLIP, PolicyObjective
+from tests.samples import training_row
+
+
+class Drawn(NamedTuple):
+    """A batch in float64, what the learner makes of its tokens, and a step that has more."""
+
+    batch: Batch
+    stats: TokenStats
+    counts: StepCounts
+
+
+def rows_of(seed: int, *, proximal: bool = False) -> list[TrainingRow]:
+    rows = [training_row(2 + i, 3 + 4 * i, seed=10 * seed + i) for i in range(3)]
+    if not proximal:
+        return rows
+    rng = np.random.default_rng(seed)
+    return [
+        replace(
+            row,
+            proximal_logprobs_T=row.behaviour_logprobs_T
+            + rng.normal(scale=0.8, size=len(row)).astype(np.float32),
+        )
+        for row in rows
+    ]
+
+
+def drawn(seed: int, *, divergence: bool = False, proximal: bool = False) -> Drawn:
+    """Learner's log-probs around those of the behaviour, so that ratios fall on all sides of 1."""
+    batch = in_float64(collate(rows_of(seed, proximal=proximal)))
+    size = len(batch.tokens_N)
+    generator = torch.Generator().manual_seed(seed)
+    noise_N, coef_N, entropy_N, divergence_N = torch.randn(
+        4, size, generator=generator, dtype=torch.float64
+    )
+    old_N = batch.proximal_logprobs_N if proximal else batch.behaviour_logprobs_N
+    assert old_N is not None
+    stats = TokenStats(
+        (old_N + 0.5 * noise_N).requires_grad_(True),
+        entropy_N.abs().requires_grad_(True),
+        divergence_N.abs().requires_grad_(True) if divergence else None,
+    )
+    return Drawn(replace(batch, teacher_coef_N=coef_N.abs()), stats, StepCounts(size + 5, 7))
+
+
+def in_float64(batch: Batch) -> Batch:
+    proximal_N = batch.proximal_logprobs_N
+    return replace(
+        batch,
+        weights_N=batch.weights_N.double(),
+        behaviour_logprobs_N=batch.behaviour_logprobs_N.double(),
+        proximal_logprobs_N=None if proximal_N is None else proximal_N.double(),
+    )
+
+
+class Twin(NamedTuple):
+    """One token's loss, its gradient by that token's log-prob, and whether a bound took it."""
+
+    loss: float
+    gradient: float
+    clipped: bool
+
+
+def bounds(how: PolicyObjective) -> tuple[float, float]:
+    low, high = CLIP.get(how.loss, (0.0, 0.0))
+    return (
+        1 - (low if how.clip_low is None else how.clip_low),
+        1 + (high if how.clip_high is None else how.clip_high),
+    )
+
+
+def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence: float) -> Twin:
+    """The losses as their papers write them, a token at a time; `sequence` is the row's ratio."""
+    low, high = bounds(how)
+    ratio = sequence if how.loss == "gspo" else math.exp(log_pi - log_old)
+    if how.loss == "importance_sampling":
+        return Twin(-ratio * A, -ratio * A, False)
+    if how.loss == "dro":
+        beta = DRO_BETA if how.dro_beta is None else how.dro_beta
+        gap = log_pi - log_old
+        return Twin(-(A * log_pi - beta / 2 * gap**2), -(A - beta * gap), False)
+    clipped_ratio = low if ratio < low else high if ratio > high else ratio
+    if how.loss == "cispo":
+        weight = clipped_ratio * A
+        return Twin(-weight * log_pi, -weight, clipped_ratio != ratio)
+    value, clipped = ratio * A, False
+    if clipped_ratio * A < value:
+        value, clipped = clipped_ratio * A, True
+    if how.loss == "ppo" and A < 0:
+        least = (DUAL_CLIP if how.dual_clip is None else how.dual_clip) * A
+        if value < least:
+            value, clipped = least, True
+    return Twin(-value, 0.0 if clipped else -ratio * A, clipped)
+
+
+def tokens_of(batch: Batch) -> list[list[int]]:
+    """Which of the N tokens each row has."""
+    return [
+        [n for n in range(len(batch.tokens_N)) if batch.row_N[n] == b]
+        for b in range(len(batch.rows))
+    ]
+
+
+class Written(NamedTuple):
+    loss: float
+    gradients: list[float]
+    clip_share: float
+
+
+def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Written:
+    """The whole policy loss, without corrections, by loops over rows and tokens."""
+    batch, stats, counts = made
+    loss, clipped, gradients = 0.0, 0, [0.0] * len(batch.tokens_N)
+    for tokens in tokens_of(batch):
+        mean = 0.0
+        for n in tokens:
+            mean += (stats.logprobs_N[n].item() - old[n]) / len(tokens)
+        for n in tokens:
+            A = batch.weights_N[n].item()
+            one = twin(how, stats.logprobs_N[n].item(), old[n], A, math.exp(mean))
+            scale = 1 / counts.tokens
+            if how.normalisation == "sequence":
+                scale = 1 / (counts.rows * len(tokens))
+            total = one.loss - how.entropy_coef * stats.entropy_N[n].item()
+            if stats.divergence_N is not None:
+                total += batch.teacher_coef_N[n].item() * stats.divergence_N[n].item()
+            loss += scale * total
+            gradients[n] = scale * one.gradient
+            clipped += one.clipped
+    return Written(loss, gradients, clipped / counts.tokens)
+
+
+def gradient_of(loss: Tensor, values_N: Tensor) -> list[float]:
+    return torch.autograd.grad(loss, values_N, retain_graph=True)[0].tolist()
+
+
+def slope(loss: Callable[[Tensor], Tensor], at_N: Tensor, n: int, step: float = 1e-6) -> float:
+    """Central difference of `loss` in its n-th argument."""
+    nudge_N = torch.zeros_like(at_N)
+    nudge_N[n] = step
+    return (loss(at_N + nudge_N) - loss(at_N - nudge_N)).item() / (2 * step)
