@@ -48,9 +48,14 @@ class DpoConfig(SupervisedConfig):
     reference: str | None = chz.field(
         default=None, doc="checkpoint that DPO stays near to; default: model, as it starts"
     )
+    sft_coef: float = chz.field(
+        default=0.0, doc="weight of the chosen responses' cross-entropy beside the preference"
+    )
 
     @chz.validate
-    def _beta_in_range(self) -> None:
+    def _dpo_in_range(self) -> None:
+        if not 0 <= self.sft_coef < float("inf"):
+            raise ConfigError(f"sft_coef={self.sft_coef} must be 0 or above, and finite")
         if not 0 < self.beta < float("inf"):
             raise ConfigError(
                 f"beta={self.beta} must be above 0, and finite: at 0 the gradient is zero"

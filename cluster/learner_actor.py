@@ -134,7 +134,7 @@ def build_supervised_loop(
             directory.path / "reference_logprobs.npz",
             lambda rows_D: Learner(reference, str(directory.path / "failed")).logprobs(rows_D),
         )
-        loss, rows_per_unit = PreferenceLoss(beta=config.beta), 2
+        loss, rows_per_unit = PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef), 2
     return SupervisedLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,

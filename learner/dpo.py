@@ -20,9 +20,14 @@ from learner.forward import Forward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceLoss:
-    """The `LossFunction` of DPO. Rows come in pairs, the chosen one first, with a reference."""
+    """The `LossFunction` of DPO. Rows come in pairs, the chosen one first, with a reference.
+
+    `sft_coef` adds the chosen response's mean negative log-likelihood per token, a mean over pairs
+    (Pang et al. 2024): DPO alone may lower both sides' likelihood.
+    """
 
     beta: float
+    sft_coef: float = 0.0
 
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts
@@ -36,7 +41,10 @@ class PreferenceLoss:
             beta=self.beta,
         )
         metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
-        return loss, metrics
+        chosen_nll_P = -batch.mean_by_row(stats.logprobs_N)[::2]
+        nll = chosen_nll_P.sum() / (counts.rows // 2)
+        metrics["dpo/chosen_nll"] = nll.detach()
+        return loss + self.sft_coef * nll, metrics
 
 
 def with_reference(

@@ -98,17 +98,25 @@ def new_loop(
 # The loss
 
 
-@pytest.mark.parametrize("budget", [1, 30, 4096])
+@pytest.mark.parametrize(("budget", "sft_coef"), [(1, 0.0), (30, 0.5), (4096, 0.0), (4096, 2.0)])
 def test_the_loss_and_its_gradient_against_naive_ones(
-    new_learner: NewLearner, plain_model: PreTrainedModel, path: Path, budget: int
+    new_learner: NewLearner,
+    plain_model: PreTrainedModel,
+    path: Path,
+    budget: int,
+    sft_coef: float,
 ) -> None:
     rows = with_reference(ROWS, path, made_up)
-    total, wins, rewards = torch.zeros(()), 0, []
+    total, wins, rewards, nll = torch.zeros(()), 0, [], 0.0
     for i in range(0, len(rows), 2):
         reward = []
-        for row in rows[i : i + 2]:
+        for side, row in enumerate(rows[i : i + 2]):
             assert row.reference_logprobs_T is not None
-            log_ratio = naive_logprobs(plain_model, row).sum()
+            logprobs_N = naive_logprobs(plain_model, row)
+            if side == 0:
+                total = total - sft_coef * logprobs_N.mean() / NUM_PAIRS
+                nll -= logprobs_N.mean().item() / NUM_PAIRS
+            log_ratio = logprobs_N.sum()
             for t in range(len(row)):
                 if row.loss_mask_T[t]:
                     log_ratio = log_ratio - float(row.reference_logprobs_T[t])
@@ -119,8 +127,10 @@ def test_the_loss_and_its_gradient_against_naive_ones(
     total.backward()
 
     learner = new_learner(token_budget=budget)
-    metrics = learner.step(Part(rows_D=rows, loss=PreferenceLoss(beta=BETA), rows_per_unit=2))
+    loss = PreferenceLoss(beta=BETA, sft_coef=sft_coef)
+    metrics = learner.step(Part(rows_D=rows, loss=loss, rows_per_unit=2))
     assert_same(gradients(learner), gradients_of(plain_model), share=1e-4)
+    assert metrics["dpo/chosen_nll"] == pytest.approx(nll, rel=1e-4)
     assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-4)
     assert metrics["dpo/accuracy"] == pytest.approx(wins / NUM_PAIRS)
     chosen, rejected = np.mean(rewards, axis=0)
