@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.config import EngineConfig, choose_engine
+from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.evaluate import Evaluator
 from actors.sglang_flags import tensor_parallel_size
 from actors.worker import RolloutWorker
@@ -162,6 +162,7 @@ def build_rollout(
             directory=str(directory.path / "weights"),
             model=config.student,
             temperature=config.temperature,
+            learner_dtype=choose_dtype(config.learner_dtype, device),
             probe_every=config.probe_every,
             timeout_s=config.deadline_s,
         ),

@@ -82,6 +82,15 @@ class CommonConfig:
     deadline_s: float = chz.field(
         default=1800.0, doc="longest any part waits for another before the run fails, seconds"
     )
+    learner_dtype: DtypeChoice = chz.field(
+        default="auto",
+        doc="what the learner computes in: auto is float32 on a CPU and bfloat16 on CUDA; its "
+        "weights, gradients and moments are float32 in any case",
+    )
+    gradient_checkpointing: bool = chz.field(
+        default=False,
+        doc="recompute activations in the backward pass: less memory, a third more time",
+    )
     dry_run: bool = chz.field(default=False, doc="check everything, print the plan, start nothing")
 
     @chz.validate
@@ -116,4 +125,6 @@ class CommonConfig:
             seed=self.seed,
             device=device,
             threads=self.threads,
+            dtype=choose_dtype(self.learner_dtype, device),
+            gradient_checkpointing=self.gradient_checkpointing,
         )

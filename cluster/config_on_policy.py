@@ -86,8 +86,7 @@ class RolloutConfig(CommonConfig):
     )
     dtype: DtypeChoice = chz.field(
         default="auto",
-        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA; the learner "
-        "keeps float32 weights",
+        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
     )
     max_staleness: int = chz.field(
         default=1,

@@ -38,8 +38,6 @@ from distill.types import FloatArray, TokenArray
 
 # log p_T of each row's trained tokens, from the learner
 LearnerLogprobs = Callable[[Sequence[TrainingRow]], Awaitable[list[FloatArray]]]
-# What the learner computes in; see learner/learner.py.
-LEARNER_DTYPE = "float32"
 
 
 async def handshake(
@@ -49,7 +47,7 @@ async def handshake(
     learner: LearnerLogprobs,
     tokenizer: TokenizerProbe,
     temperature: float,
-    learner_dtype: str = LEARNER_DTYPE,
+    learner_dtype: str = "float32",
     copies: Mapping[str, LearnerLogprobs] | None = None,
 ) -> CalibrationReport:
     """Asks every party and compares. Judging the report is the caller's.
@@ -59,6 +57,7 @@ async def handshake(
             weights.
         teachers: none, or more.
         tokenizer: what the run's own tokenizer makes of the known texts.
+        learner_dtype: what the learner computes in.
         copies: of teachers, in the learner's process, by the name of the engine that serves the
             same model.
     """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cluster.handshake import LEARNER_DTYPE, probe_row
+from cluster.handshake import probe_row
 from distill.batching import TrainingRow
 from distill.calibration import compare, concatenated, looser, probe_prompts
 from distill.errors import CalibrationError
@@ -50,7 +50,7 @@ class WeightProbe(Generic[Engine, Pending]):
         learner: Callable[[Sequence[TrainingRow]], list[FloatArray]],
         submit: Callable[[Engine, list[ScoreRequest]], Pending],
         collect: Callable[[Pending], list[Score]],
-        learner_dtype: str = LEARNER_DTYPE,
+        learner_dtype: str,
     ) -> None:
         """
         Args:
@@ -59,6 +59,7 @@ class WeightProbe(Generic[Engine, Pending]):
             learner: log-probs of rows under the weights that were just pushed.
             submit: asks an engine to `score`, without waiting.
             collect: waits for what `submit` returned; raises if the engine failed or is late.
+            learner_dtype: what the learner computes in.
         """
         prompts = probe_prompts(info.vocab_size, info.context_length)
         # The longest: a cached prefix of old weights has to have something to be cached of.

@@ -244,6 +244,7 @@ class PushSettings:
 
     Attributes:
         temperature: the run's; the probe scores at it.
+        learner_dtype: what the learner computes in; how far it may be from an engine.
         probe_every: versions between two that are probed; 0 probes none.
         timeout_s: longest a push may take.
     """
@@ -254,6 +255,7 @@ class PushSettings:
     directory: str
     model: str
     temperature: float
+    learner_dtype: str
     probe_every: int
     timeout_s: float
 
@@ -359,6 +361,7 @@ class Publisher:
                 learner=self._learner_logprobs,
                 submit=lambda engine, requests: engine.score.remote(requests),
                 collect=self._collect,
+                learner_dtype=self._settings.learner_dtype,
             )
         self._probe.ask(version)
 

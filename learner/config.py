@@ -8,6 +8,8 @@ import chz
 
 from distill.errors import ConfigError
 
+Precision = Literal["float32", "bfloat16"]
+
 # Padded tokens per micro-batch by device. A CPU likes its caches: 4096 was a quarter faster than
 # 16384 for a model of 1 M parameters; a GPU likes large kernels.
 TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
@@ -55,6 +57,12 @@ class LearnerConfig:
     )
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     threads: int = chz.field(default=1, doc="torch threads of the learner on CPU")
+    dtype: Precision = chz.field(
+        default="float32", doc="what it computes in; weights, gradients and moments stay float32"
+    )
+    gradient_checkpointing: bool = chz.field(
+        default=False, doc="recompute activations in the backward pass instead of keeping them"
+    )
 
     @chz.validate
     def _in_range(self) -> None:

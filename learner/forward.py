@@ -7,6 +7,7 @@ of them, forward and backward: their gradients meet in its keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,20 @@ from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPr
 class Forward:
     """`Batch` -> log p_T and entropy of its trained tokens, at each row's own temperature."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
+    ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
+
+        Args:
+            dtype: what matrix products are computed in, by torch's autocast, where it is not that
+                of the weights. Log-probs are float32 in any case.
+            gradient_checkpointing: layers keep their inputs alone, and run again in the backward
+                pass.
 
         Raises:
             ConfigError: its logits cannot be reproduced.
@@ -32,6 +45,11 @@ class Forward:
         # Ours has no dropout in attention; a model that trains with one keeps its own.
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
         self._model = PlainModel(model) if dropout else choose_model(model)
+        self._autocast = partial(
+            torch.autocast, model.device.type, dtype=dtype, enabled=dtype != model.dtype
+        )
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
 
     def __call__(
@@ -42,13 +60,14 @@ class Forward:
         entropy_gradient: bool = False,
     ) -> TokenStats:
         """fp32 tensors of shape (N,), N the batch's trained tokens, in the order of `batch`."""
-        return self.head.token_stats(
-            self.hidden(batch),
-            batch.tokens_N,
-            batch.temperature_N,
-            divergence_of=divergence_of,
-            entropy_gradient=entropy_gradient,
-        )
+        with self._autocast():
+            return self.head.token_stats(
+                self.hidden(batch),
+                batch.tokens_N,
+                batch.temperature_N,
+                divergence_of=divergence_of,
+                entropy_gradient=entropy_gradient,
+            )
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states that predict the batch's trained tokens, shape (N, H)."""

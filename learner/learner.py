@@ -21,6 +21,7 @@ from distill.models import load_causal_lm, resolve_device
 from distill.tensors import PackedTensors
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
+from learner.memory import check_fits
 from learner.optimizer import build_optimizer, build_schedule
 
 # Runs the forward pass over a micro-batch and returns its share of the step's loss, and metrics as
@@ -44,10 +45,11 @@ class Part:
 
 
 class Learner:
-    """Applies losses to rows. fp32 weights.
+    """Applies losses to rows. Weights, gradients and moments are fp32, whatever it computes in.
 
     Raises:
         CheckpointError: the starting checkpoint cannot be loaded.
+        ConfigError: it does not fit into memory.
     """
 
     def __init__(self, config: LearnerConfig, dump_dir: str) -> None:
@@ -55,13 +57,19 @@ class Learner:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.device = resolve_device(config.device)
+        check_fits(config.model, self.device)
         self.model = load_causal_lm(config.model, dtype=torch.float32, device=self.device)
-        use_onednn(self.model)
+        if config.dtype == "float32":
+            use_onednn(self.model)
         self.model.train()
         self._config = config
         self._token_budget = config.token_budget or TOKEN_BUDGET[self.device.partition(":")[0]]
         self._dump_dir = Path(dump_dir)
-        self._forward = Forward(self.model)
+        self._forward = Forward(
+            self.model,
+            dtype=getattr(torch, config.dtype),
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
         self._optimizer = build_optimizer(self.model, config.optimizer)
         self._schedule = build_schedule(self._optimizer, config.optimizer, config.total_steps)
 

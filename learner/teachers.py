@@ -47,7 +47,8 @@ class LocalTeachers:
         hidden_NH = teacher.hidden(collate([_as_seen(row) for row in batch.rows], self._device))
 
         def of(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
-            with torch.no_grad():
+            # not in the learner's precision
+            with torch.no_grad(), torch.autocast(log_p_NV.device.type, enabled=False):
                 log_q_NV = teacher.head.log_distribution(
                     hidden_NH[positions], batch.temperature_N[positions]
                 )

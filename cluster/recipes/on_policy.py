@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from actors.config import choose_engine
+from actors.config import choose_dtype, choose_engine
 from cluster.build import RolloutActors, build_rollout, kill, resolve_device
 from cluster.checks import RolloutInputs, check_rollout
 from cluster.config_on_policy import RolloutConfig
@@ -22,6 +22,7 @@ from cluster.run import Driver, drive
 from cluster.tracking import agreement_table
 from distill.objective import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe
+from learner.memory import estimate_memory
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -60,6 +61,7 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
         f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
+        f"  memory    learner: {estimate_memory(config.student) or 'unknown'}\n"
         f"  run       {config.steps} steps into {directory.path}"
     )
 
@@ -84,13 +86,14 @@ class _Run:
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._tokenizer_probe = probe(inputs.tokenizer)
+        self._device = resolve_device(config)
         self._has_eval = bool(inputs.eval_prompts_P)
         self.actors: RolloutActors = build_rollout(
             config,
             inputs,
             running.directory,
             running.resume_from,
-            resolve_device(config),
+            self._device,
         )
         self._driver = Driver(actors=self.actors.all, signals=running.signals)
 
@@ -144,6 +147,7 @@ class _Run:
                 learner=learner_logprobs,
                 tokenizer=self._tokenizer_probe,
                 temperature=self._config.temperature,
+                learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
                 copies=copies,
             ),
             timeout=self._config.deadline_s,

@@ -10,6 +10,7 @@ from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
 from cluster.recipes.common import Session, already_complete, session
 from cluster.run import Driver, drive
+from learner.memory import estimate_memory
 
 
 def run_sft(config: SftConfig, console: Console) -> None:
@@ -37,7 +38,7 @@ def _run(
     resume_from = directory.check()
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
-        f"{directory.path}"
+        f"{directory.path} (learner: {estimate_memory(config.model) or 'memory unknown'})"
     )
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import chz
 import pytest
 from rich.console import Console
 
-from cluster.config_on_policy import OpdConfig, RlConfig
+from cluster.config_on_policy import RolloutConfig
 from cluster.curves import Curve, Row, ranked, row_of, steps_to_target, table_of, verdict
-from cluster.opd_vs_rl import CONTENDERS, GRPO, STARTS, OpdVsRlConfig, main
+from cluster.demo import Data
+from cluster.opd_vs_rl import CONTENDERS, STARTS, OpdVsRlConfig, Race, Start, count_runs, main
 from cluster.plots import Line, Panel, check_plots, draw_accuracy
 from distill.errors import ConfigError
 
@@ -65,7 +67,7 @@ def test_how_long_a_target_is_held_is_a_choice() -> None:
 
 def test_the_best_need_the_fewest_steps_and_of_those_that_never_arrive_the_higher() -> None:
     soon, late = curve(0.1, 0.9, 0.9, 0.9), curve(0.1, 0.8, 0.99, 0.99, 0.99)
-    low, high = curve(0.1, 0.2, 0.8), curve(0.1, 0.7, 0.7)
+    low, high = curve(0.8, 0.8, 0.8, 0.5, 0.5, 0.6), curve(0.1, 0.1, 0.1, 0.6, 0.6, 0.5)
     assert ranked([low, late, high, soon], TARGET) == [soon, late, high, low]
 
 
@@ -111,16 +113,24 @@ def test_the_verdict_says_whether_a_seventh_was_reached(
     assert says in said
 
 
-def test_every_setting_that_is_tried_is_valid_and_differs_from_the_others() -> None:
-    assert GRPO in CONTENDERS
-    for contender in CONTENDERS:
-        shared = {"student": "s", "prompts": "p", "out": "o", "temperature": 0.7, "group_size": 8}
-        for settings in contender.grid:
-            if contender is GRPO:
-                RlConfig(**shared, **settings)
-            else:
-                OpdConfig(teacher="t", **shared, **settings)
-        assert len({tuple(settings.items()) for settings in contender.grid}) == len(contender.grid)
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.name)
+def test_contenders_share_all_but_what_is_compared(start: Start, tmp_path: Path) -> None:
+    data = Data(prompts=tmp_path / "p", held_out=tmp_path / "h", books={})
+    race = Race(OpdVsRlConfig(out="o", temperature=0.6), tmp_path, data, Console())
+    configs = [
+        race.run_config(start, contender, settings, steps=24, seed=5)
+        for contender in CONTENDERS
+        for settings in contender.grid
+    ]
+    assert len({config.out for config in configs}) == len(configs)
+    assert {config.recipe for config in configs} == {"opd", "rl"}
+    own = {"out", "lr"}
+    first, *others = [
+        {name: getattr(config, name) for name in chz.chz_fields(RolloutConfig) if name not in own}
+        for config in configs
+    ]
+    assert first["temperature"] == 0.6
+    assert all(other == first for other in others)
 
 
 def test_every_budget_ends_with_an_evaluation_in_step_with_the_others() -> None:
@@ -129,8 +139,13 @@ def test_every_budget_ends_with_an_evaluation_in_step_with_the_others() -> None:
             assert steps % start.eval_every == 0
 
 
+def test_runs_are_counted_over_both_starts() -> None:
+    assert len(STARTS) == 2
+    assert count_runs(3, seeds=2) == (3 + 2) + (2 + 2)
+
+
 def test_too_few_steps_to_hold_a_target_are_refused() -> None:
-    with pytest.raises(ConfigError, match="steps=5 must be at least 6"):
+    with pytest.raises(ConfigError, match="steps=5 must be at least 12"):
         OpdVsRlConfig(out="o", steps=5)
     with pytest.raises(ConfigError, match="seeds=0"):
         OpdVsRlConfig(out="o", seeds=0)

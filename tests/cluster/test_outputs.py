@@ -23,13 +23,14 @@ MAY_CHANGE = {
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
-    "weights": "disk", "probe_every": 0,
+    "weights": "disk", "probe_every": 0, "gradient_checkpointing": True,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
     "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
     "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
-    "dtype": "bfloat16", "max_staleness": 0, "kl_coef": 0.5, "kl_discount_factor": 0.5,
+    "dtype": "bfloat16", "learner_dtype": "bfloat16",
+    "max_staleness": 0, "kl_coef": 0.5, "kl_discount_factor": 0.5,
     "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",

@@ -35,6 +35,7 @@ class Run:
             "info": self.runner.run(self.engines["policy engine 0"].info()),
             "temperature": T,
             "learner": self.learner.logprobs,
+            "learner_dtype": "float32",
             "submit": lambda engine, requests: engine.score(requests),
             "collect": self.runner.run,
         }

@@ -121,6 +121,7 @@ def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **change
     settings: dict[str, Any] = {
         "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere",
         "model": learner._config.model, "temperature": T, "probe_every": 1, "timeout_s": TIMEOUT_S,
+        "learner_dtype": "float32",
     } | changes  # fmt: skip
     return Publisher(engines, queue, 4, PushSettings(**settings), learner.logprobs)
 

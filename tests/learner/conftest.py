@@ -17,7 +17,7 @@ from distill.batching import TrainingRow
 from distill.objective import ObjectiveConfig
 from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig, OptimizerConfig, Precision
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
 from learner.objective import PolicyObjectiveLoss
@@ -32,13 +32,17 @@ IMPORTANCE_SAMPLING = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
 @pytest.fixture
 def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
-    """new_learner(model=, token_budget=, total_steps=, **optimizer): nothing is clipped unasked."""
+    """new_learner(model=, token_budget=, total_steps=, dtype=, **optimizer).
+
+    Nothing is clipped unasked.
+    """
 
     def new(
         *,
         model: str = tiny_pair.student,
         token_budget: int = 4096,
         total_steps: int = 10,
+        dtype: Precision = "float32",
         **optimizer: object,
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | optimizer
@@ -48,6 +52,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
             total_steps=total_steps,
             token_budget=token_budget,
             device="cpu",
+            dtype=dtype,
         )
         return Learner(config, str(tmp_path / "failed"))
 

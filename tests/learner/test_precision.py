@@ -1,0 +1,108 @@
+"""What the learner computes in, what it keeps, and whether it fits."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import learner.memory
+from distill.batching import Batch, TrainingRow, collate
+from distill.errors import ConfigError
+from learner.config import LearnerConfig
+from learner.forward import Forward
+from learner.learner import Learner, Part
+from learner.memory import BYTES_PER_PARAMETER, check_fits, estimate_memory, free_bytes
+from tests.conftest import TinyPair
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, assert_same, gradients_of
+from tests.samples import training_row
+
+CONTEXT_T = np.arange(40, 110, dtype=np.int32)
+# Rows that share a context, which is then run once, and rows that do not.
+SHARED: list[TrainingRow] = [
+    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
+    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
+]
+APART = [training_row(n, 2 * n, seed=n) for n in (2, 5, 20)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pair: TinyPair) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_pair.teacher, dtype=torch.float32)
+
+
+def weighted(forward: Forward, batch: Batch) -> torch.Tensor:
+    return (forward(batch).logprobs_N * batch.weights_N).sum()
+
+
+def kept_bytes(forward: Forward, batch: Batch) -> int:
+    """Activations, each once, that the graph of a forward pass holds for its backward pass."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        weighted(forward, batch)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared context", "apart"])
+def test_checkpointing_changes_no_gradient_and_keeps_less(
+    model: PreTrainedModel, rows: list[TrainingRow]
+) -> None:
+    plain, frugal = deepcopy(model), deepcopy(model)
+    batch = collate(rows)
+    keeps_all = Forward(plain)
+    keeps_inputs = Forward(frugal, gradient_checkpointing=True)
+    weighted(keeps_all, batch).backward()
+    weighted(keeps_inputs, batch).backward()
+    assert_same(gradients_of(frugal), gradients_of(plain), share=1e-5)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert kept_bytes(keeps_inputs, batch) < 0.6 * (kept_bytes(keeps_all, batch) - weights)
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_weights(
+    new_learner: NewLearner, model: PreTrainedModel
+) -> None:
+    batch = collate(SHARED + APART)
+    with torch.no_grad():
+        exact_N = Forward(deepcopy(model))(batch).logprobs_N
+        half_N = Forward(deepcopy(model), dtype=torch.bfloat16)(batch).logprobs_N
+    gap = (half_N - exact_N).abs()
+    assert half_N.dtype == torch.float32 and 1e-4 < gap.mean() < 0.15
+
+    half = new_learner(dtype="bfloat16")
+    before = {name: p.detach().clone() for name, p in half.model.named_parameters()}
+    metrics = half.step(Part(rows_D=SHARED, loss=IMPORTANCE_SAMPLING))
+    assert np.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
+    for name, parameter in half.model.named_parameters():
+        assert parameter.dtype == torch.float32 and not torch.equal(parameter, before[name])
+
+
+def test_the_estimate_counts_every_tensor_once(tiny_pair: TinyPair, model: PreTrainedModel) -> None:
+    estimate = estimate_memory(tiny_pair.teacher)
+    assert estimate is not None
+    assert estimate.parameters == sum(p.numel() for p in model.parameters())  # tied: once
+    assert estimate.bytes == BYTES_PER_PARAMETER * estimate.parameters
+    assert "M parameters" in str(estimate) and "MiB" in str(estimate)
+    assert estimate_memory("org/name-on-a-hub") is None
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimate = estimate_memory(tiny_pair.teacher)
+    assert estimate is not None and free_bytes("cpu") > estimate.bytes
+    monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes)
+    check_fits(tiny_pair.teacher, "cpu")
+    monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes - 1)
+    config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
+    with pytest.raises(ConfigError, match=r"needs .* MiB .* and cpu has .* MiB free"):
+        Learner(config, str(tmp_path))
