@@ -10,10 +10,11 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo test lint bench clean
+.PHONY: help install install-sglang demo opd-vs-rl test lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
+	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (20 minutes)"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
@@ -43,6 +44,9 @@ $(SGLANG): $(STAMP) requirements/sglang-cpu.txt
 
 demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),$(SGLANG))
 	$(BIN)/python -m cluster.demo out=outputs/demo $(if $(ENGINE),engine=$(ENGINE))
+
+opd-vs-rl: $(STAMP)
+	$(BIN)/python -m cluster.opd_vs_rl out=outputs/opd-vs-rl
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

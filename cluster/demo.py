@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +37,9 @@ from distill.errors import ConfigError
 from distill.models import new_qwen3
 
 HELD_OUT = 500
-# How often the student's book forgets a carry.
-FORGET_CARRY = 0.6
+TEACHER, STUDENT = "teacher", "student"
+# How often each model's book forgets a carry.
+FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 # What the demo promises; it fails, with exit code 1, if the promise is not kept.
 TEACHER_AT_LEAST = 0.95
 STUDENT_BEFORE_BELOW = 0.60
@@ -69,20 +71,21 @@ def demo(config: DemoConfig, console: Console) -> None:
     """
     started = time.perf_counter()
     out = _fresh_directory(Path(config.out).resolve())
-    problems = Problems.split(held_out=HELD_OUT, seed=config.seed)
-    data = _write_data(out, problems, config.seed)
+    data = write_data(out, FORGET_CARRY, config.seed)
     distillation = _distillation(config, out, data)
     with ray_cluster(distillation):
-        for name in ("teacher", "student"):
+        for name in FORGET_CARRY:
             console.rule(f"{name}: supervised fine-tuning")
-            run_sft(_schooling(config, out, data, name), console)
+            run_sft(schooling(out, data, name, config.seed), console)
         console.rule(f"on-policy distillation at T = {config.temperature:g}")
         run_on_policy(distillation, console)
     _report(out, time.perf_counter() - started, console)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Data:
+class Data:
+    """Files of the task: prompts to train on, held-out ones, a book per model."""
+
     prompts: Path
     held_out: Path
     books: dict[str, Path]
@@ -98,55 +101,71 @@ def _fresh_directory(out: Path) -> Path:
     return out
 
 
-def _write_data(out: Path, problems: Problems, seed: int) -> _Data:
-    data = _Data(
+def write_data(out: Path, forget_carry: Mapping[str, float], seed: int) -> Data:
+    """Writes prompts, and for each name a book and an untrained model that is to learn from it.
+
+    `forget_carry` is how often each book forgets a carry; 0 makes the book that is always right.
+    """
+    problems = Problems.split(held_out=HELD_OUT, seed=seed)
+    data = Data(
         prompts=out / "prompts.jsonl",
         held_out=out / "held_out.jsonl",
-        books={"teacher": out / "book.jsonl", "student": out / "careless_book.jsonl"},
+        books={name: out / f"{name}-book.jsonl" for name in forget_carry},
     )
     write_prompts(data.prompts, problems.train)
     write_prompts(data.held_out, problems.held_out)
-    write_sft(data.books["teacher"], problems.train)
-    write_careless_sft(
-        data.books["student"], problems.train, forget_carry=FORGET_CARRY, editions=4, seed=seed
-    )
-    for i, name in enumerate(data.books):
-        start = out / "models" / f"{name}-untrained"
-        tokenizer = train_tokenizer(start, problems.train)
-        model = new_qwen3(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            layers=2,
-            heads=4,
-            context_length=32,
-            eos_token_id=tokenizer.get_vocab()["<eos>"],
-            pad_token_id=tokenizer.get_vocab()["<pad>"],
-            seed=seed + 1 + i,
-        )
-        model.save_pretrained(start)
+    for i, (name, often) in enumerate(forget_carry.items()):
+        if often:
+            write_careless_sft(
+                data.books[name], problems.train, forget_carry=often, editions=4, seed=seed
+            )
+        else:
+            write_sft(data.books[name], problems.train)
+        _write_untrained(_untrained(out, name), problems, seed + 1 + i)
     return data
 
 
-def _schooling(config: DemoConfig, out: Path, data: _Data, name: str) -> SftConfig:
+def _untrained(out: Path, name: str) -> Path:
+    return out / "models" / f"{name}-untrained"
+
+
+def _write_untrained(directory: Path, problems: Problems, seed: int) -> None:
+    tokenizer = train_tokenizer(directory, problems.train)
+    model = new_qwen3(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        context_length=32,
+        eos_token_id=tokenizer.get_vocab()["<eos>"],
+        pad_token_id=tokenizer.get_vocab()["<pad>"],
+        seed=seed,
+    )
+    model.save_pretrained(directory)
+
+
+def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
+    """Supervised fine-tuning of the untrained model `name` on its book, into `out/name`."""
     return SftConfig(
-        model=str(out / "models" / f"{name}-untrained"),
+        model=str(_untrained(out, name)),
         data=str(data.books[name]),
         out=str(out / name),
-        steps=2000 if name == "student" else 1200,
+        # Four editions of a careless book are more to learn than one of the teacher's.
+        steps=1200 if name == TEACHER else 2000,
         batch_size=128,
         lr=4e-3,
         lr_schedule="cosine",
         warmup_steps=20,
         weight_decay=0.01,
         checkpoint_every=2000,
-        seed=config.seed,
+        seed=seed,
     )
 
 
-def _distillation(config: DemoConfig, out: Path, data: _Data) -> OpdConfig:
+def _distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
     return OpdConfig(
-        student=str(out / "student/final"),
-        teacher=str(out / "teacher/final"),
+        student=str(out / STUDENT / "final"),
+        teacher=str(out / TEACHER / "final"),
         prompts=str(data.prompts),
         eval_prompts=str(data.held_out),
         eval_size=HELD_OUT,
