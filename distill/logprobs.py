@@ -7,11 +7,12 @@ the largest tensor of a distillation step by far.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
@@ -21,12 +22,21 @@ from distill.errors import ConfigError
 # twice when training; a GPU wants large kernels.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 # But never fewer positions than this: the projection's weights are read once a chunk.
-_FEWEST_POSITIONS = 64
+_FEWEST_POSITIONS = 128
+# Fewest positions whose statistics are made together in training: a teacher's projection is read
+# once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would return
+# larger buffers to the system and fault their pages in again.
+_FEWEST_TOGETHER = 16
 
 
 def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
     """How many positions to project to the vocabulary at a time."""
-    return max(_FEWEST_POSITIONS, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
+    return max(_FEWEST_POSITIONS, _positions_together(device, vocab_size))
+
+
+def _positions_together(device: torch.device, vocab_size: int) -> int:
+    """Of how many positions the statistics are made at a time, in training."""
+    return max(_FEWEST_TOGETHER, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
 
 
 class TokenStats(NamedTuple):
@@ -38,8 +48,11 @@ class TokenStats(NamedTuple):
     divergence_N: Tensor | None = None
 
 
-# log p_T of some positions (n, V), and which of the N they are -> their divergence (n,).
+# log p_T of some positions (n, V), and which of the N they are -> their divergence (n,). Gradients
+# flow through log p_T alone. In training it is called again in the backward pass.
 DivergenceOf = Callable[[Tensor, slice], Tensor]
+# Logits of some positions (n, V), and which of the N they are -> their statistics.
+_StatsOf = Callable[[Tensor, slice], TokenStats]
 
 
 def selected_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> Tensor:
@@ -83,7 +96,10 @@ class VocabularyHead:
         self._check(model)
 
     def __call__(self, hidden_NH: Tensor) -> Tensor:
-        logits_NV = self.projection(hidden_NH)
+        return self._finish(self.projection(hidden_NH))
+
+    def _finish(self, logits_NV: Tensor) -> Tensor:
+        """What the model does to its logits after projecting them."""
         if self.scale != 1:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:
@@ -124,31 +140,160 @@ class VocabularyHead:
         """`token_stats` of the projected hidden states, a chunk of positions at a time.
 
         With gradients on and more than one chunk, each chunk's logits are recomputed in the
-        backward pass, so peak memory holds one chunk, whatever N is.
+        backward pass, so peak memory holds one chunk, whatever N is. The memory and time this
+        takes at a vocabulary of 151,936: `tests/bench/memory.py`.
         """
 
-        def stats_of(positions: slice, hidden_NH: Tensor) -> TokenStats:
-            log_p_NV = self.log_distribution(hidden_NH, temperature_N[positions])
+        def stats_of(logits_NV: Tensor, positions: slice) -> TokenStats:
+            log_p_NV = log_distribution(self._finish(logits_NV), temperature_N[positions])
             stats = token_stats(log_p_NV, tokens_N[positions], entropy_gradient=entropy_gradient)
             if divergence_of is None:
                 return stats
             return stats._replace(divergence_N=divergence_of(log_p_NV, positions))
 
+        def projected(hidden_nH: Tensor, positions: slice) -> TokenStats:
+            return stats_of(self.projection(hidden_nH), positions)
+
         rows = positions_per_chunk(hidden_NH.device, model_width(self.projection))
-        chunks = [slice(first, first + rows) for first in range(0, len(hidden_NH), rows)]
-        if torch.is_grad_enabled() and len(chunks) > 1:
-            stats = [
-                checkpoint(stats_of, chunk, hidden_NH[chunk], use_reentrant=False)
+        chunks = _slices(0, len(hidden_NH), rows)
+        if len(chunks) <= 1 or not torch.is_grad_enabled():
+            return _joined([projected(hidden_NH[chunk], chunk) for chunk in chunks])
+        autocast = torch.is_autocast_enabled(hidden_NH.device.type)
+        if type(self.projection) is nn.Linear and not autocast:
+            linear = cast(nn.Linear, self.projection)
+            return _LinearStats.of(
+                hidden_NH, linear.weight, linear.bias, stats_of, rows, entropy_gradient
+            )
+        # A projection of another kind may hold any parameters, adapters and randomness; one under
+        # autocast computes in another precision than that of its weights.
+        return _joined(
+            [
+                checkpoint(projected, hidden_NH[chunk], chunk, use_reentrant=False)
                 for chunk in chunks
             ]
-        else:
-            stats = [stats_of(chunk, hidden_NH[chunk]) for chunk in chunks]
-        logprobs, entropies, divergences = zip(*stats, strict=True)
-        return TokenStats(
-            torch.cat(logprobs),
-            torch.cat(entropies),
-            None if divergence_of is None else torch.cat(divergences),
         )
+
+
+class _LinearStats(torch.autograd.Function):
+    """`stats_of` the logits hidden @ weight.T + bias, which are made again in the backward pass.
+
+    What autograd would allocate for each chunk is allocated once: the chunk's logits, which become
+    their own gradient, and the weight's gradient, to which each chunk adds its share. On a CPU,
+    fresh pages for them take longer than the matrix products. The statistics, with temporaries of
+    the logits' size, are made of a few positions at a time, whose memory malloc keeps.
+    """
+
+    @staticmethod
+    def of(
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        stats_of: _StatsOf,
+        rows: int,
+        entropy_gradient: bool,
+    ) -> TokenStats:
+        """The statistics of all positions, `rows` of which are projected at a time."""
+        made = _LinearStats.apply(hidden_NH, weight_VH, bias_V, stats_of, rows, entropy_gradient)
+        assert isinstance(made, tuple)
+        return TokenStats(*made)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        stats_of: _StatsOf,
+        rows: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        ctx.set_materialize_grads(False)
+        ctx.stats_of, ctx.rows = stats_of, rows
+        # Small tensors kept from each part would sit in the holes that the big ones leave.
+        made = [hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32) for _ in range(3)]
+        with_divergence = False
+        for _, _, parts in _logits_of_chunks(hidden_NH, weight_VH, bias_V, rows):
+            for logits_nV, positions in parts:
+                stats = stats_of(logits_nV, positions)
+                with_divergence = stats.divergence_N is not None
+                for made_N, stat_n in zip(made, stats, strict=True):
+                    if stat_n is not None:
+                        made_N[positions] = stat_n
+                del stats
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(made[1])
+        return (*made[:2], made[2] if with_divergence else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if wants_bias else None
+        for chunk, grad_CV, parts in _logits_of_chunks(hidden_NH, weight_VH, bias_V, ctx.rows):
+            for logits_nV, positions in parts:
+                logits_nV.copy_(_pulled_back(ctx.stats_of, logits_nV, positions, grads))
+            if grad_hidden_NH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_NH[chunk])
+            if grad_weight_VH is not None:
+                grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[chunk])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None
+
+
+def _logits_of_chunks(
+    hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rows: int
+) -> Iterator[tuple[slice, Tensor, list[tuple[Tensor, slice]]]]:
+    """Of each chunk: its positions, its logits, and both again part by part. One buffer for all."""
+    width = len(weight_VH)
+    buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width)
+    together = _positions_together(hidden_NH.device, width)
+    for chunk in _slices(0, len(hidden_NH), rows):
+        logits_CV = buffer_CV[: chunk.stop - chunk.start]
+        if bias_V is None:
+            torch.mm(hidden_NH[chunk], weight_VH.t(), out=logits_CV)
+        else:
+            torch.addmm(bias_V, hidden_NH[chunk], weight_VH.t(), out=logits_CV)
+        parts = _slices(chunk.start, chunk.stop, together)
+        lengths = [part.stop - part.start for part in parts]
+        yield chunk, logits_CV, list(zip(logits_CV.split(lengths), parts, strict=True))
+
+
+def _pulled_back(
+    stats_of: _StatsOf,
+    logits_nV: Tensor,
+    positions: slice,
+    grads: tuple[Tensor | None, ...],
+) -> Tensor:
+    """The gradient of the logits of these positions, from that of all positions' statistics."""
+    with torch.enable_grad():
+        logits_nV = logits_nV.detach().requires_grad_()
+        made = [
+            (stat_n, grad_N[positions])
+            for stat_n, grad_N in zip(stats_of(logits_nV, positions), grads, strict=True)
+            if grad_N is not None and stat_n is not None and stat_n.requires_grad
+        ]
+    stats, grads_n = zip(*made, strict=True)
+    return torch.autograd.grad(stats, logits_nV, grads_n)[0]
+
+
+def _slices(start: int, stop: int, length: int) -> list[slice]:
+    return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+
+def _joined(stats: list[TokenStats]) -> TokenStats:
+    logprobs, entropies, divergences = zip(*stats, strict=True)
+    return TokenStats(
+        torch.cat(logprobs),
+        torch.cat(entropies),
+        None if None in divergences else torch.cat(divergences),
+    )
 
 
 def model_width(projection: Callable[[Tensor], Tensor]) -> int:

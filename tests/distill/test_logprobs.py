@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -18,7 +18,9 @@ from transformers import (
 
 from distill import logprobs
 from distill.errors import ConfigError
+from distill.kl import kl
 from distill.logprobs import (
+    TokenStats,
     VocabularyHead,
     log_distribution,
     selected_logprobs,
@@ -209,6 +211,116 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(chunked, expected, rtol=0, atol=1e-6 * largest)
 
 
+class _TwoLinears(nn.Module):
+    """A projection that is no Linear: two matrices, as adapters have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 4, bias=False)
+        self.outer = nn.Linear(4, VOCAB)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.outer.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.outer(self.inner(hidden))
+
+
+def linear(*, bias: bool = False, frozen: bool = False) -> nn.Linear:
+    return nn.Linear(32, VOCAB, bias=bias).requires_grad_(not frozen)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        linear,
+        lambda: linear(bias=True),
+        lambda: linear(frozen=True),
+        _TwoLinears,
+    ],
+    ids=["plain", "bias", "frozen", "not_a_linear"],
+)
+@pytest.mark.parametrize("model", [qwen3, gemma, granite])
+@pytest.mark.parametrize("asked", ["logprobs", "entropy", "divergence", "all"])
+def test_every_gradient_of_the_chunks_is_autograd_s_own(
+    monkeypatch: pytest.MonkeyPatch, model, build, asked: str
+) -> None:
+    """Against one graph over all logits, fp32; each loss leaves the other statistics unused."""
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
+    monkeypatch.setattr(logprobs, "_positions_together", lambda device, vocab_size: 2)
+    head = VocabularyHead(model())
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        projection = build()
+        hidden_NH = torch.randn(8, 32, requires_grad=True)
+        log_q_NV = torch.log_softmax(torch.randn(8, VOCAB), dim=1)
+    head.projection = projection
+    tokens_N, temperature_N = torch.arange(8) * 5, torch.linspace(0.4, 2, 8)
+    wanted = [hidden_NH, *(p for p in projection.parameters() if p.requires_grad)]
+
+    def reverse_kl(log_p_NV: Tensor, positions: slice) -> Tensor:
+        return kl(log_p_NV, log_q_NV[positions])
+
+    def values_and_gradients(stats: TokenStats) -> list[Tensor]:
+        assert stats.divergence_N is not None
+        terms = {
+            "logprobs": stats.logprobs_N,
+            "entropy": stats.entropy_N,
+            "divergence": stats.divergence_N,
+        }
+        chosen = [term for name, term in terms.items() if asked in (name, "all")]
+        loss = sum((term * torch.arange(1, 9)).sum() for term in chosen)
+        assert isinstance(loss, Tensor)
+        return [*terms.values(), *torch.autograd.grad(loss, wanted)]
+
+    log_p_NV = head.log_distribution(hidden_NH, temperature_N)
+    whole = token_stats(log_p_NV, tokens_N, entropy_gradient=True)
+    expected = values_and_gradients(whole._replace(divergence_N=reverse_kl(log_p_NV, slice(0, 8))))
+    found = values_and_gradients(
+        head.token_stats(
+            hidden_NH, tokens_N, temperature_N, divergence_of=reverse_kl, entropy_gradient=True
+        )
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        largest = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6 * largest)
+
+
+def test_chunks_spare_the_entropy_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
+    model = qwen3()
+    hidden_NH = hidden_and_logits(model)[0]
+    stats = VocabularyHead(model).token_stats(hidden_NH, torch.arange(8), torch.ones(8))
+    assert stats.logprobs_N.requires_grad and not stats.entropy_N.requires_grad
+    assert stats.divergence_N is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_under_autocast_are_the_whole_under_autocast(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Of hidden states in either precision: a model's last norm may give both."""
+    model = qwen3()
+    head, hidden_NH = VocabularyHead(model), hidden_and_logits(model)[0].detach().to(dtype)
+    made = []
+    for positions in (8, 3):
+        monkeypatch.setattr(
+            logprobs, "positions_per_chunk", lambda device, vocab_size, n=positions: n
+        )
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            stats = head.token_stats(hidden_NH, torch.arange(8), torch.ones(8))
+        stats.logprobs_N.sum().backward()
+        made.append((stats.logprobs_N, model.get_output_embeddings().weight.grad.clone()))
+    (whole_N, whole_grad), (chunked_N, chunked_grad) = made
+    assert chunked_N.dtype == torch.float32
+    torch.testing.assert_close(chunked_N, whole_N)
+    torch.testing.assert_close(chunked_grad, whole_grad, rtol=0.02, atol=0.02)
+    exact_N = head.token_stats(hidden_NH.float(), torch.arange(8), torch.ones(8)).logprobs_N
+    assert 0 < (chunked_N - exact_N).abs().max() < 0.1, "nothing was computed in bfloat16"
+
+
 def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = qwen3()
     head = VocabularyHead(model)
@@ -220,7 +332,7 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
         sizes.append(len(hidden))
         return project(hidden)
 
-    spy.weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]  # pyright: ignore[reportFunctionMemberAccess]
+    spy.weight = head.projection.weight  # pyright: ignore[reportFunctionMemberAccess]
     head.projection = spy
     monkeypatch.setattr(logprobs, "positions_per_chunk", lambda device, vocab_size: 3)
     with torch.no_grad():
@@ -231,8 +343,8 @@ def test_chunks_bound_the_logits_held_at_once(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("vocab_size", [32, 4096, 151_936])
 def test_chunks_stay_near_the_cache_and_never_shrink_to_nothing(vocab_size: int) -> None:
     positions = logprobs.positions_per_chunk(torch.device("cpu"), vocab_size)
-    assert positions >= 64
-    assert positions == 64 or positions * vocab_size <= 1 << 20
+    assert positions >= 128
+    assert positions == 128 or positions * vocab_size <= 1 << 20
 
 
 class _Strange(Qwen3ForCausalLM):
