@@ -455,8 +455,10 @@ def opd_run(
         temperature=T,
         deadline_s=60.0,
         require_handshake=require_handshake,
+        learner_dtype="auto",
         objective=lambda: objective or ObjectiveConfig(),
     )
+    run._device = "cpu"
     run._tokenizer_probe = parties.tokenizer
     run._fingerprint = parties.fingerprint
     run._driver = SimpleNamespace(run=lambda what, coroutine, timeout: asyncio.run(coroutine))
