@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
-	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (over half an hour)"
+	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"

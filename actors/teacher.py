@@ -58,15 +58,6 @@ async def score_group(
     return _filled(group, await _by_teacher(teacher, group, top_k))
 
 
-async def score_reference(reference: Engine, group: TrajectoryGroup) -> TrajectoryGroup:
-    """The same group with `reference_logprobs_T` on every segment.
-
-    Raises:
-        EngineError: the reference answered with the wrong number of log-probs.
-    """
-    return _filled(group, await _by_reference(reference, group))
-
-
 async def score_rollout(
     group: TrajectoryGroup,
     *,
@@ -74,7 +65,7 @@ async def score_rollout(
     reference: Engine | None,
     top_k: int,
 ) -> TrajectoryGroup:
-    """`score_group` by the group's own teacher and `score_reference`, both at the same time.
+    """`score_group` by the group's own teacher, and `reference_logprobs_T`, both at the same time.
 
     Without teachers the first is left out, without a reference the second.
 

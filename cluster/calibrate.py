@@ -75,12 +75,10 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 async def _handshake(config: CalibrateConfig, tokenizer: TokenizerProbe) -> CalibrationReport:
     with tempfile.TemporaryDirectory() as scratch:
-        learner = Learner(
-            LearnerConfig(
-                model=config.student, total_steps=1, device=config.device, threads=config.threads
-            ),
-            dump_dir=scratch,
+        learner_config = LearnerConfig(
+            model=config.student, total_steps=1, device=config.device, threads=config.threads
         )
+        learner = Learner(learner_config, dump_dir=scratch)
 
         async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
             return learner.logprobs(rows_D)
@@ -93,6 +91,7 @@ async def _handshake(config: CalibrateConfig, tokenizer: TokenizerProbe) -> Cali
                 learner=learner_logprobs,
                 tokenizer=tokenizer,
                 temperature=config.temperature,
+                learner_dtype=learner_config.dtype,
             )
 
 

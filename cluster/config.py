@@ -89,7 +89,7 @@ class CommonConfig:
     )
     gradient_checkpointing: bool = chz.field(
         default=False,
-        doc="recompute activations in the backward pass: less memory, a third more time",
+        doc="recompute activations in the backward pass: less memory, more time",
     )
     dry_run: bool = chz.field(default=False, doc="check everything, print the plan, start nothing")
 

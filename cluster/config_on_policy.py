@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +18,6 @@ from distill.errors import ConfigError
 from distill.objective import (
     ObjectiveConfig,
     PolicyObjective,
-    check_weights,
     require_comparison,
     require_reward,
     require_teacher,
@@ -36,7 +37,7 @@ class TeacherConfig:
 
 
 @chz.chz
-class RolloutConfig(CommonConfig):
+class RolloutConfig(CommonConfig, ABC):
     """Settings of the recipes that train on the student's own samples."""
 
     student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
@@ -103,8 +104,10 @@ class RolloutConfig(CommonConfig):
     sft_data: str | None = chz.field(
         default=None, doc="supervised rows (as recipe=sft reads them) trained on in every update"
     )
-    sft_batch_size: int = chz.field(default=8, doc="of those, rows per optimizer update")
-    sft_coef: float = chz.field(default=0.1, doc="weight of their cross-entropy")
+    sft_batch_size: int | None = chz.field(
+        default=None, doc="of those, rows per optimizer update; 8"
+    )
+    sft_coef: float | None = chz.field(default=None, doc="weight of their cross-entropy; 0.1")
     policy_engines: int = chz.field(default=1, doc="policy engines (actors)")
     rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)")
     eval_every: int = chz.field(default=0, doc="steps between evaluations; 0: start and end only")
@@ -131,17 +134,20 @@ class RolloutConfig(CommonConfig):
             "policy_engines",
             "rollout_workers",
             "eval_size",
-            "sft_batch_size",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not self.start_deadline_s > 0:
             raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
-        if not 0 < self.sft_coef < float("inf"):
-            raise ConfigError(
-                f"sft_coef={self.sft_coef} must be above 0, and finite; leave sft_data out to "
-                "train on rollouts alone"
-            )
+        for name in ("sft_batch_size", "sft_coef"):
+            value = getattr(self, name)
+            if value is not None and self.sft_data is None:
+                raise ConfigError(f"{name}={value} changes nothing without sft_data; leave it out")
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(
+                    f"{name}={value} must be above 0, and finite; leave sft_data out to train on "
+                    "rollouts alone"
+                )
         parse_flags(self.policy_server_flags)
         load_reward(self.reward)
         if self.weights == "group" and choose_engine(self.engine) == "embedded":
@@ -172,20 +178,17 @@ class RolloutConfig(CommonConfig):
         return self.eval_max_new_tokens
 
     @property
+    @abstractmethod
     def recipe(self) -> str:
         """Its name on the command line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def objective(self) -> ObjectiveConfig:
         """What is optimised, all of it."""
-        raise NotImplementedError
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; the name of one that is alone is empty."""
         return {}
-
-    def teacher_engine(self, name: str, device: str, log_path: str) -> EngineConfig:
-        raise NotImplementedError(f"{self.recipe} has no teacher {name}")
 
     def reference_engine(self, device: str, log_path: str) -> EngineConfig:
         assert self.reference is not None
@@ -236,7 +239,13 @@ class OpdConfig(RolloutConfig, ObjectiveConfig):
                 f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
                 "for one, or teachers.NAME.model=DIR for several"
             )
-        check_weights("teachers", {name: t.weight for name, t in self.teachers.items()})
+        for name, teacher in self.teachers.items():
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
+                raise ConfigError(f"teachers.{name}: a name has letters, digits, _ and - only")
+            if not 0 < teacher.weight < float("inf"):
+                raise ConfigError(
+                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
+                )
         if self.teacher_engines < 1:
             raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
         parse_flags(self.teacher_server_flags)

@@ -47,7 +47,7 @@ async def handshake(
     learner: LearnerLogprobs,
     tokenizer: TokenizerProbe,
     temperature: float,
-    learner_dtype: str = "float32",
+    learner_dtype: str,
     copies: Mapping[str, LearnerLogprobs] | None = None,
 ) -> CalibrationReport:
     """Asks every party and compares. Judging the report is the caller's.

@@ -26,6 +26,9 @@ from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import LocalTeachers
 
+# Of supervised rows beside rollouts.
+SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
+
 
 class TrainingLoop(Protocol):
     """What the learner's actor hosts."""
@@ -99,8 +102,12 @@ def build_policy_loop(
         )
     supervised = None
     if inputs.sft_rows_D:
-        stream = RowStream(inputs.sft_rows_D, batch_size=config.sft_batch_size, seed=config.seed)
-        supervised = SupervisedMix(stream=stream, coef=config.sft_coef)
+        stream = RowStream(
+            inputs.sft_rows_D,
+            batch_size=config.sft_batch_size or SFT_BATCH_SIZE,
+            seed=config.seed,
+        )
+        supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,

@@ -7,7 +7,7 @@ to choose what.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Literal, get_args
 
 import chz
@@ -275,10 +275,3 @@ def _check_non_negative(settings: Any, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name}={value} must be 0 or above, and finite")
-
-
-def check_weights(field: str, weights: Mapping[str, float]) -> None:
-    """Raises ConfigError unless every weight is positive and finite."""
-    for name, weight in weights.items():
-        if not 0 < weight < float("inf"):
-            raise ConfigError(f"{field}.{name}.weight={weight} must be above 0, and finite")

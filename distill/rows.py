@@ -19,7 +19,7 @@ def policy_rows(
 ) -> list[TrainingRow]:
     """One row a segment, weighted by its advantages, at the segment's own temperature.
 
-    Each group's teacher counts kl_coef times its weight (1 where it has none). Its part is an
+    Each group's teacher counts kl_coef times its weight (1 without weights). Its part is an
     advantage where it is known by the sampled token alone, and `teacher_coef` where the learner
     computes a divergence.
 
@@ -28,8 +28,9 @@ def policy_rows(
     """
     rows_D = []
     for group, segment, advantages_T in policy_advantages(groups_P, objective):
-        coef = objective.kl_coef * (teacher_weights or {}).get(group.teacher, 1.0)
+        coef = objective.kl_coef
         if coef:
+            coef *= 1.0 if teacher_weights is None else teacher_weights[group.teacher]
             advantages_T = advantages_T + _teacher_advantages(segment, objective, coef)
         rows_D.append(
             TrainingRow(

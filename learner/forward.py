@@ -26,14 +26,14 @@ class Forward:
         self,
         model: PreTrainedModel,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
 
         Args:
-            dtype: what matrix products are computed in, by torch's autocast, where it is not that
-                of the weights. Log-probs are float32 in any case.
+            dtype: what matrix products are computed in, by torch's autocast; None: in that of the
+                weights. Log-probs are float32 in any case.
             gradient_checkpointing: layers keep their inputs alone, and run again in the backward
                 pass.
 
@@ -46,7 +46,7 @@ class Forward:
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
         self._model = PlainModel(model) if dropout else choose_model(model)
         self._autocast = partial(
-            torch.autocast, model.device.type, dtype=dtype, enabled=dtype != model.dtype
+            torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
         )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -77,7 +77,7 @@ class PolicyLoop:
         self.publisher = publish
         self._store = store
         self._loss = loss
-        self._teacher_weights = teacher_weights or {}
+        self._teacher_weights = teacher_weights
         self._supervised = supervised
         self._groups_per_step = groups_per_step
         self._trained = TrainedGroups()

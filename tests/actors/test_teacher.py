@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.teacher import score_group, score_reference, score_rollout, teacher_of
+from actors.teacher import score_group, score_rollout, teacher_of
 from distill.errors import ConfigError, EngineError
 from distill.interfaces import Engine, Score, ScoreRequest
 from distill.sampling import UNSCALED
@@ -55,6 +55,10 @@ def unscored(**changes: Any) -> TrajectoryGroup:
 
 def run(coroutine: Coroutine[Any, Any, TrajectoryGroup]) -> TrajectoryGroup:
     return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def referred(reference: Engine, before: TrajectoryGroup) -> Coroutine[Any, Any, TrajectoryGroup]:
+    return score_rollout(before, teachers={}, reference=reference, top_k=0)
 
 
 def seen_by_teacher(of: Segment, position: int) -> TokenArray:
@@ -119,7 +123,7 @@ def test_the_teacher_scores_actions_after_its_own_context(top_k: int) -> None:
 
 def test_the_reference_scores_actions_after_the_policys_context() -> None:
     before = unscored()
-    scored = run(score_reference(REFERENCE, before))
+    scored = run(referred(REFERENCE, before))
     expect_referred(scored, REFERENCE)
     expect_otherwise_the_same(scored, before)
     assert all(of.teacher_logprobs_T is None for of in scored.segments())
@@ -266,4 +270,4 @@ def test_an_answer_of_another_size_is_refused(
 
 def test_a_references_answer_of_another_size_names_the_reference() -> None:
     with pytest.raises(EngineError, match="the reference returned 2 log-probs for 3 tokens"):
-        run(score_reference(Spoilt(one_fewer), group(members=1)))
+        run(referred(Spoilt(one_fewer), group(members=1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,28 @@ def test_a_supervised_checkpoint_is_looked_at(sft: NewSft, broken: Path) -> None
 
 
 # Objectives that have no gradient, or not the one they name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sft_coef": 0.2}, r"sft_coef=0\.2 changes nothing without sft_data"),
+        ({"sft_batch_size": 4}, "sft_batch_size=4 changes nothing without sft_data"),
+        ({"sft_data": "rows", "sft_coef": 0.0}, r"sft_coef=0\.0 must be above 0"),
+        ({"sft_data": "rows", "sft_batch_size": 0}, "sft_batch_size=0 must be above 0"),
+        ({"teachers": {"a/b": 1.0}}, r"teachers\.a/b: a name has letters"),
+        ({"teachers": {"a": 0.0}}, r"teachers\.a\.weight=0\.0 must be above 0"),
+        ({"teachers": {"a": math.inf}}, r"teachers\.a\.weight=inf must be above 0"),
+    ],
+)
+def test_settings_beside_the_objective_are_refused(
+    opd: NewOpd, tiny_pair: TinyPair, settings: dict, message: str
+) -> None:
+    if weights := settings.get("teachers"):
+        made = {n: TeacherConfig(model=tiny_pair.teacher, weight=w) for n, w in weights.items()}
+        settings = {"teacher": None, "teachers": made}
+    with pytest.raises(ConfigError, match=message):
+        opd(**settings)
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:

@@ -123,6 +123,7 @@ class Parties:
             "learner": self.learner_logprobs,
             "tokenizer": self.tokenizer,
             "temperature": temperature,
+            "learner_dtype": "float32",
         }
         return asyncio.run(handshake(**arguments | changes))
 

@@ -13,7 +13,6 @@ from distill.objective import (
     DEFAULT_TOP_K,
     ObjectiveConfig,
     PolicyObjective,
-    check_weights,
     require_comparison,
     require_reward,
     require_teacher,
@@ -139,10 +138,3 @@ def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
     for require in (require_reward, require_comparison):
         with pytest.raises(ConfigError, match=r"group_size=1 with reward_coef=0.5: .* at least 2"):
             require(alone, group_size=1)
-
-
-def test_weights_are_above_zero() -> None:
-    check_weights("teachers", {"a": 0.5, "b": 2.0})
-    for weight in (0.0, -1.0, NAN, INFINITY):
-        with pytest.raises(ConfigError, match=rf"teachers\.b\.weight={weight} must be above 0"):
-            check_weights("teachers", {"a": 1.0, "b": weight})

@@ -61,11 +61,10 @@ def test_a_row_for_every_segment_with_its_own_facts() -> None:
 def test_each_teacher_s_term_counts_by_its_weight() -> None:
     made = with_top()
     groups = [one_group(made, teacher=name) for name in ("a", "b")]
-    weights = {"a": 0.25}  # b has none: 1
+    weights = {"a": 0.25, "b": 1.0}
     for teacher, row in zip("ab", policy_rows(groups, OPD, weights), strict=True):
-        coef = weights.get(teacher, 1.0)
         assert row.teacher == teacher
-        assert row.weights_T.tolist() == opd_advantages(made, coef, 0).tolist()
+        assert row.weights_T.tolist() == opd_advantages(made, weights[teacher], 0).tolist()
     full = ObjectiveConfig(estimator="full", kl_coef=3.0)
     coefs = [row.teacher_coef for row in policy_rows(groups, full, weights)]
     assert coefs == [0.75, 3.0]

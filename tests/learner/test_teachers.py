@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from distill.types import TokenArray, TrajectoryGroup
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_distribution
-from tests.samples import group, ids
+from tests.samples import group, ids, training_row
 
 FULL = ObjectiveConfig(estimator="full")
 GROUPS = [group(0, members=3), group(1, members=2)]
@@ -135,13 +136,13 @@ def taught(made: TrajectoryGroup, teacher: str) -> TrajectoryGroup:
     return replace(made, teacher=teacher)
 
 
-@pytest.mark.parametrize("weights", [{}, {"far": 3.0, "self": 5.0}])
+@pytest.mark.parametrize("weights", [None, {"far": 3.0, "self": 5.0}])
 def test_each_teacher_counts_by_its_weight(
     new_loop: NewLoop,
     teachers: LocalTeachers,
     plain_model: PreTrainedModel,
     teacher_model: PreTrainedModel,
-    weights: dict[str, float],
+    weights: dict[str, float] | None,
 ) -> None:
     """The student's own copy is at distance 0, whatever it weighs."""
     groups = [taught(GROUPS[0], "self"), taught(GROUPS[1], "far")]
@@ -150,13 +151,14 @@ def test_each_teacher_counts_by_its_weight(
     metrics = loop.step()
     far = naive_reverse_kl(plain_model, teacher_model, GROUPS[1:]).sum().item()
     far /= metrics["train/tokens"]
+    weight = weights["far"] if weights else 1.0
     assert metrics["opd/divergence"] == pytest.approx(far, rel=1e-4)  # as it is, not as it counts
-    assert metrics["train/loss"] == pytest.approx(0.5 * weights.get("far", 1.0) * far, rel=1e-4)
+    assert metrics["train/loss"] == pytest.approx(0.5 * weight * far, rel=1e-4)
 
 
-@pytest.mark.parametrize("weights", [{}, {"a": 3.0}, {"a": 3.0, "b": 0.2}])
+@pytest.mark.parametrize("weights", [None, {"a": 3.0, "b": 0.2}])
 def test_weights_scale_the_sampled_estimator_too(
-    new_loop: NewLoop, weights: dict[str, float]
+    new_loop: NewLoop, weights: dict[str, float] | None
 ) -> None:
     objective = ObjectiveConfig(kl_coef=0.5)
     groups = [taught(GROUPS[0], "a"), taught(GROUPS[1], "b")]
@@ -171,7 +173,7 @@ def test_weights_scale_the_sampled_estimator_too(
             mask_T = row.loss_mask_T
             behaviour_N = row.behaviour_logprobs_T[mask_T].astype(np.float64)
             gap_N = behaviour_N - segment.teacher_logprobs_T[mask_T]
-            worth_N = -0.5 * weights.get(made.teacher, 1.0) * gap_N
+            worth_N = -0.5 * (weights[made.teacher] if weights else 1.0) * gap_N
             total -= (np.exp(logprobs_N - behaviour_N) * worth_N).sum()
             tokens += len(logprobs_N)
     assert loop.step()["train/loss"] == pytest.approx(total / tokens, rel=1e-4)
@@ -189,3 +191,23 @@ def test_teachers_are_left_as_they_are(new_loop: NewLoop, tiny_pair: TinyPair) -
         new_loop(World(GROUPS), FULL, teachers=teachers).step()["opd/divergence"] for _ in range(2)
     ]
     assert made[0] == made[1]
+
+
+def test_a_teacher_in_bfloat16_computes_in_its_own_precision(tiny_pair: TinyPair) -> None:
+    """Not in the learner's: its log-probs are those of the model as transformers runs it."""
+    half = LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny_pair.teacher, dtype=torch.bfloat16).eval()
+    row = training_row(6, 5, seed=3)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")  # torch only warns of an autocast that it cannot do
+        [found_N] = half.logprobs("", [row])
+        logits_TV = model(input_ids=torch.tensor([row.tokens_T.tolist()])).logits[0].float()
+    log_q_TV = torch.log_softmax(logits_TV / row.temperature, dim=1)
+    expected_N = log_q_TV[5:-1][torch.arange(5), torch.tensor(row.tokens_T[6:].tolist())]
+    np.testing.assert_allclose(found_N, expected_N, atol=0.15)
+    assert found_N.dtype == np.float32
+
+
+def test_a_teacher_without_a_weight_is_no_teacher_of_weight_one() -> None:
+    with pytest.raises(KeyError, match="forgotten"):
+        policy_rows([replace(group(), teacher="forgotten")], ObjectiveConfig(), {"other": 1.0})
