@@ -53,6 +53,7 @@ from distill.models import tensor_shapes
 from distill.shared_memory import SharedBlock, SharedTensors, handle
 from distill.tensors import PackedTensors, first_non_finite
 from distill.types import StopReason
+from distill.weights import HeldWeights
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class WeightSession:
 
     async def _paused(self, weights: WeightSource, version: int) -> float:
         if isinstance(weights, PackedTensors):  # this copy needs no pause
-            await asyncio.to_thread(self._block.write, dict(weights.unpack()))
+            await asyncio.to_thread(self._block.write, HeldWeights(dict(weights.unpack())))
         mode = "abort" if self._in_flight == "restart" else "retract"
         started = time.perf_counter()
         await self._order("/pause_generation", {"mode": mode})

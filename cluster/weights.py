@@ -29,8 +29,6 @@ from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from cluster.acknowledge import values
 from cluster.config_on_policy import WeightsChoice
@@ -42,8 +40,9 @@ from distill.errors import ConfigError, EngineError
 from distill.interfaces import CheckpointDirectory, Score
 from distill.models import load_config
 from distill.shared_memory import SharedBlock
-from distill.tensors import PackedTensors, first_non_finite
+from distill.tensors import PackedTensors
 from distill.types import FloatArray
+from distill.weights import Weights, gather_all, save_weights, total_bytes
 
 
 class Transport(Protocol):
@@ -53,7 +52,7 @@ class Transport(Protocol):
 
     def describe(self) -> str: ...
 
-    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
         """Each engine's acknowledgement to be (a Ray reference to its pause, seconds)."""
         ...
 
@@ -80,10 +79,10 @@ class SharedMemoryTransport:
     def describe(self) -> str:
         return "shared memory"
 
-    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
-        if (bad := first_non_finite(tensors)) is not None:
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        if (bad := weights.first_non_finite()) is not None:
             raise EngineError(f"{bad!r} is not finite: version {version} is not pushed")
-        self._block.write(tensors)
+        self._block.write(weights)
         return {
             name: engine.load_weights.remote(self._block.share(), version)
             for name, engine in self.engines.items()
@@ -100,7 +99,11 @@ class SharedMemoryTransport:
 
 
 class ObjectStoreTransport:
-    """One copy into Ray's object store, which engines read without another."""
+    """One copy into Ray's object store, which engines read without another.
+
+    A learner of several workers makes the weights whole for it first: the transport of the embedded
+    engine, and of models that fit one host twice.
+    """
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
@@ -108,8 +111,8 @@ class ObjectStoreTransport:
     def describe(self) -> str:
         return "Ray's object store"
 
-    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
-        reference = ray.put(PackedTensors.pack(tensors))
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        reference = ray.put(PackedTensors.pack(gather_all(weights)))
         return {
             name: engine.load_weights.remote(reference, version)
             for name, engine in self.engines.items()
@@ -137,8 +140,8 @@ class DiskTransport:
     def describe(self) -> str:
         return f"shared disk ({self._root})"
 
-    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
-        path = self._write(tensors, version)
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        path = self._write(weights, version)
         source = CheckpointDirectory(path=str(path.resolve()))
         self._newest = path
         return {
@@ -146,7 +149,7 @@ class DiskTransport:
             for name, engine in self.engines.items()
         }
 
-    def _write(self, tensors: Mapping[str, Tensor], version: int) -> Path:
+    def _write(self, weights: Weights, version: int) -> Path:
         """Renamed into place when it is whole. Not synced: it need not survive this run."""
         final = self._root / f"version-{version:06d}"
         partial = self._root / f".{final.name}.partial"
@@ -154,8 +157,7 @@ class DiskTransport:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             load_config(self._model).save_pretrained(partial)
-            whole = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
-            save_file(whole, partial / "model.safetensors", metadata={"format": "pt"})
+            save_weights(partial, weights)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
         except Exception as error:  # OSError; safetensors has its own
@@ -261,7 +263,7 @@ class PushSettings:
 
 
 class Publisher:
-    """`publish(tensors, version)`: returns once every engine holds them and slots are free."""
+    """`publish(weights, version)`: returns once every engine holds them and slots are free."""
 
     def __init__(
         self,
@@ -292,7 +294,7 @@ class Publisher:
             for transport in self._transports or []
         )
 
-    def __call__(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    def __call__(self, weights: Weights, version: int) -> dict[str, float]:
         """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
 
         Raises:
@@ -306,9 +308,9 @@ class Publisher:
         if self._transports is None:
             self._transports = self._choose()
         started = time.perf_counter()
-        pauses = self._pushed(self._transports, tensors, version)
+        pauses = self._pushed(self._transports, weights, version)
         metrics |= {
-            "push/bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "push/bytes": total_bytes(weights),
             "push/seconds": time.perf_counter() - started,
             "push/pause": max(pauses.values()),
         }
@@ -321,12 +323,12 @@ class Publisher:
         return metrics
 
     def _pushed(
-        self, transports: Sequence[Transport], tensors: Mapping[str, Tensor], version: int
+        self, transports: Sequence[Transport], weights: Weights, version: int
     ) -> dict[str, float]:
         try:
             pending: dict[str, Any] = {}
             for transport in transports:
-                pending |= transport.start(tensors, version)
+                pending |= transport.start(weights, version)
             pauses = values(
                 pending,
                 f"pushing weights version {version}",

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ import ray
 import torch
 import torch.distributed
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
@@ -46,12 +44,11 @@ from torch.distributed.distributed_c10d import (
 from cluster.acknowledge import values
 from distill.errors import EngineError
 from distill.interfaces import GroupBroadcast, TensorLayout
-from distill.tensors import first_non_finite
+from distill.weights import BUCKET_BYTES, Weights, names_of, plan_buckets
+from learner.group import open_store
 
 logger = logging.getLogger(__name__)
 
-# One broadcast carries about as many bytes: enough to amortise a request, little beside a model.
-BUCKET_BYTES = 128 << 20
 JOIN_DEADLINE_S = 120.0
 _POLL_S = 0.001
 
@@ -85,20 +82,20 @@ class GroupTransport:
     def describe(self) -> str:
         return f"{self._backend} group from {self._address}"
 
-    def start(self, tensors: Mapping[str, Tensor], version: int) -> dict[str, Any]:
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
         """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
 
         Raises:
-            EngineError: an engine refuses these tensors, or they are not finite.
+            EngineError: an engine refuses these weights, or they are not finite.
         """
-        buckets = plan_buckets(tensors, self._bucket_bytes)
-        if (bad := first_non_finite(tensors)) is not None:  # no engine can look before it has them
+        buckets = plan_buckets(weights.layouts, self._bucket_bytes)
+        if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
             raise EngineError(f"{bad!r} is not finite: version {version} is not pushed")
         if self._group is None:
             self._group = self._form(buckets)
         group = self._group
         orders = {name: self._order(group, name, buckets) for name in self.engines}
-        self._sending = _Sending(group, list(orders.values()), tensors, version, self._timeout_s)
+        self._sending = _Sending(group, list(orders.values()), weights, version, self._timeout_s)
         pending = {
             name: engine.load_weights.remote(orders[name], version)
             for name, engine in self.engines.items()
@@ -165,7 +162,7 @@ class _Group:
         self.name = f"isotherm-{secrets.token_hex(8)}"
         self.backend, self.world_size, self.offsets = backend, world_size, offsets
         self.join_deadline_s, self._timeout_s = join_deadline_s, timeout_s
-        self.store = _open_store(address, join_deadline_s)
+        self.store = open_store(address, join_deadline_s)
         self.process_group: ProcessGroup | None = None
 
     def join(self) -> ProcessGroup:
@@ -200,11 +197,11 @@ class _Sending:
         self,
         group: _Group,
         orders: Sequence[GroupBroadcast],
-        tensors: Mapping[str, Tensor],
+        weights: Weights,
         version: int,
         timeout_s: float,
     ) -> None:
-        self._group, self._orders, self._tensors = group, orders, tensors
+        self._group, self._orders, self._weights = group, orders, weights
         self._buckets = orders[0].buckets
         self._version, self._timeout_s = version, timeout_s
         self.abandon = threading.Event()
@@ -234,8 +231,8 @@ class _Sending:
                 flat = self._flat(following)
 
     def _flat(self, bucket: Sequence[TensorLayout]) -> Tensor:
-        parts = [self._tensors[layout.name].detach().reshape(-1) for layout in bucket]
-        return torch.cat([part.view(torch.uint8) for part in parts])
+        tensors = self._weights.gather(names_of(bucket)).values()
+        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
     def _all_ready(self) -> bool:
         """Waits for every engine's word; False if the push is given up meanwhile."""
@@ -248,40 +245,6 @@ class _Sending:
                 raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
         return not self.abandon.is_set()
-
-
-def plan_buckets(
-    tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
-) -> list[list[TensorLayout]]:
-    """Tensors in order, cut where a bucket is full or the dtype changes (offsets stay aligned)."""
-    buckets: list[list[TensorLayout]] = []
-    size, dtype = 0, None
-    for name, tensor in tensors.items():
-        if not buckets or tensor.dtype != dtype or size + tensor.nbytes > bucket_bytes:
-            buckets.append([])
-            size, dtype = 0, tensor.dtype
-        layout = TensorLayout(
-            name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-        )
-        buckets[-1].append(layout)
-        size += tensor.nbytes
-    return buckets
-
-
-def _open_store(address: str, timeout_s: float) -> TCPStore:
-    """Listens on this address alone; torch by itself would listen on every one."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.bind((address, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
 
 
 def own_address(everyone_is_here: bool) -> str:

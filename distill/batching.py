@@ -144,6 +144,22 @@ def split_by_token_budget(
         yield batch
 
 
+def deal(
+    batches: Sequence[list[TrainingRow]], workers: int
+) -> list[list[tuple[list[TrainingRow], bool]]]:
+    """Micro-batches to workers that run in step, equally many to each; and whether each counts.
+
+    Those that run at the same time are neighbours in size, so that no worker waits long for
+    another. Where the last round is short of batches, its smallest is repeated, uncounted.
+    """
+    if workers == 1:
+        return [[(batch, True) for batch in batches]]
+    by_size = sorted(batches, key=lambda rows: len(rows) * max(map(len, rows)), reverse=True)
+    missing = -len(by_size) % workers
+    dealt = [(batch, True) for batch in by_size] + [(by_size[-1], False)] * missing
+    return [dealt[rank::workers] for rank in range(workers)]
+
+
 def _by_context_and_length(
     rows_D: Sequence[TrainingRow], rows_per_unit: int
 ) -> Iterator[Sequence[TrainingRow]]:

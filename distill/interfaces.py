@@ -11,7 +11,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.sampling import Sampling, check_temperature
 from distill.shared_memory import SharedTensors
-from distill.tensors import PackedTensors
+from distill.tensors import PackedTensors, TensorLayout
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
@@ -96,15 +96,6 @@ class CheckpointDirectory:
     """Weights as a Hugging Face checkpoint directory, at a path that the engine can read."""
 
     path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLayout:
-    """What a tensor is called and how it is laid out; `dtype` as torch calls it (`float32`)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ this micro-batch's share of a mean over the step, to be added up, but for those 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -238,6 +238,19 @@ def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -
 
 
 _RATIO_SQUARED = "train/ratio_squared"
+
+
+def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
+    """Adds a micro-batch's metrics to those of its step: sums, and extremes by their names."""
+    for name, value in more.items():
+        if name not in made:
+            made[name] = value
+        elif name.endswith("_max"):
+            made[name] = max(made[name], value)
+        elif name.endswith("_min"):
+            made[name] = min(made[name], value)
+        else:
+            made[name] += value
 
 
 def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:

@@ -67,6 +67,19 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     return cast(PreTrainedModel, model.to(device))
 
 
+def empty_causal_lm(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's model without its values: for a process to which another will send them.
+
+    Its weights and buffers are memory that was never touched, and takes none until it is.
+    """
+    config = load_config(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
 def new_qwen3(
     *,
     vocab_size: int,

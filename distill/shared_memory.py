@@ -1,6 +1,6 @@
 """Named tensors in memory that several processes of one machine have in common.
 
-    writer    block.write(tensors): a copy into the block; block.share() for each reader
+    writer    block.write(weights): a copy into the block; block.share() for each reader
     reader    shared.unpack(), once: views of the same memory, no copy
 
 The writer writes again only when every reader has said that it is done. torch counts handles: one
@@ -21,6 +21,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from distill.errors import EngineError
+from distill.weights import Weights, names_of, plan_buckets
 
 # Wide enough for any dtype, and for the copy to run at full speed.
 _ALIGNMENT = 64
@@ -58,21 +59,24 @@ class SharedBlock:
         self._block: Tensor | None = None
         self.tensors: dict[str, Tensor] = {}
 
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies tensors in, from any device; what was there before is gone.
+    def write(self, weights: Weights) -> None:
+        """Copies weights in, a bucket at a time, from any device; what was there before is gone.
 
         Raises:
             EngineError: there is no room for them in shared memory.
         """
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+        sizes = [-(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT for layout in weights.layouts]
         if self._block is None or len(self._block) < sum(sizes):
             self._block, self.tensors = None, {}
             self._block = _allocate(sum(sizes))
         offset, views = 0, {}
-        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-            part = self._block[offset : offset + tensor.nbytes]
-            views[name] = part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        for layout, size in zip(weights.layouts, sizes, strict=True):
+            part = self._block[offset : offset + layout.nbytes]
+            views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
             offset += size
+        for bucket in plan_buckets(weights.layouts):
+            for name, tensor in weights.gather(names_of(bucket)).items():
+                views[name].copy_(tensor)
         self.tensors = views
 
     def share(self) -> SharedTensors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,28 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """What a tensor is called and how it is laid out; `dtype` as torch calls it (`float32`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorLayout:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

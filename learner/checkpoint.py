@@ -2,7 +2,8 @@
 
     out/checkpoints/step-000010/
         model/          Hugging Face checkpoint with its tokenizer: transformers and SGLang load it
-        trainer.pt      optimizer, schedule and RNG (read with weights_only=True)
+        optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint)
+        trainer.pt      schedule and RNG (read with weights_only=True)
         manifest.json   step, delivery state, and the size of every file: written last
 
 A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint.
@@ -14,14 +15,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError
 
@@ -40,13 +37,6 @@ class Checkpoint:
     def model_dir(self) -> str:
         return str(self.path / "model")
 
-    def trainer_state(self) -> dict[str, Any]:
-        """Raises CheckpointError if the file cannot be read."""
-        try:
-            return torch.load(self.path / "trainer.pt", map_location="cpu", weights_only=True)
-        except Exception as error:  # zip, pickle and OS errors all mean: not readable
-            raise CheckpointError(f"cannot read {self.path / 'trainer.pt'}: {error}") from error
-
 
 class CheckpointStore:
     """The checkpoints of one run, newest `keep` of them."""
@@ -60,12 +50,10 @@ class CheckpointStore:
         self,
         *,
         step: int,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        trainer_state: Mapping[str, Any],
+        write: Callable[[Path], None],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
-        """Writes a checkpoint and drops the oldest beyond `keep`.
+        """Has a checkpoint written into a new directory, and drops the oldest beyond `keep`.
 
         A step has one state: where it is saved already, it is left as it is.
 
@@ -80,8 +68,7 @@ class CheckpointStore:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            save_model(partial / "model", model, tokenizer)
-            torch.save(dict(trainer_state), partial / "trainer.pt")
+            write(partial)
             sizes = _sync_files(partial)
             manifest = {"step": step, "delivery": dict(delivery), "sizes": sizes}
             _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1))
@@ -129,12 +116,6 @@ class CheckpointStore:
             f"cannot write checkpoint {final}: {error} ({free} MiB free). Earlier checkpoints are "
             f"untouched; {kept}. Free some space and run the same command again to resume"
         )
-
-
-def save_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A Hugging Face checkpoint with its tokenizer; transformers and SGLang load it as it is."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 def _read(path: Path) -> Checkpoint | None:

@@ -6,8 +6,9 @@ of them, forward and backward: their gradients meet in its keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from distill.batching import Batch, TrainingRow
 from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
 from distill.prefix_probe import choose_model
 from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
+from learner.sharding import Root
 
 
 class Forward:
@@ -28,6 +30,7 @@ class Forward:
         *,
         dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
+        root: Root | None = None,
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
 
@@ -36,15 +39,18 @@ class Forward:
                 weights. Log-probs are float32 in any case.
             gradient_checkpointing: layers keep their inputs alone, and run again in the backward
                 pass.
+            root: of a sharded model. Its layers run once a pass then, on rows in full: a context
+                that is run apart would need each layer's weights at times of its own.
 
         Raises:
             ConfigError: its logits cannot be reproduced.
         """
         model.eval()
-        self.head = VocabularyHead(model)
+        self._root = root
+        self.head: VocabularyHead = self._run(lambda: VocabularyHead(model))
         # Ours has no dropout in attention; a model that trains with one keeps its own.
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-        self._model = PlainModel(model) if dropout else choose_model(model)
+        self._model = PlainModel(model) if dropout or root else choose_model(model)
         self._autocast = partial(
             torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
         )
@@ -60,7 +66,8 @@ class Forward:
         entropy_gradient: bool = False,
     ) -> TokenStats:
         """fp32 tensors of shape (N,), N the batch's trained tokens, in the order of `batch`."""
-        with self._autocast():
+
+        def stats() -> TokenStats:
             return self.head.token_stats(
                 self.hidden(batch),
                 batch.tokens_N,
@@ -68,6 +75,12 @@ class Forward:
                 divergence_of=divergence_of,
                 entropy_gradient=entropy_gradient,
             )
+
+        with self._autocast():
+            return self._run(stats)
+
+    def _run(self, use: Callable[[], Any]) -> Any:
+        return use() if self._root is None else self._root(use)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states that predict the batch's trained tokens, shape (N, H)."""

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import Batch, TrainingRow, collate, split_by_token_budget
-from distill.cpu_linear import use_onednn
+from distill.batching import TrainingRow, deal, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
-from distill.losses import Metrics, StepCounts, finish_metrics
-from distill.models import load_causal_lm, resolve_device
-from distill.tensors import PackedTensors
+from distill.losses import StepCounts, add_metrics, finish_metrics
+from distill.tensors import TensorLayout
+from distill.types import FloatArray
+from distill.weights import Weights, save_weights
 from learner.config import TOKEN_BUDGET, LearnerConfig
-from learner.forward import Forward
-from learner.memory import check_fits
-from learner.optimizer import build_optimizer, build_schedule
-
-# Runs the forward pass over a micro-batch and returns its share of the step's loss, and metrics as
-# `distill.losses` has them.
-LossFunction = Callable[[Forward, Batch, StepCounts], tuple[Tensor, Metrics]]
+from learner.group import Membership, Order, WorkerGroup
+from learner.worker import LearnerWorker, LossFunction, MicroBatch, StepShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,33 +41,43 @@ class Part:
 
 
 class Learner:
-    """Applies losses to rows. Weights, gradients and moments are fp32, whatever it computes in.
+    """Applies losses to rows. Leads the workers that hold the model, or is the only one.
 
     Raises:
         CheckpointError: the starting checkpoint cannot be loaded.
         ConfigError: it does not fit into memory.
     """
 
-    def __init__(self, config: LearnerConfig, dump_dir: str) -> None:
-        """`dump_dir` receives the rows of a step that turned non-finite."""
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        self.device = resolve_device(config.device)
-        check_fits(config.model, self.device)
-        self.model = load_causal_lm(config.model, dtype=torch.float32, device=self.device)
-        if config.dtype == "float32":
-            use_onednn(self.model)
-        self.model.train()
-        self._config = config
-        self._token_budget = config.token_budget or TOKEN_BUDGET[self.device.partition(":")[0]]
-        self._dump_dir = Path(dump_dir)
-        self._forward = Forward(
-            self.model,
-            dtype=getattr(torch, config.dtype),
-            gradient_checkpointing=config.gradient_checkpointing,
+    def __init__(
+        self,
+        config: LearnerConfig,
+        dump_dir: str,
+        *,
+        losses: Sequence[LossFunction] = (),
+        membership: Membership | None = None,
+    ) -> None:
+        """
+        Args:
+            dump_dir: receives the rows of a step that turned non-finite.
+            losses: those that steps will name, in the same order on every worker; a learner alone
+                takes any.
+            membership: the leader's; None: there are no other workers.
+        """
+        self._group = WorkerGroup(membership, config.device)
+        self._worker = LearnerWorker(config, losses, self._group)
+        self._token_budget = (
+            config.token_budget or TOKEN_BUDGET[self._worker.device.partition(":")[0]]
         )
-        self._optimizer = build_optimizer(self.model, config.optimizer)
-        self._schedule = build_schedule(self._optimizer, config.optimizer, config.total_steps)
+        self._dump_dir = Path(dump_dir)
+
+    @property
+    def device(self) -> str:
+        return self._worker.device
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """As this process holds it: all of it, or its share."""
+        return self._worker.model
 
     def step(self, *parts: Part) -> dict[str, float]:
         """One optimizer step over all rows, accumulated in micro-batches under the token budget.
@@ -82,103 +88,122 @@ class Learner:
             NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
                 before the step, and the offending rows are in `dump_dir`.
         """
-        rows_D = [row for part in parts for row in part.rows_D]
-        made: dict[str, float] = defaultdict(float)
-        padded = 0
-        self._optimizer.zero_grad(set_to_none=True)
+        dealt: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
         for part in parts:
-            padded += self._accumulate(part, made)
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self._config.optimizer.max_grad_norm
-        ).item()
-        if not math.isfinite(grad_norm):
-            raise self._non_finite(f"the gradient norm is {grad_norm}", rows_D)
-        lr = self._optimizer.param_groups[0]["lr"]
-        self._optimizer.step()
-        self._schedule.step()
+            for mine, more in zip(dealt, self._deal(part), strict=True):
+                mine += more
+        shares: list[StepShare] = self._on_each("step", dealt)
+        self._require_finite(shares, dealt)
+        made: dict[str, float] = defaultdict(float)
+        for share in shares:
+            add_metrics(made, share.metrics)
+        rows_D = [row for part in parts for row in part.rows_D]
+        padded = sum(
+            len(micro.rows_B) * max(map(len, micro.rows_B))
+            for mine in dealt
+            for micro in mine
+            if micro.counted
+        )
         return finish_metrics(made) | {
-            "train/grad_norm": grad_norm,
-            "train/lr": lr,
+            "train/grad_norm": shares[0].grad_norm,
+            "train/lr": shares[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
             # of the padded micro-batches, before shared contexts are taken out of them
-            "train/padding_share": 1 - sum(len(row) for row in rows_D) / padded,
+            "train/padding_share": 1 - sum(map(len, rows_D)) / padded,
         }
 
-    def _accumulate(self, part: Part, made: dict[str, float]) -> int:
-        """Adds the part's gradients, and its metrics to `made`; returns the tokens it padded to."""
+    def _deal(self, part: Part) -> list[list[MicroBatch]]:
+        """The part's micro-batches, by worker."""
         counts = StepCounts(sum(row.num_trained for row in part.rows_D), len(part.rows_D))
-        padded = 0
-        for rows_B in split_by_token_budget(part.rows_D, self._token_budget, part.rows_per_unit):
-            batch = collate(rows_B, self.device)
-            loss, metrics = part.loss(self._forward, batch, counts)
-            loss = part.coef * loss
-            if not math.isfinite(loss.item()):
-                raise self._non_finite(f"the loss is {loss.item()}", rows_B)
-            loss.backward()
-            padded += batch.tokens_BT.numel()
-            made["train/loss"] += loss.item()
-            for name, value in metrics.items():
-                if name.endswith("_max"):
-                    made[name] = max(made.get(name, -math.inf), value.item())
-                elif name.endswith("_min"):
-                    made[name] = min(made.get(name, math.inf), value.item())
-                else:
-                    made[name] += value.item()
-        return padded
+        batches = self._split(part.rows_D, part.rows_per_unit)
+        loss = self._number_of(part.loss)
+        return [
+            [
+                MicroBatch(rows_B=rows, loss=loss, counts=counts, coef=part.coef, counted=counted)
+                for rows, counted in mine
+            ]
+            for mine in deal(batches, self._group.size)
+        ]
 
-    @torch.no_grad()
-    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+    def _split(self, rows_D: Sequence[TrainingRow], rows_per_unit: int) -> list[list[TrainingRow]]:
+        """Micro-batches under the token budget, small enough that every worker has one."""
+        budget = self._token_budget
+        if self._group.size > 1:
+            budget = min(budget, -(-sum(map(len, rows_D)) // self._group.size))
+        return list(split_by_token_budget(rows_D, budget, rows_per_unit))
+
+    def _number_of(self, loss: LossFunction) -> int:
+        losses = self._worker.losses
+        if loss not in losses:
+            assert self._group.size == 1, f"the other workers do not know {loss}"
+            losses.append(loss)
+        return losses.index(loss)
+
+    def _on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        """Every worker's answer to the order, by rank; each has an argument of its own."""
+        self._group.send([Order(method, argument) for argument in arguments])
+        return self._group.collect(getattr(self._worker, method)(arguments[0]))
+
+    def _on_all(self, method: str, argument: Any = None) -> list[Any]:
+        return self._on_each(method, [argument] * self._group.size)
+
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the present weights, one array a row."""
-        self.model.eval()
-        by_row: dict[int, np.ndarray] = {}
-        for rows_B in split_by_token_budget(rows_D, self._token_budget):
-            logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
-            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
-            for row, part_N in zip(rows_B, np.split(logprobs_N, ends), strict=True):
-                by_row[id(row)] = part_N
-        self.model.train()
+        dealt = deal(self._split(rows_D, 1), self._group.size)
+        answers = self._on_each("logprobs", [[rows for rows, _ in mine] for mine in dealt])
+        by_row: dict[int, FloatArray] = {}
+        for mine, answer in zip(dealt, answers, strict=True):
+            for (rows_B, _), logprobs in zip(mine, answer, strict=True):
+                by_row |= {id(row): part_N for row, part_N in zip(rows_B, logprobs, strict=True)}
         return [by_row[id(row)] for row in rows_D]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The present weights themselves, on the learner's device; the next step changes them.
+    def weights(self) -> Weights:
+        """The present weights; the next step changes them."""
+        return _LearnerWeights(self)
 
-        Each stored tensor once: a tied lm_head is left to its embedding.
+    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the weights as a Hugging Face checkpoint to `model/`, and all else that the next
+        step depends on. Any number of workers can go on from it.
+
+        Raises:
+            CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
         """
-        tensors, seen = {}, set()
-        for name, parameter in self.model.state_dict().items():
-            if parameter.data_ptr() not in seen:
-                seen.add(parameter.data_ptr())
-                tensors[name] = parameter
-        return tensors
+        model_dir = path / "model"
+        model_dir.mkdir()
+        self.model.config.save_pretrained(model_dir)
+        if self.model.can_generate() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(model_dir)
+        tokenizer.save_pretrained(model_dir)
+        save_weights(model_dir, self.weights())
+        self._on_all("save_optimizer", str(path / "optimizer"))
+        schedule = self._worker.schedule.state_dict()
+        torch.save({"schedule": schedule, "rng": torch.get_rng_state()}, path / "trainer.pt")
 
-    def weights(self) -> PackedTensors:
-        """`tensors` as buffers in main memory: views of them where they are there already."""
-        return PackedTensors.pack(self.tensors())
+    def load_trainer_state(self, path: Path) -> None:
+        """Takes up all that `save` wrote there, besides the weights.
 
-    def trainer_state(self) -> dict[str, Any]:
-        """Everything besides the weights that the next step depends on."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-        }
-
-    def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if the state was written for another model."""
+        Raises:
+            CheckpointError: it cannot be read, or was written for another model.
+        """
         try:
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._schedule.load_state_dict(state["schedule"])
-            torch.set_rng_state(state["torch_rng"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the optimizer state does not fit this model: {error}"
-            ) from error
-        for parameter, moments in self._optimizer.state.items():  # torch does not look at shapes
-            if moments["exp_avg"].shape != parameter.shape:
-                raise CheckpointError(
-                    f"the optimizer state does not fit this model: moments of shape "
-                    f"{tuple(moments['exp_avg'].shape)} for weights of {tuple(parameter.shape)}"
-                )
+            state = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
+            schedule = state["schedule"]
+            torch.set_rng_state(state["rng"])
+        except Exception as error:  # zip, pickle, OS and torch's errors all mean: not readable
+            raise CheckpointError(f"cannot read {path / 'trainer.pt'}: {error}") from error
+        self._on_all("load_optimizer", str(path / "optimizer"))
+        self._on_all("set_schedule", schedule)
+
+    def _require_finite(
+        self, shares: Sequence[StepShare], dealt: Sequence[Sequence[MicroBatch]]
+    ) -> None:
+        for share, mine in zip(shares, dealt, strict=True):
+            if share.non_finite is not None:
+                place, loss = share.non_finite
+                raise self._non_finite(f"the loss is {loss}", mine[place].rows_B)
+        if not math.isfinite(norm := shares[0].grad_norm):
+            rows = [row for mine in dealt for m in mine if m.counted for row in m.rows_B]
+            raise self._non_finite(f"the gradient norm is {norm}", rows)
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
         self._dump_dir.mkdir(parents=True, exist_ok=True)
@@ -194,3 +219,18 @@ class Learner:
             f"{what}; training stops before the weights are touched. The {len(rows)} rows are in "
             f"{path} (numpy.load); a lower lr or an earlier checkpoint is the usual remedy"
         )
+
+
+class _LearnerWeights:
+    """The `Weights` of a learner: gathered from its workers, portion by portion."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.layouts: list[TensorLayout] = learner._worker.layouts()
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return self._learner._on_all("gather", names)[0]
+
+    def first_non_finite(self) -> str | None:
+        found = set(self._learner._on_all("first_non_finite"))
+        return next((layout.name for layout in self.layouts if layout.name in found), None)

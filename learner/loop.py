@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from distill.losses import Metrics, StepCounts
 from distill.metrics import group_metrics, merge_updates
 from distill.rows import advantage_metrics, policy_rows
 from distill.types import TrajectoryGroup
+from distill.weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.forward import Forward
 from learner.learner import Learner, Part
@@ -42,7 +44,7 @@ class GroupSource(Protocol):
 
 # Hands weights of a version to every policy engine; returns `push/*` metrics once all of them
 # acknowledged.
-Publish = Callable[[Mapping[str, Tensor], int], Mapping[str, float]]
+Publish = Callable[[Weights, int], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class PolicyLoop:
         if resume_from:
             self.step_count = resume_from.step
             self._trained = TrainedGroups.from_json(resume_from.delivery)
-            learner.load_trainer_state(resume_from.trainer_state())
+            learner.load_trainer_state(resume_from.path)
 
     @property
     def teachers(self) -> LocalTeachers | None:
@@ -93,7 +95,7 @@ class PolicyLoop:
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
-        return self.publisher(self.learner.tensors(), self.step_count)
+        return self.publisher(self.learner.weights(), self.step_count)
 
     def step(self) -> dict[str, float]:
         """Takes one step's groups, trains on them once, publishes; returns the step's metrics."""
@@ -169,9 +171,7 @@ class PolicyLoop:
         """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""
         return self._store.save(
             step=self.step_count,
-            model=self.learner.model,
-            tokenizer=self._tokenizer,
-            trainer_state=self.learner.trainer_state(),
+            write=partial(self.learner.save, tokenizer=self._tokenizer),
             delivery=self._trained.to_json(),
         )
 

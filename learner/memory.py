@@ -40,18 +40,19 @@ def estimate_memory(model: str) -> MemoryEstimate | None:
     return MemoryEstimate(parameters=sum(map(prod, tensor_shapes(model).values())))
 
 
-def check_fits(model: str, device: str) -> None:
-    """Raises ConfigError if the learner's share of `model` exceeds what is free on `device`."""
+def check_fits(model: str, device: str, share: float = 1.0) -> None:
+    """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`."""
     estimate = estimate_memory(model)
     if estimate is None:
         return
-    free = free_bytes(device)
-    if estimate.bytes > free:
+    free, needed = free_bytes(device), int(estimate.bytes * share)
+    if needed > free:
         raise ConfigError(
-            f"the learner of {model} needs {readable(estimate.bytes)} ({estimate}) and {device} "
+            f"the learner of {model} needs {readable(needed)} here ({estimate}) and {device} "
             f"has {readable(free)} free; a model of up to "
-            f"{free / BYTES_PER_PARAMETER / 1e6:.0f} M parameters fits, less its activations. Use "
-            "a smaller model, or a machine or GPU with more memory"
+            f"{free / share / BYTES_PER_PARAMETER / 1e6:.0f} M parameters fits, less its "
+            "activations. Use a smaller model, more learner_workers on other GPUs or machines, or "
+            "a machine or GPU with more memory"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -64,7 +65,7 @@ class SupervisedLoop:
                     f"{stream.num_units}; use the same file, or another out="
                 )
             self.step_count = resume_from.step
-            learner.load_trainer_state(resume_from.trainer_state())
+            learner.load_trainer_state(resume_from.path)
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch."""
@@ -87,8 +88,6 @@ class SupervisedLoop:
         """Writes a checkpoint of this very state."""
         return self._store.save(
             step=self.step_count,
-            model=self.learner.model,
-            tokenizer=self._tokenizer,
-            trainer_state=self.learner.trainer_state(),
+            write=partial(self.learner.save, tokenizer=self._tokenizer),
             delivery={"num_rows": self._stream.num_units},
         )

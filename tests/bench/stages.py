@@ -19,6 +19,7 @@ from distill.envs.single_turn import PromptDataset
 from distill.rows import policy_rows
 from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
+from distill.weights import gather_all
 from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss
 
@@ -60,7 +61,7 @@ def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
         learner.step(Part(rows_D=policy_rows(groups, loss.objective), loss=loss))
 
     seconds: dict[str, list[float]] = {"rollout": [], "teacher": [], "learn": [], "load": []}
-    weights = learner.weights()
+    weights = PackedTensors.pack(gather_all(learner.weights()))
     with asyncio.Runner() as runner:
         for step in range(REPEATS + 1):
             rolled, groups = _timed(lambda s=step: runner.run(rollout(s)))

@@ -14,6 +14,8 @@ from actors.embedded_engine import EmbeddedEngine
 from cluster.weight_probe import WeightProbe
 from distill.errors import CalibrationError
 from distill.interfaces import Score, ScoreRequest
+from distill.tensors import PackedTensors
+from distill.weights import gather_all
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
@@ -46,8 +48,9 @@ class Run:
             parameter.data.mul_(1.01)
 
     def push(self, version: int, *names: str) -> None:
+        packed = PackedTensors.pack(gather_all(self.learner.weights()))
         for name in names:
-            self.runner.run(self.engines[name].load_weights(self.learner.weights(), version))
+            self.runner.run(self.engines[name].load_weights(packed, version))
 
 
 BOTH = ("policy engine 0", "policy engine 1")

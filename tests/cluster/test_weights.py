@@ -14,7 +14,6 @@ import pytest
 import ray
 import torch
 from rich.console import Console
-from torch import Tensor
 
 import cluster.acknowledge
 import cluster.weights_group
@@ -32,11 +31,12 @@ from cluster.weights import (
     SharedMemoryTransport,
     choose_transports,
 )
-from cluster.weights_group import plan_buckets
 from distill.errors import CalibrationError, ConfigError, EngineError
 from distill.interfaces import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.models import load_causal_lm, read_weights
 from distill.sampling import TrainSampling
+from distill.tensors import PackedTensors
+from distill.weights import HeldWeights, gather_all, plan_buckets
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
@@ -133,12 +133,12 @@ def versions(engines: Mapping[str, Any]) -> list[int]:
 def test_a_push_reaches_every_engine_and_then_frees_slots(engines, learner: Learner) -> None:
     pair, queue = engines(EmbeddedEngine, EmbeddedEngine), Queue()
     publish = publisher(pair, learner, queue)
-    first = publish(learner.tensors(), 0)
+    first = publish(learner.weights(), 0)
     assert queue.released == [] and "push/probe_gap" not in first
     assert publish.describe() == ("shared memory to policy engine 0, policy engine 1")
     for version in (1, 2):
         learn(learner)
-        metrics = publish(learner.tensors(), version)
+        metrics = publish(learner.weights(), version)
         assert versions(pair) == [version] * 2
         assert queue.released == [4] * version
         assert metrics["push/bytes"] == sum(p.nbytes for p in learner.model.parameters())
@@ -156,7 +156,7 @@ def test_every_so_many_versions_are_probed(
     publish = publisher(engines(EmbeddedEngine), learner, Queue(), probe_every=every)
     found = []
     for version in range(5):
-        metrics = publish(learner.tensors(), version)
+        metrics = publish(learner.weights(), version)
         found += [version - 1] if "push/probe_gap" in metrics else []
     found += [4] if publish.settle() is not None else []
     assert found == asked
@@ -164,20 +164,20 @@ def test_every_so_many_versions_are_probed(
 
 def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Learner) -> None:
     publish = publisher(engines(EmbeddedEngine, Liar), learner, Queue())
-    publish(learner.tensors(), 0)
+    publish(learner.weights(), 0)
     learn(learner)
-    publish(learner.tensors(), 1)
+    publish(learner.weights(), 1)
     with pytest.raises(CalibrationError, match="policy engine 1 does not hold weights version 1"):
-        publish(learner.tensors(), 2)
+        publish(learner.weights(), 2)
 
 
 def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -> None:
     only = engines(EmbeddedEngine)
     publish = publisher(only, learner, Queue())
-    tensors = dict(learner.tensors())
+    tensors = gather_all(learner.weights())
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("inf"))
     with pytest.raises(EngineError, match=r"'model.norm.weight' is not finite"):
-        publish(tensors, 1)
+        publish(HeldWeights(tensors), 1)
     assert versions(only) == [0]
 
 
@@ -200,7 +200,7 @@ def test_an_engine_in_trouble_is_named(engines, learner: Learner, how: str, mess
         | {"timeout_s": 1.0 if how == "hangs" else TIMEOUT_S}
     )
     with pytest.raises(EngineError, match=message) as error:
-        publish(learner.tensors(), 1)
+        publish(learner.weights(), 1)
     assert "policy engine 0" not in str(error.value)
     assert queue.released == [], "rollouts would start on old weights"
     ray.kill(troubled)
@@ -213,7 +213,7 @@ def test_all_engines_in_trouble_are_named_and_a_hanging_one_not_waited_for(
     sick = {how: actor(Troubled, how) for how in ("refuses", "hangs")}
     publish = publisher(sick, learner, Queue(), choice="object_store", timeout_s=3600)
     with pytest.raises(EngineError, match=r"refuses: no room for them; no answer from hangs$"):
-        publish(learner.tensors(), 1)
+        publish(learner.weights(), 1)
     for engine in sick.values():
         ray.kill(engine)
 
@@ -223,7 +223,7 @@ def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path
     publish = publisher(pair, learner, Queue(), choice="disk", directory=str(directory))
     for version in range(3):
         learn(learner)
-        publish(learner.tensors(), version)
+        publish(learner.weights(), version)
         assert [path.name for path in directory.iterdir()] == [f"version-{version:06d}"]
         assert versions(pair) == [version] * 2
     assert publish.settle() is not None
@@ -242,7 +242,7 @@ def test_a_disk_that_cannot_be_written(engines, learner: Learner, tmp_path: Path
     only = engines(EmbeddedEngine)
     publish = publisher(only, learner, Queue(), choice="disk", directory=str(tmp_path / "a file"))
     with pytest.raises(EngineError, match=r"cannot write weights version 3 .*object_store"):
-        publish(learner.tensors(), 3)
+        publish(learner.weights(), 3)
     assert versions(only) == [0]
 
 
@@ -313,7 +313,7 @@ def test_buckets_are_in_order_full_and_of_one_dtype() -> None:
         ("f", 1, torch.float32),
     ]
     tensors = {name: torch.zeros(size, dtype=dtype) for name, size, dtype in sizes}
-    buckets = plan_buckets(tensors, bucket_bytes=64)
+    buckets = plan_buckets(HeldWeights(tensors).layouts, bucket_bytes=64)
     assert [[layout.name for layout in bucket] for bucket in buckets] == [
         ["a", "b"], ["c"], ["d"], ["e"], ["f"],
     ]  # fmt: skip
@@ -356,14 +356,14 @@ def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
 def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
     """A publisher that sends the first weights as version 0 by a group, in several buckets."""
     monkeypatch.setattr(cluster.acknowledge, "GRACE_S", 20.0)
-    ray.get(server.load_weights.remote(learner.weights(), 0))
+    ray.get(server.load_weights.remote(PackedTensors.pack(gather_all(learner.weights())), 0))
     publish = publisher({"policy engine 0": server}, learner, Queue(), choice="group", served=True)
     transport = GroupTransport(
         {"policy engine 0": server}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
         bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
     publish._transports = [transport]
-    assert len(plan_buckets(learner.tensors(), BUCKET_BYTES)) >= 3
+    assert len(plan_buckets(learner.weights().layouts, BUCKET_BYTES)) >= 3
     yield publish
     transport.abort()
 
@@ -386,7 +386,7 @@ def test_every_transport_into_a_server(
     )  # fmt: skip
     for version in range(3):
         learn(learner)
-        metrics = publish(learner.tensors(), version)
+        metrics = publish(learner.weights(), version)
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
                    for sample in samples(server))  # fmt: skip
@@ -399,7 +399,7 @@ def test_every_transport_into_a_server(
 def test_a_group_sends_several_buckets_again_and_again(by_group, learner, server: Any) -> None:
     for version in range(1, 6):
         learn(learner)
-        metrics = by_group(learner.tensors(), version)
+        metrics = by_group(learner.weights(), version)
         assert metrics.get("push/probe_gap", 0) < 1e-4
     assert by_group.settle() < 1e-4
     assert versions({"server": server}) == [5]
@@ -410,24 +410,24 @@ def test_what_an_engine_refuses_never_hangs_the_learner(
     by_group, learner: Learner, server: Any, when: str
 ) -> None:
     if when == "in the group":
-        by_group(learner.tensors(), 1)
+        by_group(learner.weights(), 1)
     version = versions({"server": server})[0]
-    tensors = dict(learner.tensors()) | {"model.norm.weight": torch.ones(7)}
+    tensors = gather_all(learner.weights()) | {"model.norm.weight": torch.ones(7)}
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"policy engine 0: 'model.norm.weight' has shape \(7,\)"):
-        by_group(tensors, 9)
+        by_group(HeldWeights(tensors), 9)
     assert time.monotonic() - started < TIMEOUT_S / 2
     assert versions({"server": server}) == [version]
     assert len(samples(server)) == 2
-    by_group(learner.tensors(), 10)  # by a new group
+    by_group(learner.weights(), 10)  # by a new group
     assert by_group.settle() < 1e-4
 
 
-def spoilt(learner: Learner) -> dict[str, Tensor]:
-    tensors = dict(learner.tensors())
+def spoilt(learner: Learner) -> HeldWeights:
+    tensors = gather_all(learner.weights())
     tensors["model.norm.weight"] = tensors["model.norm.weight"].detach().clone()
     tensors["model.norm.weight"][3] = float("nan")
-    return tensors
+    return HeldWeights(tensors)
 
 
 def test_weights_that_are_not_finite_are_not_sent(by_group, learner: Learner, server: Any) -> None:
@@ -441,7 +441,7 @@ def test_a_broadcast_that_breaks_off(
     by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
     """`survives` buckets arrive: none, and the engine keeps its weights; one, and it is torn."""
-    by_group(learner.tensors(), 1)
+    by_group(learner.weights(), 1)
     by_group.settle()
     broadcast, sent = torch.distributed.broadcast, []
 
@@ -454,7 +454,7 @@ def test_a_broadcast_that_breaks_off(
     monkeypatch.setattr(torch.distributed, "broadcast", break_off)
     learn(learner)
     with pytest.raises(EngineError, match="the network is down") as error:
-        by_group(learner.tensors(), 2)
+        by_group(learner.weights(), 2)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     if survives:
         assert "restart the engine" in str(error.value)
@@ -463,6 +463,6 @@ def test_a_broadcast_that_breaks_off(
     else:
         assert "goes on with the weights it had" in str(error.value)
         assert all((sample.versions_T == 1).all() for sample in samples(server))
-    by_group(learner.tensors(), 3)
+    by_group(learner.weights(), 3)
     assert by_group.settle() < 1e-4
     assert len(samples(server)) == 2

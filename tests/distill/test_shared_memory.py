@@ -15,6 +15,7 @@ import distill.shared_memory
 from distill.errors import EngineError
 from distill.shared_memory import SharedBlock, SharedTensors
 from distill.tensors import first_non_finite
+from distill.weights import HeldWeights
 
 
 def tensors(fill: float) -> dict[str, torch.Tensor]:
@@ -24,6 +25,10 @@ def tensors(fill: float) -> dict[str, torch.Tensor]:
         "half": torch.full((7,), fill, dtype=torch.bfloat16),
         "nothing": torch.zeros(0, 4),
     }
+
+
+def held(fill: float) -> HeldWeights:
+    return HeldWeights(tensors(fill))
 
 
 def read_elsewhere(shared: SharedTensors) -> dict[str, torch.Tensor]:
@@ -42,7 +47,7 @@ def read_elsewhere(shared: SharedTensors) -> dict[str, torch.Tensor]:
 def test_another_process_reads_what_was_written_last() -> None:
     block = SharedBlock()
     for fill in (1.0, 2.0, 3.0):
-        block.write(tensors(fill))
+        block.write(held(fill))
         readers = [block.share(), block.share()]
         for shared in readers:
             read = read_elsewhere(shared)
@@ -53,11 +58,11 @@ def test_another_process_reads_what_was_written_last() -> None:
 
 def test_a_block_grows_and_is_kept() -> None:
     block = SharedBlock()
-    block.write(tensors(1.0))
+    block.write(held(1.0))
     first = block._block
-    block.write(tensors(3.0))
+    block.write(held(3.0))
     assert block._block is first
-    block.write({"w": torch.ones(1000)})
+    block.write(HeldWeights({"w": torch.ones(1000)}))
     assert block._block is not first
     assert torch.equal(block.share().unpack()["w"], torch.ones(1000))
 
@@ -66,7 +71,7 @@ def test_no_room_is_an_error_and_not_a_bus_error(monkeypatch: pytest.MonkeyPatch
     full: Callable[..., object] = lambda _: type("Usage", (), {"free": 10})  # noqa: E731
     monkeypatch.setattr(distill.shared_memory.shutil, "disk_usage", full)
     with pytest.raises(EngineError, match="do not fit into /dev/shm"):
-        SharedBlock().write(tensors(1.0))
+        SharedBlock().write(held(1.0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

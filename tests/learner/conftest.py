@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.batching import TrainingRow
 from distill.objective import ObjectiveConfig
 from distill.types import TrajectoryGroup
+from distill.weights import Weights, gather_all
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, OptimizerConfig, Precision
 from learner.learner import Learner, Part
@@ -84,9 +86,9 @@ class World:
         self.events.append(f"take {[made.group_id for made in taken]}")
         return taken
 
-    def publish(self, weights: Mapping[str, Tensor], version: int) -> dict[str, float]:
+    def publish(self, weights: Weights, version: int) -> dict[str, float]:
         self.events.append(f"publish {version}")
-        copied = {name: tensor.detach().numpy().tobytes() for name, tensor in weights.items()}
+        copied = {name: t.numpy().tobytes() for name, t in gather_all(weights).items()}
         self.published.append((version, copied))
         return {"push/bytes": sum(map(len, copied.values()))}
 
@@ -200,3 +202,15 @@ def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingR
         )
         for row, logprobs_N in zip(rows, learner.logprobs(rows), strict=True)
     ]
+
+
+def trainer_state(learner: Learner) -> dict[str, Any]:
+    """What a learner alone keeps besides its weights."""
+    worker = learner._worker
+    return {
+        "schedule": worker.schedule.state_dict(),
+        "moments": {
+            name: {key: value.numpy().tobytes() for key, value in worker.optimizer.state[p].items()}
+            for name, p in worker.model.named_parameters()
+        },
+    }

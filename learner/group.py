@@ -1,0 +1,144 @@
+"""The workers of one learner: how they meet, and how the first of them tells the others what to do.
+
+    leader     send (an order to each) -> does its own share -> collect (an answer of each)
+    follower   receive (an order), do it, answer, receive ...      ends with its connection
+
+What is computed together (FSDP's gathers and reductions) passes by the default process group;
+orders and answers, which are Python objects, by two groups of their own in main memory.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# A follower waits for orders as long as the leader waits for rollouts, evaluations and people who
+# look at a trace; a leader that is gone closes the connection at once.
+ORDERS_DEADLINE = timedelta(days=7)
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A worker's place in its group.
+
+    Attributes:
+        address, port: of the TCPStore at which the workers meet; see `open_store`.
+        rank: 0 leads.
+        timeout_s: longest that a worker waits for another within an order.
+    """
+
+    address: str
+    port: int
+    rank: int
+    size: int
+    timeout_s: float
+
+
+class Order(NamedTuple):
+    """A method of `LearnerWorker` by name, and its argument."""
+
+    method: str
+    argument: Any
+
+
+class WorkerGroup:
+    """One process's end of the group. Of size 1 it needs no process group, and has none."""
+
+    def __init__(self, membership: Membership | None, device: str) -> None:
+        """Returns when every worker has joined.
+
+        Raises:
+            DistError, RuntimeError: another did not join within the time-out.
+        """
+        self.rank = membership.rank if membership else 0
+        self.size = membership.size if membership else 1
+        self.mesh: DeviceMesh | None = None
+        self.collectives: dist.ProcessGroup | None = None
+        if membership is None or membership.size == 1:
+            return
+        kind = device.partition(":")[0]
+        if membership.address == LOOPBACK:  # gloo would listen on the host's public address
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=membership.timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=TCPStore(membership.address, membership.port, timeout=timeout),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        self._orders = _in_memory(ORDERS_DEADLINE)
+        self.collectives = _in_memory(timeout)
+        self.mesh = init_device_mesh(kind, (self.size,))
+
+    def send(self, orders: Sequence[Order]) -> None:
+        """An order to each worker, by rank; the leader keeps its own."""
+        if self.size > 1:
+            dist.scatter_object_list([None], list(orders), src=0, group=self._orders)
+
+    def receive(self) -> Order:
+        """The follower's next order."""
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None, src=0, group=self._orders)
+        return received[0]
+
+    def collect(self, own: Any) -> list[Any]:
+        """On the leader: every worker's answer, by rank."""
+        if self.size == 1:
+            return [own]
+        answers: list[Any] = [None] * self.size
+        dist.gather_object(own, answers, dst=0, group=self.collectives)
+        return answers
+
+    def answer(self, value: Any) -> None:
+        """On a follower."""
+        dist.gather_object(value, None, dst=0, group=self.collectives)
+
+    def total(self, value: float) -> float:
+        """The sum of every worker's value; NaN and infinities spread to all."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self.collectives)
+        return total.item()
+
+    def workers_here(self) -> int:
+        """How many of the workers share this host."""
+        if self.size == 1:
+            return 1
+        hosts: list[Any] = [None] * self.size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self.collectives)
+        return hosts.count(socket.gethostname())
+
+
+def _in_memory(timeout: timedelta) -> dist.ProcessGroup:
+    """A group of all workers that passes what is in main memory."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def open_store(address: str, timeout_s: float) -> TCPStore:
+    """Where workers meet. Listens on this address alone; torch itself would on every one."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.bind((address, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )

@@ -1,0 +1,89 @@
+"""One model over several workers: each holds a share of every weight, gradient and moment (FSDP2).
+
+A decoder layer is the unit: its weights are made whole right before it runs, forward and backward,
+and let go afterwards; its gradients are summed over the workers as soon as they are there. What is
+in no layer (embedding, last norm, vocabulary projection) is made whole for a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_utils import PreTrainedModel
+
+from learner.group import WorkerGroup
+
+T = TypeVar("T")
+
+
+class Root(nn.Module):
+    """Whatever uses the model runs inside this module's forward, where FSDP's hooks are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype) -> Root:
+    """Splits the leader's weights over the group, a layer at a time; others bring the shape only.
+
+    The leader's main memory holds the model once at the start; nobody else's ever holds more than
+    its share and a layer. Gradients are sums over the workers, not means: losses are normalised by
+    global counts.
+    """
+    assert group.mesh is not None, "a learner alone is not sharded"
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=torch.float32,
+    )
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0, group=group.collectives)
+    for layer in _layers(model):
+        _spread(layer.parameters(), group)
+        fully_shard(layer, mesh=group.mesh, mp_policy=policy)
+    _spread((p for p in model.parameters() if not isinstance(p, DTensor)), group)
+    root = Root(model)
+    fully_shard(root, mesh=group.mesh, mp_policy=policy)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """What Hugging Face says must stay whole on a device: the decoder's layers."""
+    kinds = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in kinds]
+    assert found, f"{type(model).__name__} names no layers to shard"
+    return found
+
+
+def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
+    for parameter in parameters:
+        dist.broadcast(parameter.data, src=0, group=group.collectives)
+
+
+def reshard(root: Root) -> None:
+    """Keeps the shares alone: the weights that optimizer and checkpoints know."""
+    assert isinstance(root, FSDPModule)
+    root.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. Every worker must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This worker's share of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

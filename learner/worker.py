@@ -1,0 +1,217 @@
+"""One worker of a learner: its share of the model and of the optimizer, and what it does on orders.
+
+A learner alone has one worker, which holds all. What an order computes together with other workers
+(a layer's weights, a gradient's sum) they compute in the same sequence, so each of them gets
+equally many micro-batches, and each order goes to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.batching import Batch, TrainingRow, collate
+from distill.cpu_linear import use_onednn
+from distill.losses import Metrics, StepCounts, add_metrics
+from distill.models import empty_causal_lm, load_causal_lm, resolve_device
+from distill.tensors import TensorLayout, first_non_finite
+from distill.types import FloatArray
+from learner.config import LearnerConfig
+from learner.forward import Forward
+from learner.group import WorkerGroup
+from learner.memory import check_fits
+from learner.optimizer import build_optimizer, build_schedule, load_moments, save_moments
+from learner.sharding import Root, local, reshard, shard, whole
+
+
+class LossFunction(Protocol):
+    """Runs the forward pass over a micro-batch."""
+
+    def __call__(
+        self, forward: Forward, batch: Batch, counts: StepCounts, /
+    ) -> tuple[Tensor, Metrics]:
+        """Its share of the step's loss, and metrics as `distill.losses` has them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows that run together, under one loss.
+
+    Attributes:
+        loss: its number among the worker's losses, which cannot travel.
+        counts: of the whole step, over all workers.
+        coef: what the loss is multiplied by.
+        counted: False where the rows are another worker's, run only to keep step with it.
+    """
+
+    rows_B: list[TrainingRow]
+    loss: int
+    counts: StepCounts
+    coef: float
+    counted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare:
+    """What a worker has to say of a step.
+
+    Attributes:
+        metrics: of its own micro-batches; `train/loss` among them.
+        non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
+        grad_norm: of the whole gradient, before clipping.
+        lr: of the step.
+    """
+
+    metrics: Mapping[str, float]
+    non_finite: tuple[int, float] | None
+    grad_norm: float
+    lr: float
+
+
+class LearnerWorker:
+    """A share of a model and its optimizer. Weights, gradients and moments are fp32.
+
+    Raises:
+        CheckpointError: the starting checkpoint cannot be loaded.
+        ConfigError: it does not fit into memory.
+    """
+
+    def __init__(
+        self, config: LearnerConfig, losses: Sequence[LossFunction], group: WorkerGroup
+    ) -> None:
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed + group.rank)
+        self.device = resolve_device(config.device)
+        self.losses = list(losses)
+        self._config, self._group = config, group
+        check_fits(config.model, self.device, _share(group, self.device))
+        self.model = self._load()
+        compute_dtype = getattr(torch, config.dtype)
+        self._root: Root | None = None
+        if group.size > 1:
+            self._root = shard(self.model, group, compute_dtype)
+        if config.dtype == "float32":
+            use_onednn(self.model)
+        self._forward = Forward(
+            self.model,
+            dtype=compute_dtype,
+            gradient_checkpointing=config.gradient_checkpointing,
+            root=self._root,
+        )
+        self._let_go()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
+
+    def _load(self) -> Any:
+        if self._group.size == 1:
+            return load_causal_lm(self._config.model, dtype=torch.float32, device=self.device)
+        if self._group.rank == 0:
+            return load_causal_lm(self._config.model, dtype=torch.float32, device="cpu")
+        return empty_causal_lm(self._config.model, dtype=torch.float32)
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
+        """Accumulates the gradients of its micro-batches, and updates its share of the weights.
+
+        Where any worker's loss, or the gradient, is not finite, no worker touches its weights.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        made: dict[str, float] = defaultdict(float)
+        non_finite = None
+        for i, micro in enumerate(micro_batches):
+            batch = collate(micro.rows_B, self.device)
+            loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+            loss = loss * (micro.coef if micro.counted else 0.0)
+            if non_finite is None and not math.isfinite(loss.item()):
+                non_finite = (i, loss.item())
+            loss.backward()
+            if micro.counted:
+                metrics["train/loss"] = loss.detach()
+                add_metrics(made, {name: value.item() for name, value in metrics.items()})
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self._config.optimizer.max_grad_norm
+        )
+        grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
+        bad = self._group.total(float(non_finite is not None))
+        if not bad and math.isfinite(grad_norm):
+            self.optimizer.step()
+            self.schedule.step()
+        return StepShare(metrics=dict(made), non_finite=non_finite, grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
+        """log p_T of each row's trained tokens under the present weights, batch by batch."""
+        self.model.eval()
+        made = []
+        for rows_B in batches:
+            logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
+            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
+            made.append(np.split(logprobs_N, ends))
+        self.model.train()
+        self._let_go()
+        return made
+
+    def _let_go(self) -> None:
+        """After a pass without gradients: FSDP leaves what is in no layer whole."""
+        if self._root is not None:
+            reshard(self._root)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """This worker's share of every stored tensor, each once; the next step changes them.
+
+        A tied lm_head is left to its embedding.
+        """
+        tensors, seen = {}, set()
+        for name, tensor in self.model.state_dict().items():
+            address = local(tensor).data_ptr()
+            if address not in seen or not local(tensor).numel():
+                seen.add(address)
+                tensors[name] = tensor
+        return tensors
+
+    def layouts(self) -> list[TensorLayout]:
+        """Of all weights, whole."""
+        return [TensorLayout.of(name, tensor) for name, tensor in self.tensors().items()]
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """These weights, whole; on the leader only, for they do not travel as an answer."""
+        tensors = self.tensors()
+        made = {name: whole(tensors[name]).detach() for name in names}
+        return made if self._group.rank == 0 else {}
+
+    def first_non_finite(self, _: None) -> str | None:
+        """The name of the first tensor with a NaN or an infinity in this worker's share."""
+        return first_non_finite({name: local(t) for name, t in self.tensors().items()})
+
+    def save_optimizer(self, path: str) -> None:
+        """Writes its share of AdamW's moments."""
+        save_moments(path, self.model, self.optimizer, self._group.collectives)
+
+    def load_optimizer(self, path: str) -> None:
+        """Raises CheckpointError if they were written for another model, or cannot be read."""
+        load_moments(path, self.model, self.optimizer, self._group.collectives)
+
+    def set_schedule(self, state: Mapping[str, Any]) -> None:
+        """Where the learning rate is in its course."""
+        self.schedule.load_state_dict(dict(state))
+        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+
+def _share(group: WorkerGroup, device: str) -> float:
+    """Of a model's bytes, those that go into one memory: a GPU's, or that of a host's workers."""
+    return (1 if device.startswith("cuda") else group.workers_here()) / group.size
+
+
+def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
+    """What a worker that does not lead does: waits for an order, carries it out, answers."""
+    while True:
+        order = group.receive()
+        group.answer(getattr(worker, order.method)(order.argument))

@@ -1,0 +1,184 @@
+"""Two workers are one learner: the same losses, weights and checkpoints as one process has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.batching import TrainingRow, deal, split_by_token_budget
+from distill.errors import NonFiniteError
+from distill.objective import ObjectiveConfig
+from distill.tokenizer import load_tokenizer
+from distill.weights import gather_all, total_bytes
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig, OptimizerConfig
+from learner.dpo import PreferenceLoss
+from learner.learner import Learner, Part
+from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.sharding import local
+from tests.conftest import TinyPair
+from tests.learner.two_workers import tell
+from tests.samples import training_row
+
+PPO = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
+PAIRS = PreferenceLoss(beta=0.5, sft_coef=0.1)
+LOSSES = (PPO, cross_entropy_loss, PAIRS)
+ROWS = [training_row(2 + i, 2 + 3 * (i % 5), seed=i, temperature=0.5 + 0.1 * i) for i in range(12)]
+PREFERENCES = [
+    replace(row, reference_logprobs_T=np.full(len(row), -3.0, np.float32)) for row in ROWS[:6]
+]
+# One row is most of the step's tokens; and a step with fewer rows than workers.
+UNEVEN = [training_row(3, 60, seed=40), training_row(2, 2, seed=41), training_row(2, 3, seed=42)]
+STEPS: list[list[Part]] = [
+    [Part(rows_D=ROWS, loss=PPO)],
+    [Part(rows_D=ROWS[:7], loss=PPO), Part(rows_D=ROWS[7:], loss=cross_entropy_loss, coef=0.3)],
+    [Part(rows_D=PREFERENCES, loss=PAIRS, rows_per_unit=2)],
+    [Part(rows_D=UNEVEN, loss=PPO)],
+    [Part(rows_D=ROWS[:1], loss=PPO)],
+    [Part(rows_D=ROWS[3:9], loss=PPO)],
+]
+HALF = 3
+
+
+def config(model: str, **changes: Any) -> LearnerConfig:
+    optimizer = OptimizerConfig(
+        lr=3e-3, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5
+    )
+    settings = {"total_steps": len(STEPS), "token_budget": 64, "device": "cpu"} | changes
+    return LearnerConfig(model=model, optimizer=optimizer, **settings)
+
+
+def numbers(learner: Learner) -> dict[str, np.ndarray]:
+    return {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()}
+
+
+def save(learner: Learner, root: str, tokenizer: PreTrainedTokenizerBase) -> Checkpoint:
+    store = CheckpointStore(root, keep=1)
+    return store.save(step=HALF, write=partial(learner.save, tokenizer=tokenizer), delivery={})
+
+
+def train(learner: Learner, steps: list[list[Part]]) -> list[dict[str, float]]:
+    return [learner.step(*parts) for parts in steps]
+
+
+def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
+    """Begins where one worker left off, goes on, fails, saves."""
+    learner.load_trainer_state(given["half"])
+    told: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
+    told["weights"] = numbers(learner)
+    told["logprobs"] = learner.logprobs(ROWS)
+    told["bytes"] = total_bytes(learner.weights())
+    told["held"] = sum(p.to_local().numel() for p in learner.model.parameters())
+    told["non finite"] = learner.weights().first_non_finite()
+    bad = replace(ROWS[1], weights_T=np.full(len(ROWS[1]), 3e38, np.float32))
+    try:
+        learner.step(Part(rows_D=[ROWS[0], bad, ROWS[2]], loss=PPO))
+    except NonFiniteError as error:
+        told["failed"] = str(error)
+    told["after failure"] = numbers(learner)
+    local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
+    told["spoilt"] = learner.weights().first_non_finite()
+    return told
+
+
+def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
+    train(learner, STEPS[:HALF])
+    return save(learner, given["root"], load_tokenizer(given["tokenizer"]))
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
+    """One worker's run, saved at the half."""
+    learner = Learner(config(tiny_pair.student), str(scratch / "failed"))
+    metrics = train(learner, STEPS[:HALF])
+    half = save(learner, str(scratch / "alone"), load_tokenizer(tiny_pair.student))
+    metrics += train(learner, STEPS[HALF:])
+    yield {
+        "metrics": metrics,
+        "half": half,
+        "weights": numbers(learner),
+        "logprobs": learner.logprobs(ROWS),
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
+    }
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    """Two workers that take up one worker's checkpoint."""
+    half: Checkpoint = alone["half"]
+    return tell(
+        two_workers_story, config(half.model_dir), scratch / "failed", LOSSES, {"half": half.path}
+    )
+
+
+def test_two_workers_take_the_steps_of_one(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for theirs, ours in zip(alone["metrics"][HALF:], together["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"train/padding_share"}:  # the batches are cut another way
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    assert together["weights"].keys() == alone["weights"].keys()
+    for name, theirs in alone["weights"].items():
+        np.testing.assert_allclose(together["weights"][name], theirs, atol=1e-5, err_msg=name)
+    for ours, theirs in zip(together["logprobs"], alone["logprobs"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_each_worker_holds_its_share(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    assert together["held"] <= 0.51 * alone["parameters"]
+    assert together["bytes"] == 4 * alone["parameters"]
+
+
+def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -> None:
+    assert "training stops before the weights are touched" in together["failed"]
+    for name, before in together["weights"].items():
+        np.testing.assert_array_equal(together["after failure"][name], before)
+    assert together["non finite"] is None
+    assert together["spoilt"] == "model.norm.weight"
+
+
+def test_one_worker_goes_on_from_the_checkpoint_of_two(
+    alone: dict[str, Any], tiny_pair: TinyPair, scratch: Path
+) -> None:
+    given = {"root": str(scratch / "together"), "tokenizer": tiny_pair.student}
+    frugal = config(tiny_pair.student, gradient_checkpointing=True)
+    half: Checkpoint = tell(first_half_story, frugal, scratch / "failed", LOSSES, given)
+    exported = AutoModelForCausalLM.from_pretrained(half.model_dir, dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(alone["half"].model_dir, dtype=torch.float32)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(exported.get_parameter(name), parameter, atol=1e-5, rtol=0)
+    parts = sorted(path.name for path in (half.path / "optimizer").glob("*.distcp"))
+    assert parts == ["__0_0.distcp", "__1_0.distcp"]
+    learner = Learner(config(half.model_dir), str(scratch / "failed"))
+    learner.load_trainer_state(half.path)
+    metrics = train(learner, STEPS[HALF:])
+    assert metrics[-1]["train/loss"] == pytest.approx(alone["metrics"][-1]["train/loss"], rel=1e-5)
+    for name, theirs in alone["weights"].items():
+        np.testing.assert_allclose(numbers(learner)[name], theirs, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("rows", [ROWS, UNEVEN, ROWS[:1]], ids=["even", "uneven", "one row"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_batches_are_dealt_once_and_evenly(rows: list[TrainingRow], workers: int) -> None:
+    batches = list(split_by_token_budget(rows, 40))
+    dealt = deal(batches, workers)
+    assert len(dealt) == workers and len({len(mine) for mine in dealt}) == 1
+    counted = [id(batch) for mine in dealt for batch, counts in mine if counts]
+    assert sorted(counted) == sorted(id(batch) for batch in batches)
+    assert sum(not counts for mine in dealt for _, counts in mine) < workers
+    rounds = [[len(b) * max(map(len, b)) for b, _ in now] for now in zip(*dealt, strict=True)]
+    assert workers == 1 or all(min(now) >= max(later) for now, later in pairwise(rounds))

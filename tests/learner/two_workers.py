@@ -1,0 +1,82 @@
+"""Two real learner workers, in processes of their own, that meet over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.config import LearnerConfig
+from learner.group import LOOPBACK, Membership, WorkerGroup, open_store
+from learner.learner import Learner
+from learner.worker import LearnerWorker, LossFunction, follow
+
+WORKERS = 2
+_DEADLINE_S = 240.0
+# what a leader is given, and gives back: anything that pickles
+Story = Callable[[Learner, dict[str, Any]], Any]
+
+
+def tell(
+    story: Story,
+    config: LearnerConfig,
+    scratch: Path,
+    losses: tuple[LossFunction, ...],
+    given: dict[str, Any],
+) -> Any:
+    """What `story` returns, told by a leader of two workers.
+
+    Raises:
+        AssertionError: a worker failed; with its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    store = open_store(LOOPBACK, _DEADLINE_S)
+    reader, writer = context.Pipe(duplex=False)
+    members = [
+        Membership(
+            address=LOOPBACK, port=store.port, rank=rank, size=WORKERS, timeout_s=_DEADLINE_S
+        )
+        for rank in range(WORKERS)
+    ]
+    arguments = (config, losses, members[0], str(scratch), story, given, writer)
+    leader = context.Process(target=_lead, args=arguments, daemon=True)
+    follower = context.Process(target=_follow, args=(config, losses, members[1]), daemon=True)
+    leader.start()
+    follower.start()
+    try:
+        assert reader.poll(_DEADLINE_S), "the leader did not answer"
+        problem, told = reader.recv()
+        assert not problem, problem
+        return told
+    finally:
+        for process in (leader, follower):
+            process.kill()
+            process.join()
+
+
+def _lead(
+    config: LearnerConfig,
+    losses: tuple[LossFunction, ...],
+    membership: Membership,
+    scratch: str,
+    story: Story,
+    given: dict[str, Any],
+    answer: Any,
+) -> None:
+    try:
+        learner = Learner(config, scratch, losses=losses, membership=membership)
+        answer.send(("", story(learner, given)))
+    except BaseException:
+        answer.send((traceback.format_exc(), None))
+
+
+def _follow(
+    config: LearnerConfig, losses: tuple[LossFunction, ...], membership: Membership
+) -> None:
+    torch.set_num_threads(config.threads)
+    group = WorkerGroup(membership, config.device)
+    follow(LearnerWorker(config, losses, group), group)
