@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.evaluate import Evaluator
@@ -20,19 +21,46 @@ from cluster.config_supervised import SupervisedConfig
 from cluster.handles import EnginePool
 from cluster.learner_actor import (
     LearnerActor,
+    LearnerFollower,
     TrainingLoop,
     build_policy_loop,
     build_supervised_loop,
+    policy_losses,
+    supervised_losses,
 )
 from cluster.ledger import Ledger
 from cluster.outputs import RunDirectory
 from cluster.queue import GroupQueue, WorkerEnd
 from cluster.weights import PushSettings
+from cluster.weights_group import own_address
 from distill.delivery import TrainedGroups
 from distill.envs.single_turn import PromptDataset
 from distill.errors import ConfigError
 from distill.rewards import load_reward
 from learner.checkpoint import Checkpoint
+from learner.config import LearnerConfig
+from learner.group import Membership, open_store
+from learner.worker import LossFunction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerActors:
+    """The learner's workers. The leader is asked for everything; the others `serve` it.
+
+    `meeting_point` is where they find one another; it lasts as long as this object.
+    """
+
+    leader: Any
+    followers: list[Any]
+    meeting_point: TCPStore | None
+
+    @property
+    def all(self) -> dict[str, Any]:
+        return {"learner": self.leader} | self.named_followers
+
+    @property
+    def named_followers(self) -> dict[str, Any]:
+        return {f"learner worker {i}": actor for i, actor in enumerate(self.followers, start=1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +75,12 @@ class RolloutActors:
     teachers: Mapping[str, list[Any]]
     references: list[Any]
     workers: list[Any]
-    learner: Any
+    learners: LearnerActors
     evaluator: Any
+
+    @property
+    def learner(self) -> Any:
+        return self.learners.leader
 
     @property
     def policy(self) -> EnginePool:
@@ -75,7 +107,7 @@ class RolloutActors:
     def all(self) -> dict[str, Any]:
         return {
             "queue": self.queue.actor,
-            "learner": self.learner,
+            **self.learners.all,
             "evaluator": self.evaluator,
             **_named("policy", self.policies),
             **self.scorers,
@@ -100,17 +132,29 @@ def resolve_device(config: CommonConfig) -> str:
     gpus = ray.cluster_resources().get("GPU", 0)
     if config.device == "cuda" and not gpus:
         raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
-    return "cuda" if gpus and config.device != "cpu" else "cpu"
+    if not gpus or config.device == "cpu":
+        return "cpu"
+    if config.learner_workers > 1 and config.gpus_per_actor < 1:
+        raise ConfigError(
+            f"gpus_per_actor={config.gpus_per_actor} with learner_workers="
+            f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
+        )
+    if (needed := config.learner_workers * config.gpus_per_actor) > gpus:
+        raise ConfigError(
+            f"learner_workers={config.learner_workers} need {needed:g} GPUs (gpus_per_actor="
+            f"{config.gpus_per_actor:g}) and the Ray cluster has {gpus:g}; use fewer, or add some"
+        )
+    return "cuda"
 
 
 def cpu_actors(config: CommonConfig) -> int:
     """How many actors take a CPU of their own."""
     if not isinstance(config, RolloutConfig):
-        return 1
+        return config.learner_workers
     engines = config.policy_engines + (config.reference is not None)
     if isinstance(config, OpdConfig):
         engines += config.teacher_engines * len(config.teacher_models())
-    return engines + 1
+    return engines + config.learner_workers
 
 
 def build_rollout(
@@ -148,10 +192,11 @@ def build_rollout(
         timeout_s=config.deadline_s,
         actor_options={"num_cpus": 0, "name": directory.actor_name("queue")},
     )
+    learner_config = config.learner(student, device, config.objective().num_substeps)
     build = partial(
         build_policy_loop,
         config=config,
-        learner_config=config.learner(student, device, config.objective().num_substeps),
+        learner_config=learner_config,
         inputs=inputs,
         queue=queue,
         policies=_named("policy", policies),
@@ -200,7 +245,9 @@ def build_rollout(
         teachers=teachers,
         references=references,
         workers=workers,
-        learner=_learner(config, device, build, directory),
+        learners=_learners(
+            config, learner_config, build, partial(policy_losses, config, device), directory
+        ),
         evaluator=evaluator.remote(inputs.eval_prompts_P, inputs.tokenizer, reward),
     )
 
@@ -224,18 +271,19 @@ def build_supervised(
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     device: str,
-) -> Any:
-    """The one actor of an sft or dpo run."""
+) -> LearnerActors:
+    """The actors of an sft or dpo run."""
     model = resume_from.model_dir if resume_from else config.model
+    learner_config = config.learner(model, device)
     build = partial(
         build_supervised_loop,
         config=config,
-        learner_config=config.learner(model, device),
+        learner_config=learner_config,
         inputs=inputs,
         directory=directory,
         resume_from=resume_from,
     )
-    return _learner(config, device, build, directory)
+    return _learners(config, learner_config, build, partial(supervised_losses, config), directory)
 
 
 def _engine(config: CommonConfig, engine: EngineConfig, name: str) -> Any:
@@ -255,13 +303,41 @@ def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, f
     return resources
 
 
-def _learner(
-    config: CommonConfig, device: str, build: Callable[[], TrainingLoop], directory: RunDirectory
-) -> Any:
-    return (
-        ray.remote(LearnerActor)
-        .options(**_compute(config, device), name=directory.actor_name("learner"))
-        .remote(build)
+def _learners(
+    config: CommonConfig,
+    learner_config: LearnerConfig,
+    build: Callable[..., TrainingLoop],
+    losses: Callable[[], Sequence[LossFunction]],
+    directory: RunDirectory,
+) -> LearnerActors:
+    """The leader, whose loop `build` makes of its membership, and the workers beside it."""
+    resources = _compute(config, learner_config.device)
+    workers = config.learner_workers
+    meeting_point, memberships = None, [None] * workers
+    if workers > 1:
+        address = own_address(len(ray.nodes()) == 1)
+        meeting_point = open_store(address, config.deadline_s)
+        memberships = [
+            Membership(
+                address=address,
+                port=meeting_point.port,
+                rank=rank,
+                size=workers,
+                timeout_s=config.deadline_s,
+            )
+            for rank in range(workers)
+        ]
+    leader = ray.remote(LearnerActor).options(**resources, name=directory.actor_name("learner"))
+    follower = ray.remote(LearnerFollower)
+    return LearnerActors(
+        leader=leader.remote(partial(build, membership=memberships[0])),
+        followers=[
+            follower.options(**resources, name=directory.actor_name(f"learner-{rank}")).remote(
+                learner_config, losses, memberships[rank]
+            )
+            for rank in range(1, workers)
+        ],
+        meeting_point=meeting_point,
     )
 
 

@@ -87,6 +87,11 @@ class CommonConfig:
         doc="what the learner computes in: auto is float32 on a CPU and bfloat16 on CUDA; its "
         "weights, gradients and moments are float32 in any case",
     )
+    learner_workers: int = chz.field(
+        default=1,
+        doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
+        "or CPU of its own; a run may be resumed with another number of them",
+    )
     gradient_checkpointing: bool = chz.field(
         default=False,
         doc="recompute activations in the backward pass: less memory, more time",
@@ -95,7 +100,7 @@ class CommonConfig:
 
     @chz.validate
     def _common_in_range(self) -> None:
-        for name in ("steps", "checkpoint_every", "keep_checkpoints", "threads"):
+        for name in ("steps", "checkpoint_every", "keep_checkpoints", "threads", "learner_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.seed < 0:
@@ -106,6 +111,15 @@ class CommonConfig:
         if self.token_budget is not None and self.token_budget < 1:
             raise ConfigError(f"token_budget={self.token_budget} must be at least 1")
         self.optimizer()
+
+    def require_work_for_all(self, units: int, what: str) -> None:
+        """Raises ConfigError if an optimizer step has less than one unit of work a worker."""
+        if units < self.learner_workers:
+            raise ConfigError(
+                f"learner_workers={self.learner_workers} but an optimizer step has {units} "
+                f"({what}): some workers would have nothing to do; use at most {units} workers, or "
+                "larger steps"
+            )
 
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig(

@@ -137,6 +137,10 @@ class RolloutConfig(CommonConfig, ABC):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self.require_work_for_all(
+            self.prompts_per_step * self.group_size,
+            f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
+        )
         if not self.start_deadline_s > 0:
             raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
         for name in ("sft_batch_size", "sft_coef"):

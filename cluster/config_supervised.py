@@ -22,6 +22,7 @@ class SupervisedConfig(CommonConfig):
     def _batch_in_range(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
+        self.require_work_for_all(self.batch_size, f"batch_size={self.batch_size}")
 
 
 @chz.chz

@@ -20,11 +20,13 @@ from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
-from learner.learner import Learner, LossFunction
-from learner.loop import PolicyLoop, SupervisedMix
+from learner.group import Membership, WorkerGroup
+from learner.learner import Learner
+from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
 from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import LocalTeachers
+from learner.worker import LearnerWorker, LossFunction, follow
 
 # Of supervised rows beside rollouts.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
@@ -38,6 +40,24 @@ class TrainingLoop(Protocol):
     def step(self) -> dict[str, float]: ...
 
     def save(self) -> Checkpoint: ...
+
+
+class LearnerFollower:
+    """Hosts a worker that does not lead: it holds its share of the model and takes orders."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        build_losses: Callable[[], Sequence[LossFunction]],
+        membership: Membership,
+    ) -> None:
+        losses = build_losses()
+        self._group = WorkerGroup(membership, config.device)
+        self._worker = LearnerWorker(config, losses, self._group)
+
+    def serve(self) -> None:
+        """Ends when the leader does, with an error."""
+        follow(self._worker, self._group)
 
 
 class LearnerActor:
@@ -88,18 +108,11 @@ def build_policy_loop(
     store: CheckpointStore,
     resume_from: Checkpoint | None,
     dump_dir: str,
+    membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
-    learner = Learner(learner_config, dump_dir)
-    objective = config.objective()
-    teachers = config.teacher_models()
-    local_teachers = None
-    if objective.estimator == "full":
-        local_teachers = LocalTeachers(
-            {name: teacher.model for name, teacher in teachers.items()},
-            dtype=getattr(torch, choose_dtype(config.dtype, learner.device)),
-            device=learner.device,
-        )
+    losses = policy_losses(config, learner_config.device)
+    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
     if inputs.sft_rows_D:
         stream = RowStream(
@@ -108,18 +121,40 @@ def build_policy_loop(
             seed=config.seed,
         )
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
+    loss = losses[0]
+    assert isinstance(loss, PolicyObjectiveLoss)
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
         source=queue,
         publish=Publisher(policies, queue, config.prompts_per_step, push, learner.logprobs),
         store=store,
-        loss=PolicyObjectiveLoss(objective=objective, teachers=local_teachers),
+        loss=loss,
         groups_per_step=config.prompts_per_step,
-        teacher_weights={name: teacher.weight for name, teacher in teachers.items()},
+        teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
         resume_from=resume_from,
     )
+
+
+def policy_losses(config: RolloutConfig, device: str) -> tuple[LossFunction, ...]:
+    """The losses of an opd or rl run, with the teachers of estimator=full; on every worker."""
+    objective = config.objective()
+    teachers = None
+    if objective.estimator == "full":
+        teachers = LocalTeachers(
+            {name: teacher.model for name, teacher in config.teacher_models().items()},
+            dtype=getattr(torch, choose_dtype(config.dtype, device)),
+            device=device,
+        )
+    return PolicyObjectiveLoss(objective=objective, teachers=teachers), mixed_loss
+
+
+def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
+    """The loss of an sft or dpo run."""
+    if isinstance(config, DpoConfig):
+        return (PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef),)
+    return (cross_entropy_loss,)
 
 
 def build_supervised_loop(
@@ -129,26 +164,28 @@ def build_supervised_loop(
     inputs: SupervisedInputs,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
+    membership: Membership | None,
 ) -> SupervisedLoop:
     """Builds, in the learner's actor, the loop of an sft or dpo run."""
-    learner = Learner(learner_config, str(directory.path / "failed"))
+    dump_dir = str(directory.path / "failed")
+    losses = supervised_losses(config)
+    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     rows_D, rows_per_unit = inputs.rows_D, 1
-    loss: LossFunction = cross_entropy_loss
     if isinstance(config, DpoConfig):
         reference = chz.replace(learner_config, model=config.reference or config.model)
         rows_D = with_reference(
             rows_D,
             directory.path / "reference_logprobs.npz",
-            lambda rows_D: Learner(reference, str(directory.path / "failed")).logprobs(rows_D),
+            lambda rows_D: Learner(reference, dump_dir).logprobs(rows_D),
         )
-        loss, rows_per_unit = PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef), 2
+        rows_per_unit = 2
     return SupervisedLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
         stream=RowStream(
             rows_D, batch_size=config.batch_size, seed=config.seed, rows_per_unit=rows_per_unit
         ),
-        loss=loss,
+        loss=losses[0],
         store=directory.store,
         resume_from=resume_from,
     )

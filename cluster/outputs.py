@@ -29,7 +29,7 @@ _MAY_CHANGE = {
     "steps", "checkpoint_every", "keep_checkpoints", "wandb", "device", "gpus_per_actor", "threads",
     "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
     "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
-    "weights", "probe_every", "gradient_checkpointing",
+    "weights", "probe_every", "gradient_checkpointing", "learner_workers",
 }  # fmt: skip
 
 

@@ -160,13 +160,19 @@ class Driver:
             cause = cause.cause
         if isinstance(cause, IsothermError):
             return cause
-        if isinstance(cause, RayError):
+        # What is left of a broken connection is explained by who is at its other end.
+        if isinstance(cause, RayError) or self._dead():
             return RunFailed(self._obituary(what, cause))
         return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
 
+    def _dead(self) -> list[str]:
+        """Who does not answer any more. Actors that are merely busy are not dead."""
+        pings = {actor.__ray_ready__.remote(): name for name, actor in self.actors.items()}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
+        return [pings[ping] for ping in answered if _failed(ping)]
+
     def _obituary(self, what: str, error: BaseException) -> str:
-        dead = [name for name, actor in self.actors.items() if not _alive(actor)]
-        who = ", ".join(dead) if dead else "an actor"
+        who = ", ".join(self._dead()) or "an actor"
         lines = [line for line in str(error).splitlines() if line.strip()]
         # A constructor's traceback ends with what went wrong; other deaths say it first.
         last = isinstance(error, RayActorError) and "creation task" in lines[0]
@@ -174,14 +180,12 @@ class Driver:
         return f"{what} failed because {who} died ({reason})"
 
 
-def _alive(actor: Any) -> bool:
+def _failed(reference: Any) -> bool:
     try:
-        ray.get(actor.__ray_ready__.remote(), timeout=_PING_S)
-    except GetTimeoutError:
-        return True  # busy, not dead
+        ray.get(reference, timeout=0)
     except RayError:
-        return False
-    return True
+        return True
+    return False
 
 
 def drive(

@@ -144,7 +144,7 @@ class PolicyLoop:
             update = [Part(rows_D=rows_D, loss=self._loss)] if rows_D else []
             if mix := self._supervised:
                 batch = mix.stream.batch(self.step_count * objective.num_substeps + i)
-                update.append(Part(rows_D=batch, loss=_mixed_loss, coef=mix.coef))
+                update.append(Part(rows_D=batch, loss=mixed_loss, coef=mix.coef))
             if update:
                 updates.append(self.learner.step(*update))
         return metrics | merge_updates(updates)
@@ -182,7 +182,7 @@ def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:
     return replace(row, proximal_logprobs_T=proximal_T)
 
 
-def _mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+def mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
     """Cross-entropy beside the policy loss, whose metrics keep their names."""
     loss, metrics = cross_entropy_loss(forward, batch, counts)
     return loss, {"sft/nll": metrics["train/nll"]}

@@ -12,7 +12,8 @@ from distill.batching import TrainingRow
 from distill.errors import CheckpointError
 from distill.prompts import PromptStream
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.learner import Learner, LossFunction, Part
+from learner.learner import Learner, Part
+from learner.worker import LossFunction
 
 
 class RowStream:

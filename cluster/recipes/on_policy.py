@@ -96,6 +96,8 @@ class _Run:
             self._device,
         )
         self._driver = Driver(actors=self.actors.all, signals=running.signals)
+        for name, follower in self.actors.learners.named_followers.items():
+            self._driver.watch(name, follower.serve.remote())
 
     def to_the_end(self) -> None:
         actors, running = self.actors, self._running

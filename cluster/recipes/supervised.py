@@ -47,17 +47,20 @@ def _run(
 
 
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session) -> None:
-    learner = build_supervised(
+    actors = build_supervised(
         config,
         inputs,
         running.directory,
         running.resume_from,
         resolve_device(config),
     )
+    driver = Driver(actors=actors.all, signals=running.signals)
     try:
+        for name, follower in actors.named_followers.items():
+            driver.watch(name, follower.serve.remote())
         checkpoint = drive(
-            driver=Driver(actors={"learner": learner}, signals=running.signals),
-            learner=learner,
+            driver=driver,
+            learner=actors.leader,
             first_step=running.first_step,
             steps=config.steps,
             checkpoint_every=config.checkpoint_every,
@@ -65,5 +68,5 @@ def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session)
             end_waits=lambda: None,
         )
     finally:
-        kill([learner])
+        kill(actors.all.values())
     running.complete(checkpoint)

@@ -1,0 +1,194 @@
+"""How fast a step could be: the FLOPs that its rows need, and those that the device can do.
+
+Model FLOPs are what an ideal implementation needs, each row in full and once: matrix products only,
+a multiply-add being two. Recomputed activations do not count, nor does padding; a context that is
+run once for several rows counts for each of them. So
+
+    model FLOPs utilisation (MFU) = model FLOPs / seconds / peak FLOPs per second of all devices
+
+as in Chowdhery et al. 2022 (PaLM), appendix B, except that a token's attention is to what it sees,
+half of the row on average, and not to all of it. The backward pass takes twice the forward pass
+(Kaplan et al. 2020, section 2.1): once for the gradients of the inputs, and once for those of the
+weights, which frozen weights do without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.batching import TrainingRow
+from distill.cpu_linear import use_onednn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """FLOPs of matrix products by weights, for one token."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @classmethod
+    def by(cls, weights: float, *, trained: bool) -> Products:
+        """Of as many weights."""
+        return cls(forward=2 * weights, backward=2 * weights * (2 if trained else 1))
+
+    def __add__(self, other: Products) -> Products:
+        return Products(
+            forward=self.forward + other.forward, backward=self.backward + other.backward
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """What a causal LM takes.
+
+    Attributes:
+        decoder: of every token.
+        projection: of every trained token: the vocabulary projection.
+        attention: of every pair of a token and one that it sees, forward: 4 x heads x head_dim,
+            one entry for each layer, with the layer's sliding window (None: it sees all).
+    """
+
+    decoder: Products
+    projection: Products
+    attention: tuple[tuple[int | None, float], ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelFlops | None:
+        """Read off its modules and config; None where they do not tell.
+
+        They do not for layers that are not attention (or attend by another rule than a window),
+        nor for experts whose config does not say how many of them a token visits.
+        """
+        decoder = _decoder(model)
+        attention = _attention(model.config.get_text_config())
+        if decoder is None or attention is None:
+            return None
+        weight: Tensor = getattr(model.get_output_embeddings(), "weight")  # noqa: B009
+        projection = Products.by(weight.numel(), trained=weight.requires_grad)
+        return cls(decoder=decoder, projection=projection, attention=attention)
+
+    def forward(self, rows_D: Iterable[TrainingRow]) -> float:
+        """FLOPs of the rows' log-probs."""
+        return sum(
+            len(row) * self.decoder.forward
+            + row.num_trained * self.projection.forward
+            + self._attention(len(row))
+            for row in rows_D
+        )
+
+    def training(self, rows_D: Iterable[TrainingRow]) -> float:
+        """FLOPs of the rows' log-probs and their gradients."""
+        return sum(
+            len(row) * (self.decoder.forward + self.decoder.backward)
+            + row.num_trained * (self.projection.forward + self.projection.backward)
+            + 3 * self._attention(len(row))
+            for row in rows_D
+        )
+
+    def _attention(self, length: int) -> float:
+        return sum(flops * _pairs(length, window) for window, flops in self.attention)
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a token and one that it sees, itself and at most the `window` last ones."""
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _decoder(model: PreTrainedModel) -> Products | None:
+    """Of all matrices between the embeddings and the vocabulary projection."""
+    active: int | None = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    products = Products()
+    for path, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        of_experts = "experts" in path.split(".")
+        for weight in module.parameters(recurse=False):
+            if weight.ndim < 2:
+                continue
+            if weight.ndim == 3 and of_experts and active is not None:
+                used = weight.numel() * active / len(weight)
+            elif of_experts and weight.ndim == 2 and not isinstance(module, nn.Linear):
+                continue  # biases of experts
+            elif of_experts or weight.ndim > 2:
+                return None
+            elif isinstance(module, nn.Linear):  # whose weights may be stored packed
+                used = module.in_features * module.out_features
+            else:
+                used = weight.numel()
+            products += Products.by(used, trained=weight.requires_grad)
+    return products
+
+
+def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
+    """Each layer's window, and FLOPs of a pair of tokens."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # Keys and values differ in size where they are compressed (DeepSeek's latent attention).
+    query_dim = getattr(config, "qk_head_dim", None) or head_dim
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        windows = [window] * config.num_hidden_layers
+    elif set(kinds) <= {"full_attention", "sliding_attention"}:
+        windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    else:
+        return None
+    return tuple((window, 2.0 * heads * (query_dim + value_dim)) for window in windows)
+
+
+# Sides of the square matrices that the peak is measured with.
+_SIDE = {"cpu": 1024, "cuda": 8192}
+_REPEATS = 5
+
+
+def peak_flops(device: str, dtype: torch.dtype) -> float:
+    """FLOPs per second of a large matrix product, as measured here; once a process.
+
+    On a CPU, of the present number of threads, by their CPU time: what else the machine does is
+    not counted. The better of PyTorch's own product and of what the learner's Linears call.
+    """
+    return _peak_flops(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _peak_flops(device: str, dtype: torch.dtype, threads: int) -> float:
+    del threads  # torch has as many; it is here as a part of the cache's key
+    side = _SIDE[torch.device(device).type]
+    generator = torch.Generator(device).manual_seed(0)
+    # Random values: a GPU draws less power, and clocks higher, on constant ones.
+    a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+    with torch.random.fork_rng(devices=[]):  # torch's own generator belongs to the run
+        linear = skip_init(nn.Linear, side, side, bias=False, device=device, dtype=dtype)
+        use_onednn(linear)
+    linear.weight = nn.Parameter(b, requires_grad=False)
+    fastest = min(_seconds(lambda: a @ b, device), _seconds(lambda: linear(a), device))
+    return 2 * side**3 / fastest
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Of a product by itself: a median, warm."""
+    cuda = torch.device(device).type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
+    measured = []
+    for _ in range(_REPEATS + 1):
+        started = clock()
+        run()
+        if cuda:
+            torch.cuda.synchronize(device)
+        measured.append(clock() - started)
+    return median(measured[1:]) / (1 if cuda else torch.get_num_threads())

@@ -1,0 +1,338 @@
+"""LoRA through peft: a low-rank change of chosen Linears is trained, all other weights are frozen.
+
+    W' = W + scale B A,   A (rank, in),  B (out, rank), zero at first,  scale = alpha / rank
+
+(Hu et al. 2021, arXiv:2106.09685, section 4.1.) peft puts its layers into the model that it is
+given, so that model remains the one to run. In order:
+
+    check_lora(settings, base)                      all that can be wrong, with no weights loaded
+    model = load_causal_lm(base, ...)
+    lora = add_lora(model, settings)                before anything looks at the model's modules
+    use_onednn(model); Forward(model)               the model, not peft's wrapper of it
+    with adapter_off(lora): ...                     the base itself: a reference that costs nothing
+    merged_weights(lora)                            W', under the names that the base has
+    save_adapter(path, lora, adapter_tensors(lora)) in peft's own format; `adapter=path` reads it
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.tuners.lora import LoraLayer
+from peft.utils.constants import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.errors import CheckpointError, ConfigError
+from distill.models import load_config, tensor_shapes
+from distill.tensors import TensorLayout
+from learner.sharding import whole
+
+# peft's name for an adapter that was given none. A learner has one.
+_ADAPTER = "default"
+ALL_LINEAR = "all-linear"
+
+# Of an adapter's config: what says which W' it stands for,
+_READ = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+# and what says nothing about it. Anything else must be off: it would not be merged.
+_PASSED_OVER = (
+    *("peft_type", "peft_version", "task_type", "auto_mapping", "inference_mode"),
+    *("base_model_name_or_path", "revision", "lora_dropout"),
+)
+
+
+@chz.chz
+class LoraSettings:
+    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets."""
+
+    rank: int | None = chz.field(default=None, doc="rank of a fresh adapter")
+    alpha: float | None = chz.field(
+        default=None, doc="the adapter is multiplied by alpha / rank; default: 2 * rank"
+    )
+    targets: str | None = chz.field(
+        default=None,
+        doc="Linears that are adapted: their names, comma-separated (q_proj,v_proj); default: "
+        f"{ALL_LINEAR}, every one but the vocabulary projection",
+    )
+    dropout: float = chz.field(
+        default=0.0, doc="of the adapter's inputs in training; whatever an adapter was made with"
+    )
+    adapter: str | None = chz.field(
+        default=None, doc="directory of a peft adapter (safetensors) to start from"
+    )
+
+    @chz.validate
+    def _in_range(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.adapter is not None:
+            for name in ("rank", "alpha", "targets"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{name}={value} and adapter={self.adapter}: an adapter brings its own "
+                        f"{name}. Leave {name} out, or adapter to train a fresh one"
+                    )
+            return
+        if self.rank is None:
+            raise ConfigError("rank is not set: give a fresh adapter's (rank=16, say), or adapter=")
+        if self.rank < 1:
+            raise ConfigError(f"rank={self.rank} must be at least 1")
+        if self.alpha is not None and not 0 < self.alpha < float("inf"):
+            raise ConfigError(f"alpha={self.alpha} must be above 0, and finite")
+        if self.targets is not None and not all(map(str.strip, self.targets.split(","))):
+            raise ConfigError(
+                f"targets={self.targets!r} holds an empty name; write q_proj,v_proj or {ALL_LINEAR}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A tensor that is yet to be made, and of which `make()` allocates no more than it must.
+
+    It reads the weights as they are when it is called. Where they are sharded it is a collective:
+    every rank calls it, for the same tensors in the same order.
+    """
+
+    layout: TensorLayout
+    make: Callable[[], Tensor]
+
+
+def check_lora(settings: LoraSettings, base: str) -> None:
+    """Everything that `add_lora` refuses, found on a model of `base` without weights.
+
+    Raises:
+        CheckpointError: there is no model config at `base`, or no readable adapter.
+        ConfigError: the settings, or the adapter, do not fit the model.
+    """
+    config = load_config(base)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # a foreign config may fail in any way
+        raise CheckpointError(f"{base!r} is not a causal language model: {error}") from error
+    _inject(model, settings)
+
+
+def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """Puts an adapter into `model` itself and freezes the rest; returns peft's wrapper of it.
+
+    The adapter is float32 whatever the model is. A fresh one is drawn from torch's generator, and
+    leaves the model's values as they are.
+
+    Raises:
+        CheckpointError: the adapter to start from cannot be read.
+        ConfigError: it, or the settings, do not fit the model.
+    """
+    lora = _inject(model, settings)
+    if settings.adapter is not None:
+        file = Path(settings.adapter) / SAFETENSORS_WEIGHTS_NAME
+        set_peft_model_state_dict(lora, load_file(file))
+    return lora
+
+
+def merged_weights(lora: PeftModel) -> dict[str, LazyTensor]:
+    """Every weight of the plain model under its plain name, W' in place of W; by that name.
+
+    Each tensor once: a tied lm_head is left to its embedding. A weight without an adapter is
+    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end.
+    """
+    layers = dict(_layers(lora))
+    made: dict[str, LazyTensor] = {}
+    seen: set[int] = set()
+    # The parameters themselves, which are the same object where they are tied: empty shards of
+    # different parameters would have one address.
+    for name, weight in lora.get_base_model().state_dict(keep_vars=True).items():
+        if name.partition(".lora_")[0] in layers or id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        module, found, last = name.rpartition(".base_layer.")
+        layer = layers[module] if found and last == "weight" else None
+        plain = f"{module}.{last}" if found else name
+        made[plain] = LazyTensor(layout=TensorLayout.of(plain, weight), make=_maker(weight, layer))
+    return made
+
+
+@contextmanager
+def adapter_off(lora: PeftModel) -> Iterator[None]:
+    """Within it the model is its base, exactly; the adapter is back on afterwards, come what may.
+
+    No backward pass of what was computed outside may run within: layers that recompute their
+    activations would do so without the adapter.
+    """
+    trained = [parameter for parameter in lora.parameters() if parameter.requires_grad]
+    with lora.disable_adapter():
+        # peft freezes them as well. FSDP takes note of that in its first forward pass, for good.
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        yield
+
+
+def adapter_tensors(lora: PeftModel) -> dict[str, Tensor]:
+    """The adapter's present tensors under the names that peft saves; the next step changes them.
+
+    Where they are sharded this is a collective, and the tensors are whole on every rank.
+    """
+    named = get_peft_model_state_dict(lora, adapter_name=_ADAPTER, save_embedding_layers=False)
+    return {name: whole(tensor.detach()) for name, tensor in named.items()}
+
+
+def save_adapter(path: str | Path, lora: PeftModel, tensors: Mapping[str, Tensor]) -> None:
+    """Writes `adapter_tensors` and their config: `PeftModel.from_pretrained(base, path)` loads it.
+
+    Of `lora` only the config is read, so one rank of several may call it alone.
+    """
+    Path(path).mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
+    save_file(on_cpu, Path(path) / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    config: Any = copy(lora.peft_config[_ADAPTER])
+    config.inference_mode = True  # who loads it has it frozen, unless told otherwise
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(path))
+
+
+def _maker(weight: Tensor, layer: LoraLayer | None) -> Callable[[], Tensor]:
+    if layer is None:
+        return lambda: whole(weight.detach())
+    a_RI, b_OR = (part.get_parameter(f"{_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
+    scale = layer.scaling[_ADAPTER]
+
+    @torch.no_grad()
+    def make() -> Tensor:
+        delta_OI = scale * (whole(b_OR) @ whole(a_RI))
+        return delta_OI.add_(whole(weight)).to(weight.dtype)
+
+    return make
+
+
+def _layers(lora: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
+    """The adapted layers, by the names that their Linears have in the plain model."""
+    for name, module in lora.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
+    """`add_lora` without the values of an adapter to start from; the model may have none either."""
+    if settings.adapter is None:
+        source, made_for = f"targets={settings.targets or ALL_LINEAR}", None
+        fields = _fresh(settings, model)
+    else:
+        source = f"adapter={settings.adapter}"
+        fields, made_for = _adapter_fields(settings.adapter)
+    try:
+        config = LoraConfig(lora_dropout=settings.dropout, task_type="CAUSAL_LM", **fields)
+        lora = get_peft_model(
+            model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
+        )
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        hint = f" It was made for {made_for!r}" if made_for else ""
+        raise ConfigError(
+            f"{source} does not fit {model.name_or_path!r}: {error}.{hint}"
+        ) from error
+    owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
+    for name, layer in _layers(lora):
+        if not isinstance(layer.base_layer, nn.Linear):
+            raise ConfigError(
+                f"{source} adapts {name}, which is of type {type(layer.base_layer).__name__}; "
+                "only Linears are adapted here"
+            )
+        if owners[id(layer.base_layer.weight)] > 1:
+            raise ConfigError(
+                f"{source} adapts {name}, whose weight is tied to another's: what is merged into "
+                "one would be merged into both. Leave it out of the targets"
+            )
+    if settings.adapter is not None:
+        _check_shapes(lora, settings.adapter, made_for)
+    return lora
+
+
+def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
+    """LoraConfig's fields of a fresh adapter. Raises ConfigError: a target is none of the model."""
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    head = model.get_output_embeddings()
+    adaptable = {name for name in linears if model.get_submodule(name) is not head}
+    if not adaptable:
+        raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
+    # Servers know modules by their last names.
+    targets = known = sorted({name.rpartition(".")[2] for name in adaptable})
+    if settings.targets not in (None, ALL_LINEAR):
+        targets = [target.strip() for target in settings.targets.split(",")]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linears):
+            raise ConfigError(
+                f"targets={settings.targets}: no Linear of {model.name_or_path!r} is named "
+                f"{target!r}; it has {', '.join(known)}"
+            )
+    assert settings.rank is not None
+    alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
+    return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
+
+
+def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
+    """LoraConfig's fields of a saved adapter, and the base that it names.
+
+    Raises:
+        CheckpointError: its config cannot be read.
+        ConfigError: it is not LoRA, or LoRA with an addition.
+    """
+    file = Path(path) / CONFIG_NAME
+    try:
+        saved = json.loads(file.read_text())
+        kind = saved.get("peft_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"cannot read {file}: {error}. adapter= is a directory in which peft saved an adapter"
+        ) from error
+    if kind != "LORA":
+        raise ConfigError(f"{file}: peft_type={kind!r}; LORA is the one that is trained here")
+    if saved.get("init_lora_weights") == "gaussian":  # like the default: how A was drawn
+        del saved["init_lora_weights"]
+    defaults = LoraConfig().to_dict()
+    for name in sorted(saved.keys() - {*_READ, *_PASSED_OVER}):
+        if saved[name] and saved[name] != defaults.get(name):
+            raise ConfigError(
+                f"{file}: {name}={saved[name]!r}; only plain LoRA is merged here, a Linear's "
+                "W + scale B A. Merge this adapter into its base and start from that"
+            )
+    fields = {name: saved[name] for name in _READ if name in saved}
+    return fields, saved.get("base_model_name_or_path")
+
+
+def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
+    """Raises ConfigError if the adapter's tensors are not those that the injected model has."""
+    if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
+        raise CheckpointError(
+            f"adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. Load "
+            "it with peft and save it again (safe_serialization=True)"
+        )
+    saved = tensor_shapes(path)
+    taken = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
+    for name in [*taken, *saved]:
+        if saved.get(name) != taken.get(name):
+            raise ConfigError(
+                f"adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {name} has "
+                f"shape {saved.get(name, 'none')} in the adapter and {taken.get(name, 'none')} in "
+                f"the model. It was made for {made_for!r}; train it on that, or start afresh"
+            )

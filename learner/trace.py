@@ -1,0 +1,126 @@
+"""Where a step's time goes: seconds by stage, in every step; and one step's trace, where asked.
+
+    stages = Stages(device)
+    with traced(path):                  # path None: no trace
+        with stages("forward"):
+            ...
+    stages.take()                       # {"time/forward": 1.2}, of all spans since the last one
+
+The trace is a file for https://ui.perfetto.dev or chrome://tracing: PyTorch's operators and, on
+CUDA, its kernels, below spans of the same labels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distill.errors import ConfigError
+
+# Whether a trace is on. It is of the whole process, as PyTorch's profiler is.
+_tracing = False
+
+
+class Stages:
+    """Wall seconds by label. A span inside another counts for both."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        """`device` is the one that the stages compute on."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._cuda = torch.device(device) if torch.device(device).type == "cuda" else None
+
+    @contextmanager
+    def __call__(self, label: str) -> Iterator[None]:
+        """Adds the block's wall time to `seconds[label]`, whether or not the block raises."""
+        started = time.perf_counter()
+        try:
+            if _tracing:
+                with record_function(label):
+                    yield
+                    self._wait()
+            else:
+                yield
+                self._wait()
+        finally:
+            self.seconds[label] += time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """`time/<label>` metrics of the spans since the last call."""
+        taken = {f"time/{label}": seconds for label, seconds in self.seconds.items()}
+        self.seconds.clear()
+        return taken
+
+    def _wait(self) -> None:
+        # Kernels are queued; unless waited for here, a later span would be charged for them.
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+
+
+@contextmanager
+def traced(path: Path | None) -> Iterator[None]:
+    """Writes a Chrome trace of the block to `path` (JSON), whole or not at all; None: no trace.
+
+    A block that raises leaves no file. One trace at a time, of the thread that asked for it (and
+    of autograd's). It takes memory for each operator called: one step's, not a run's.
+
+    Raises:
+        ConfigError: it cannot be written, at the start where that is known by then.
+    """
+    global _tracing
+    if path is None:
+        yield
+        return
+    assert not _tracing, "a trace is on already"
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+    except OSError as error:
+        raise _unwritable(path, str(error)) from error
+    _tracing = True
+    try:
+        with profile(activities=_activities()) as profiler:
+            yield
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    finally:
+        _tracing = False
+    _write(profiler, partial, path)
+
+
+def _activities() -> list[ProfilerActivity]:
+    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *cuda]
+
+
+def _write(profiler: profile, partial: Path, path: Path) -> None:
+    try:
+        profiler.export_chrome_trace(str(partial))
+        # PyTorch reports a disk that is full to its log alone.
+        if not _ended(partial):
+            raise _unwritable(path, "it was cut short")
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        raise _unwritable(path, str(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _ended(partial: Path) -> bool:
+    """Whether the JSON object is closed."""
+    with partial.open("rb") as file:
+        file.seek(max(0, partial.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
+
+
+def _unwritable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot write the trace {path}: {why}. Give a path on a disk with room for it"
+    )
