@@ -192,7 +192,12 @@ def build_rollout(
         timeout_s=config.deadline_s,
         actor_options={"num_cpus": 0, "name": directory.actor_name("queue")},
     )
-    learner_config = config.learner(student, device, config.objective().num_substeps)
+    learner_config = config.learner(
+        config.student,
+        device,
+        resume_from=resume_from,
+        updates_per_step=config.objective().num_substeps,
+    )
     build = partial(
         build_policy_loop,
         config=config,
@@ -273,8 +278,7 @@ def build_supervised(
     device: str,
 ) -> LearnerActors:
     """The actors of an sft or dpo run."""
-    model = resume_from.model_dir if resume_from else config.model
-    learner_config = config.learner(model, device)
+    learner_config = config.learner(config.model, device, resume_from=resume_from)
     build = partial(
         build_supervised_loop,
         config=config,

@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
 from actors.sglang_external import ExternalSglangEngine, is_url
+from cluster.config import CommonConfig
 from cluster.config_on_policy import RolloutConfig
 from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from distill.batching import TrainingRow
@@ -27,6 +28,7 @@ from distill.preferences import load_preference_pairs
 from distill.prompts import Prompt, load_prompts
 from distill.sft_rows import load_sft_rows
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+from learner.lora import check_lora
 
 # An external teacher says who it is in far less; one that does not answer is not there.
 _INTRODUCTION_DEADLINE_S = 60.0
@@ -58,6 +60,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     """
     choose_engine(config.engine)
     student = _check_model(config.student)
+    _check_adapter(config, config.student)
     tokenizer = load_tokenizer(config.student)
     _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
     scorers = {
@@ -255,6 +258,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
 def _limits(config: SupervisedConfig) -> dict[str, Any]:
     """What the model takes, as the loaders of supervised data want it."""
     model = _check_model(config.model)
+    _check_adapter(config, config.model)
     limit = context_length(model)
     if config.max_length is not None:
         if not 2 <= config.max_length <= limit:
@@ -287,6 +291,12 @@ def _shards(directory: Path) -> list[str]:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} is unreadable: {error}") from error
+
+
+def _check_adapter(config: CommonConfig, base: str) -> None:
+    """Raises ConfigError, or CheckpointError, if the run's adapter does not fit its base."""
+    if (lora := config.lora()) is not None:
+        check_lora(lora, base)
 
 
 def _check_model(path: str) -> Any:

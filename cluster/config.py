@@ -9,7 +9,9 @@ import chz
 from actors.config import DtypeChoice, EngineChoice, EngineConfig, choose_dtype, choose_engine
 from actors.sglang_flags import parse_flags
 from distill.errors import ConfigError
+from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig, OptimizerConfig
+from learner.lora import LoraSettings
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -96,6 +98,23 @@ class CommonConfig:
         default=False,
         doc="recompute activations in the backward pass: less memory, more time",
     )
+    lora_rank: int | None = chz.field(
+        default=None, doc="train a low-rank adapter of this rank, and freeze the model; 16, say"
+    )
+    lora_alpha: float | None = chz.field(
+        default=None, doc="its product is multiplied by alpha / rank; default: 2 * lora_rank"
+    )
+    lora_targets: str | None = chz.field(
+        default=None,
+        doc="Linears that are adapted, 'q_proj,v_proj' for example; default: all but the "
+        "vocabulary projection",
+    )
+    lora_dropout: float | None = chz.field(
+        default=None, doc="of the adapter's inputs in training; default: none"
+    )
+    lora_adapter: str | None = chz.field(
+        default=None, doc="instead of lora_rank: a peft adapter (safetensors) to start from"
+    )
     dry_run: bool = chz.field(default=False, doc="check everything, print the plan, start nothing")
 
     @chz.validate
@@ -111,6 +130,21 @@ class CommonConfig:
         if self.token_budget is not None and self.token_budget < 1:
             raise ConfigError(f"token_budget={self.token_budget} must be at least 1")
         self.optimizer()
+        self.lora()
+
+    def lora(self) -> LoraSettings | None:
+        """The adapter that is trained, if one is."""
+        settings = {
+            name: value
+            for name in ("rank", "alpha", "targets", "dropout", "adapter")
+            if (value := getattr(self, f"lora_{name}")) is not None
+        }
+        if not settings:
+            return None
+        try:
+            return LoraSettings(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"lora_{error}") from error
 
     def require_work_for_all(self, units: int, what: str) -> None:
         """Raises ConfigError if an optimizer step has less than one unit of work a worker."""
@@ -130,9 +164,23 @@ class CommonConfig:
             max_grad_norm=self.max_grad_norm,
         )
 
-    def learner(self, model: str, device: str, updates_per_step: int = 1) -> LearnerConfig:
+    def learner(
+        self,
+        start: str,
+        device: str,
+        *,
+        resume_from: Checkpoint | None = None,
+        updates_per_step: int = 1,
+    ) -> LearnerConfig:
+        """Of a run from the model `start`, or from its last checkpoint. The base stays the base."""
+        lora = self.lora()
+        if resume_from is not None and lora is None:
+            start = resume_from.model_dir
+        elif resume_from is not None and lora is not None:
+            lora = LoraSettings(adapter=resume_from.adapter_dir, dropout=lora.dropout)
         return LearnerConfig(
-            model=model,
+            model=start,
+            lora=lora,
             optimizer=self.optimizer(),
             total_steps=self.steps * updates_per_step,
             token_budget=self.token_budget,

@@ -99,7 +99,9 @@ class RolloutConfig(CommonConfig, ABC):
         "package.module:function of (response, answer)",
     )
     reference: str | None = chz.field(
-        default=None, doc="checkpoint that reference_kl_coef holds the policy near to"
+        default=None,
+        doc="checkpoint that reference_kl_coef holds the policy near to; default with lora_rank: "
+        "the student without its adapter, in the learner",
     )
     sft_data: str | None = chz.field(
         default=None, doc="supervised rows (as recipe=sft reads them) trained on in every update"
@@ -306,10 +308,11 @@ def _fields_of(kind: type, config: RolloutConfig) -> dict[str, Any]:
 
 
 def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:
-    if objective.reference_kl_coef > 0 and config.reference is None:
+    if objective.reference_kl_coef > 0 and config.reference is None and config.lora() is None:
         raise ConfigError(
             f"reference_kl_coef={objective.reference_kl_coef} needs a reference model; give "
-            f"reference=DIR, the student's own checkpoint for example"
+            "reference=DIR, the student's own checkpoint for example, or train an adapter "
+            "(lora_rank), whose base is a reference"
         )
     if config.reference is not None and objective.reference_kl_coef == 0:
         raise ConfigError(

@@ -47,7 +47,7 @@ class DpoConfig(SupervisedConfig):
         default=0.1, doc="how much a nat away from the reference weighs; small strays further"
     )
     reference: str | None = chz.field(
-        default=None, doc="checkpoint that DPO stays near to; default: model, as it starts"
+        default=None, doc="checkpoint that DPO stays near to; default: model"
     )
     sft_coef: float = chz.field(
         default=0.0, doc="weight of the chosen responses' cross-entropy beside the preference"

@@ -133,6 +133,7 @@ def build_policy_loop(
         groups_per_step=config.prompts_per_step,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
+        base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
         resume_from=resume_from,
     )
 
@@ -172,12 +173,16 @@ def build_supervised_loop(
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     rows_D, rows_per_unit = inputs.rows_D, 1
     if isinstance(config, DpoConfig):
-        reference = chz.replace(learner_config, model=config.reference or config.model)
-        rows_D = with_reference(
-            rows_D,
-            directory.path / "reference_logprobs.npz",
-            lambda rows_D: Learner(reference, dump_dir).logprobs(rows_D),
-        )
+        compute = learner.base_logprobs
+        if learner_config.lora is None or config.reference is not None:
+            reference = chz.replace(
+                learner_config, model=config.reference or config.model, lora=None
+            )
+
+            def compute(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+                return Learner(reference, dump_dir).logprobs(rows_D)
+
+        rows_D = with_reference(rows_D, directory.path / "reference_logprobs.npz", compute)
         rows_per_unit = 2
     return SupervisedLoop(
         learner=learner,

@@ -156,18 +156,25 @@ class RunDirectory:
         _replace(self.path / name, json.dumps(dict(value), indent=1) + "\n")
 
     def finish(self, checkpoint: Checkpoint) -> None:
-        """Copies the last checkpoint's model to `final/`, whole or not at all."""
-        partial = self.path / ".final.partial"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(checkpoint.model_dir, partial)
-            shutil.rmtree(self.final, ignore_errors=True)
-            partial.rename(self.final)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(
-                f"cannot write {self.final}: {error}. The model is safe in {checkpoint.model_dir}"
-            ) from error
+        """Copies the last checkpoint's model to `final/`, and its adapter, if it has one, to
+        `adapter/`; each whole or not at all."""
+        if Path(checkpoint.adapter_dir).is_dir():
+            _copy(checkpoint.adapter_dir, self.path / "adapter")
+        _copy(checkpoint.model_dir, self.final)
+
+
+def _copy(source: str, target: Path) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {target}: {error}. The model is safe in {source}"
+        ) from error
 
 
 def _settings(config: CommonConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,6 +48,42 @@ def policy_rows(
             )
         )
     return rows_D
+
+
+def with_reference(
+    groups_P: Sequence[TrajectoryGroup],
+    logprobs: Callable[[Sequence[TrainingRow]], Sequence[FloatArray]],
+) -> list[TrajectoryGroup]:
+    """The groups with `reference_logprobs_T`, by a reference that scores rows' trained tokens."""
+    segments = [segment for group in groups_P for segment in group.segments()]
+    scored = iter(logprobs([_unweighted(segment) for segment in segments]))
+
+    def filled(segment: Segment) -> Segment:
+        reference_T = np.zeros(len(segment), np.float32)
+        reference_T[segment.action_mask_T] = next(scored)
+        return replace(segment, reference_logprobs_T=reference_T)
+
+    return [
+        replace(
+            group,
+            trajectories_G=tuple(
+                replace(member, segments=tuple(map(filled, member.segments)))
+                for member in group.trajectories_G
+            ),
+        )
+        for group in groups_P
+    ]
+
+
+def _unweighted(segment: Segment) -> TrainingRow:
+    return TrainingRow(
+        tokens_T=segment.tokens_T,
+        loss_mask_T=segment.action_mask_T,
+        weights_T=np.zeros(len(segment), np.float32),
+        behaviour_logprobs_T=segment.behaviour_logprobs_T,
+        temperature=segment.temperature,
+        source="a segment to score",
+    )
 
 
 def _teacher_advantages(segment: Segment, objective: ObjectiveConfig, coef: float) -> FloatArray:

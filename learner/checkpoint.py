@@ -2,6 +2,7 @@
 
     out/checkpoints/step-000010/
         model/          Hugging Face checkpoint with its tokenizer: transformers and SGLang load it
+        adapter/        with LoRA: the adapter alone, as peft saves it
         optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint)
         trainer.pt      schedule and RNG (read with weights_only=True)
         manifest.json   step, delivery state, and the size of every file: written last
@@ -36,6 +37,10 @@ class Checkpoint:
     @property
     def model_dir(self) -> str:
         return str(self.path / "model")
+
+    @property
+    def adapter_dir(self) -> str:
+        return str(self.path / "adapter")
 
 
 class CheckpointStore:

@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from distill.errors import ConfigError
+from learner.lora import LoraSettings
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -62,6 +63,10 @@ class LearnerConfig:
     )
     gradient_checkpointing: bool = chz.field(
         default=False, doc="recompute activations in the backward pass instead of keeping them"
+    )
+
+    lora: LoraSettings | None = chz.field(
+        default=None, doc="train a low-rank adapter, and freeze the model"
     )
 
     @chz.validate

@@ -22,6 +22,7 @@ from distill.types import FloatArray
 from distill.weights import Weights, save_weights
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.group import Membership, Order, WorkerGroup
+from learner.lora import save_adapter
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, StepShare
 
 
@@ -149,8 +150,15 @@ class Learner:
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the present weights, one array a row."""
+        return self._logprobs("logprobs", rows_D)
+
+    def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """The same by the model without its adapter: a reference that takes no memory."""
+        return self._logprobs("base_logprobs", rows_D)
+
+    def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         dealt = deal(self._split(rows_D, 1), self._group.size)
-        answers = self._on_each("logprobs", [[rows for rows, _ in mine] for mine in dealt])
+        answers = self._on_each(method, [[rows for rows, _ in mine] for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):
             for (rows_B, _), logprobs in zip(mine, answer, strict=True):
@@ -162,8 +170,9 @@ class Learner:
         return _LearnerWeights(self)
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Writes the weights as a Hugging Face checkpoint to `model/`, and all else that the next
-        step depends on. Any number of workers can go on from it.
+        """Writes the weights as a Hugging Face checkpoint to `model/` (an adapter merged, and by
+        itself to `adapter/`), and all else that the next step depends on. Any number of workers can
+        go on from it.
 
         Raises:
             CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
@@ -175,6 +184,9 @@ class Learner:
             self.model.generation_config.save_pretrained(model_dir)
         tokenizer.save_pretrained(model_dir)
         save_weights(model_dir, self.weights())
+        if self._worker.lora is not None:
+            adapter = self._on_all("gather_adapter")[0]
+            save_adapter(path / "adapter", self._worker.lora, adapter)
         self._on_all("save_optimizer", str(path / "optimizer"))
         schedule = self._worker.schedule.state_dict()
         torch.save({"schedule": schedule, "rng": torch.get_rng_state()}, path / "trainer.pt")
@@ -226,11 +238,12 @@ class _LearnerWeights:
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self.layouts: list[TensorLayout] = learner._worker.layouts()
+        self.layouts: list[TensorLayout] = [
+            weight.layout for weight in learner._worker.weights.values()
+        ]
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return self._learner._on_all("gather", names)[0]
 
     def first_non_finite(self) -> str | None:
-        found = set(self._learner._on_all("first_non_finite"))
-        return next((layout.name for layout in self.layouts if layout.name in found), None)
+        return next(filter(None, self._learner._on_all("first_non_finite")), None)

@@ -23,7 +23,7 @@ from distill.batching import Batch, TrainingRow
 from distill.delivery import TrainedGroups
 from distill.losses import Metrics, StepCounts
 from distill.metrics import group_metrics, merge_updates
-from distill.rows import advantage_metrics, policy_rows
+from distill.rows import advantage_metrics, policy_rows, with_reference
 from distill.types import TrajectoryGroup
 from distill.weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -70,9 +70,15 @@ class PolicyLoop:
         groups_per_step: int,
         teacher_weights: Mapping[str, float] | None = None,
         supervised: SupervisedMix | None = None,
+        base_is_reference: bool = False,
         resume_from: Checkpoint | None = None,
     ) -> None:
+        """
+        Args:
+            base_is_reference: the learner's model without its adapter is the reference policy.
+        """
         self.step_count = 0
+        self._base_is_reference = base_is_reference
         self.learner = learner
         self._tokenizer = tokenizer
         self._source = source
@@ -106,6 +112,8 @@ class PolicyLoop:
         assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
         for group_id in group_ids:  # before the weights change
             assert group_id not in self._trained, f"group {group_id} would be trained twice"
+        if self._base_is_reference:
+            groups_P = with_reference(groups_P, self.learner.base_logprobs)
         metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
         for group_id in group_ids:
             self._trained.add(group_id)

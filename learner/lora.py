@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models import load_config, tensor_shapes
 from distill.tensors import TensorLayout
-from learner.sharding import whole
+from learner.sharding import LazyTensor, whole
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
@@ -104,18 +103,6 @@ class LoraSettings:
             raise ConfigError(
                 f"targets={self.targets!r} holds an empty name; write q_proj,v_proj or {ALL_LINEAR}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LazyTensor:
-    """A tensor that is yet to be made, and of which `make()` allocates no more than it must.
-
-    It reads the weights as they are when it is called. Where they are sharded it is a collective:
-    every rank calls it, for the same tensors in the same order.
-    """
-
-    layout: TensorLayout
-    make: Callable[[], Tensor]
 
 
 def check_lora(settings: LoraSettings, base: str) -> None:

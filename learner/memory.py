@@ -14,6 +14,7 @@ from distill.models import tensor_shapes
 
 # Bytes a parameter: fp32 weight and gradient, AdamW's two fp32 moments.
 BYTES_PER_PARAMETER = 4 + 4 + 8
+BYTES_PER_FROZEN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,28 +22,37 @@ class MemoryEstimate:
     """Of weights, gradients and optimizer; activations come on top and follow token_budget."""
 
     parameters: int
+    frozen: bool
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return BYTES_PER_FROZEN if self.frozen else BYTES_PER_PARAMETER
 
     @property
     def bytes(self) -> int:
-        return self.parameters * BYTES_PER_PARAMETER
+        return self.parameters * self.bytes_per_parameter
 
     def __str__(self) -> str:
+        what = "frozen weights" if self.frozen else "weights, gradients and AdamW"
         return (
-            f"{self.parameters / 1e6:.1f} M parameters, {readable(self.bytes)} for weights, "
-            "gradients and AdamW in fp32"
+            f"{self.parameters / 1e6:.1f} M parameters, {readable(self.bytes)} for {what} in fp32"
         )
 
 
-def estimate_memory(model: str) -> MemoryEstimate | None:
-    """From the headers of a local checkpoint's safetensors files; None where there are none."""
+def estimate_memory(model: str, *, frozen: bool = False) -> MemoryEstimate | None:
+    """From the headers of a local checkpoint's safetensors files; None where there are none.
+
+    With `frozen`, the adapter is left out: it is small beside its base.
+    """
     if not list(Path(model).glob("*.safetensors")):
         return None
-    return MemoryEstimate(parameters=sum(map(prod, tensor_shapes(model).values())))
+    parameters = sum(map(prod, tensor_shapes(model).values()))
+    return MemoryEstimate(parameters=parameters, frozen=frozen)
 
 
-def check_fits(model: str, device: str, share: float = 1.0) -> None:
+def check_fits(model: str, device: str, share: float = 1.0, *, frozen: bool = False) -> None:
     """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`."""
-    estimate = estimate_memory(model)
+    estimate = estimate_memory(model, frozen=frozen)
     if estimate is None:
         return
     free, needed = free_bytes(device), int(estimate.bytes * share)
@@ -50,9 +60,9 @@ def check_fits(model: str, device: str, share: float = 1.0) -> None:
         raise ConfigError(
             f"the learner of {model} needs {readable(needed)} here ({estimate}) and {device} "
             f"has {readable(free)} free; a model of up to "
-            f"{free / share / BYTES_PER_PARAMETER / 1e6:.0f} M parameters fits, less its "
-            "activations. Use a smaller model, more learner_workers on other GPUs or machines, or "
-            "a machine or GPU with more memory"
+            f"{free / share / estimate.bytes_per_parameter / 1e6:.0f} M parameters fits, less its "
+            "activations. Use a smaller model, an adapter (lora_rank), learner_workers on several "
+            "GPUs or machines, or more memory"
         )
 
 

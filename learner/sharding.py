@@ -8,6 +8,8 @@ in no layer (embedding, last norm, vocabulary projection) is made whole for a mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.tensors import TensorLayout
 from learner.group import WorkerGroup
 
 T = TypeVar("T")
@@ -87,3 +90,30 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This worker's share of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A tensor that is yet to be made, and of which `make()` allocates no more than it must.
+
+    It reads the weights as they are when it is called. Where they are sharded it is a collective:
+    every rank calls it, for the same tensors in the same order.
+    """
+
+    layout: TensorLayout
+    make: Callable[[], Tensor]
+
+
+def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
+    """Every stored tensor of the model, once, by name; a tied lm_head is left to its embedding."""
+    made: dict[str, LazyTensor] = {}
+    seen: set[int] = set()
+    # The parameters themselves, which are the same object where they are tied: empty shards of
+    # different parameters would have one address.
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            made[name] = LazyTensor(
+                layout=TensorLayout.of(name, weight), make=partial(whole, weight.detach())
+            )
+    return made

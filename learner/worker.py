@@ -21,14 +21,15 @@ from distill.batching import Batch, TrainingRow, collate
 from distill.cpu_linear import use_onednn
 from distill.losses import Metrics, StepCounts, add_metrics
 from distill.models import empty_causal_lm, load_causal_lm, resolve_device
-from distill.tensors import TensorLayout, first_non_finite
+from distill.tensors import first_non_finite
 from distill.types import FloatArray
 from learner.config import LearnerConfig
 from learner.forward import Forward
 from learner.group import WorkerGroup
+from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import check_fits
 from learner.optimizer import build_optimizer, build_schedule, load_moments, save_moments
-from learner.sharding import Root, local, reshard, shard, whole
+from learner.sharding import Root, local, plain_weights, reshard, shard, whole
 
 
 class LossFunction(Protocol):
@@ -92,8 +93,10 @@ class LearnerWorker:
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._config, self._group = config, group
-        check_fits(config.model, self.device, _share(group, self.device))
+        share = _share(group, self.device)
+        check_fits(config.model, self.device, share, frozen=config.lora is not None)
         self.model = self._load()
+        self.lora = None if config.lora is None else add_lora(self.model, config.lora)
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None
         if group.size > 1:
@@ -109,6 +112,7 @@ class LearnerWorker:
         self._let_go()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
+        self.weights = plain_weights(self.model) if self.lora is None else merged_weights(self.lora)
 
     def _load(self) -> Any:
         if self._group.size == 1:
@@ -158,37 +162,32 @@ class LearnerWorker:
         self._let_go()
         return made
 
+    def base_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
+        """The same by the model without its adapter."""
+        assert self.lora is not None, "a model without an adapter has no base beside it"
+        with adapter_off(self.lora):
+            return self.logprobs(batches)
+
     def _let_go(self) -> None:
         """After a pass without gradients: FSDP leaves what is in no layer whole."""
         if self._root is not None:
             reshard(self._root)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """This worker's share of every stored tensor, each once; the next step changes them.
-
-        A tied lm_head is left to its embedding.
-        """
-        tensors, seen = {}, set()
-        for name, tensor in self.model.state_dict().items():
-            address = local(tensor).data_ptr()
-            if address not in seen or not local(tensor).numel():
-                seen.add(address)
-                tensors[name] = tensor
-        return tensors
-
-    def layouts(self) -> list[TensorLayout]:
-        """Of all weights, whole."""
-        return [TensorLayout.of(name, tensor) for name, tensor in self.tensors().items()]
-
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
         """These weights, whole; on the leader only, for they do not travel as an answer."""
-        tensors = self.tensors()
-        made = {name: whole(tensors[name]).detach() for name in names}
+        made = {name: self.weights[name].make() for name in names}
         return made if self._group.rank == 0 else {}
 
     def first_non_finite(self, _: None) -> str | None:
         """The name of the first tensor with a NaN or an infinity in this worker's share."""
-        return first_non_finite({name: local(t) for name, t in self.tensors().items()})
+        tensors = self.model.state_dict().items()
+        return first_non_finite({name: local(tensor) for name, tensor in tensors})
+
+    def gather_adapter(self, _: None) -> dict[str, Tensor]:
+        """The adapter, whole, under the names that peft saves; on the leader only."""
+        assert self.lora is not None
+        made = adapter_tensors(self.lora)
+        return made if self._group.rank == 0 else {}
 
     def save_optimizer(self, path: str) -> None:
         """Writes its share of AdamW's moments."""

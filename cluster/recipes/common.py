@@ -18,6 +18,7 @@ from cluster.run import Interrupted, Signals, ray_cluster
 from cluster.tracking import Progression, WandbTracker, check_wandb
 from distill.errors import ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
+from learner.memory import estimate_memory
 
 
 @dataclass(kw_only=True)
@@ -116,3 +117,14 @@ def already_complete(
             "steps= to go on, or choose another out="
         )
     return done
+
+
+def learner_line(config: CommonConfig, model: str) -> str:
+    """What the learner takes, for the plan."""
+    lora = config.lora()
+    estimate = estimate_memory(model, frozen=lora is not None) or "memory unknown"
+    if config.learner_workers > 1:
+        estimate = f"{config.learner_workers} workers share {estimate}"
+    if lora is None:
+        return str(estimate)
+    return f"{estimate}; {f'adapter {lora.adapter}' if lora.adapter else f'LoRA rank {lora.rank}'}"

@@ -17,12 +17,11 @@ from cluster.config_on_policy import RolloutConfig
 from cluster.handles import EnginePool
 from cluster.handshake import LearnerLogprobs, handshake
 from cluster.outputs import RunDirectory
-from cluster.recipes.common import Session, already_complete, session
+from cluster.recipes.common import Session, already_complete, learner_line, session
 from cluster.run import Driver, drive
 from cluster.tracking import agreement_table
 from distill.objective import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe
-from learner.memory import estimate_memory
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -61,7 +60,7 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
         f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
-        f"  memory    learner: {estimate_memory(config.student) or 'unknown'}\n"
+        f"  learner   {learner_line(config, config.student)}\n"
         f"  run       {config.steps} steps into {directory.path}"
     )
 
@@ -101,9 +100,12 @@ class _Run:
 
     def to_the_end(self) -> None:
         actors, running = self.actors, self._running
-        self._shake_hands()
-        way = self._driver.call("publishing the first weights", actors.learner.publish.remote())
-        running.progress.note(f"weights: {way}")
+        if self._config.lora_adapter is not None and running.resume_from is None:
+            self._publish()  # the adapter, of which the engines' own checkpoint knows nothing
+            self._shake_hands()
+        else:
+            self._shake_hands()
+            self._publish()
         if self._has_eval:
             self._evaluate_teachers()
             if running.first_step == 0:
@@ -123,6 +125,11 @@ class _Run:
         if self._has_eval:
             self._evaluate("after")
         running.complete(checkpoint)
+
+    def _publish(self) -> None:
+        learner = self.actors.learner
+        way = self._driver.call("publishing the first weights", learner.publish.remote())
+        self._running.progress.note(f"weights: {way}")
 
     def _shake_hands(self) -> None:
         """Refuses to train unless every party scores alike; writes calibration.json either way."""

@@ -8,9 +8,8 @@ from cluster.build import build_supervised, kill, resolve_device
 from cluster.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
-from cluster.recipes.common import Session, already_complete, session
+from cluster.recipes.common import Session, already_complete, learner_line, session
 from cluster.run import Driver, drive
-from learner.memory import estimate_memory
 
 
 def run_sft(config: SftConfig, console: Console) -> None:
@@ -38,7 +37,7 @@ def _run(
     resume_from = directory.check()
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
-        f"{directory.path} (learner: {estimate_memory(config.model) or 'memory unknown'})"
+        f"{directory.path} (learner: {learner_line(config, config.model)})"
     )
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return

@@ -1,0 +1,491 @@
+"""LoRA: the adapter alone is trained; merged, off or saved, it is what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from distill.batching import TrainingRow, collate
+from distill.cpu_linear import use_onednn
+from distill.errors import CheckpointError, ConfigError
+from distill.models import load_causal_lm
+from distill.tensors import TensorLayout
+from learner.forward import Forward
+from learner.lora import (
+    LoraSettings,
+    adapter_off,
+    adapter_tensors,
+    add_lora,
+    check_lora,
+    merged_weights,
+    save_adapter,
+)
+from tests.conftest import TinyPair
+from tests.learner.conftest import naive_logprobs
+from tests.samples import training_row
+
+SETTINGS = LoraSettings(rank=3, alpha=7.0)
+
+
+def row(context_T: np.ndarray, trained: int, temperature: float = 0.6) -> TrainingRow:
+    made = training_row(len(context_T), trained, seed=trained, temperature=temperature)
+    return replace(made, tokens_T=np.concatenate([context_T, made.tokens_T[len(context_T) :]]))
+
+
+# A context long enough to be worth sharing; and contexts of which no two are alike.
+CONTEXT_T = np.arange(40, 75, dtype=np.int32)
+SHARED = [row(CONTEXT_T, n) for n in (3, 9, 5, 12)]
+APART = [row(CONTEXT_T + n, n) for n in (3, 9, 5, 12)]
+
+
+@pytest.fixture
+def base(tiny_pair: TinyPair) -> str:
+    """Of two layers, with tied embeddings."""
+    return tiny_pair.teacher
+
+
+def load(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return load_causal_lm(path, dtype=dtype, device="cpu").eval()
+
+
+def trained_lora(
+    base: str, settings: LoraSettings = SETTINGS, dtype: torch.dtype = torch.float32
+) -> PeftModel:
+    """With an adapter that moves every log-prob, as training leaves it."""
+    torch.manual_seed(5)
+    lora = add_lora(load(base, dtype), settings)
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.05)
+    return lora
+
+
+@pytest.fixture
+def lora(base: str) -> PeftModel:
+    return trained_lora(base)
+
+
+@pytest.fixture
+def saved(lora: PeftModel, tmp_path: Path) -> str:
+    save_adapter(tmp_path / "adapter", lora, adapter_tensors(lora))
+    return str(tmp_path / "adapter")
+
+
+def plain(lora: PeftModel) -> PreTrainedModel:
+    """The model that holds the adapter's layers."""
+    model = lora.get_base_model()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, rows: list[TrainingRow] = SHARED) -> Tensor:
+    return torch.cat([naive_logprobs(model, row) for row in rows])
+
+
+def merged_model(lora: PeftModel, base: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """transformers' own model of the merged weights."""
+    model = load(base, dtype)
+    tensors = {name: lazy.make().clone() for name, lazy in merged_weights(lora).items()}
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"] and not unexpected, "only the tied head is left out"
+    return model
+
+
+def adapter_gradients(lora: PeftModel, *, checkpointing: bool = False) -> dict[str, Tensor]:
+    forward = Forward(plain(lora), gradient_checkpointing=checkpointing)
+    logprobs_N = forward(collate(SHARED)).logprobs_N
+    (logprobs_N * torch.linspace(-1, 1, len(logprobs_N))).sum().backward()
+    return {name: p.grad for name, p in lora.named_parameters() if p.grad is not None}
+
+
+def test_gradients_reach_the_adapter_of_every_linear_and_nothing_else(
+    lora: PeftModel, base: str
+) -> None:
+    trained = {name: p for name, p in lora.named_parameters() if p.requires_grad}
+    linears = [
+        name
+        for name, module in load(base).named_modules()
+        if isinstance(module, nn.Linear) and name != "lm_head"
+    ]
+    assert len(linears) == 2 * 7
+    assert trained.keys() == {
+        f"base_model.model.{name}.lora_{part}.default.weight" for name in linears for part in "AB"
+    }
+    gradients = adapter_gradients(lora)
+    assert gradients.keys() == trained.keys()
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("changed", ["checkpointing", "onednn"])
+def test_gradients_are_those_of_the_ordinary_pass(lora: PeftModel, base: str, changed: str) -> None:
+    """Activations recomputed: no input of a layer needs a gradient where embeddings are frozen."""
+    expected = adapter_gradients(lora)
+    other = trained_lora(base)
+    if changed == "onednn":
+        use_onednn(plain(other))
+        rerouted = {name for name, m in plain(other).named_modules() if "forward" in vars(m)}
+        layer = "model.layers.0.mlp.down_proj"
+        assert {
+            f"{layer}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default")
+        } <= (rerouted)
+    gradients = adapter_gradients(other, checkpointing=changed == "checkpointing")
+    assert gradients.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected[name], atol=1e-5 * largest, rtol=0)
+
+
+def test_a_fresh_adapter_changes_no_value_and_is_drawn_by_the_seed(base: str) -> None:
+    def fresh(seed: int) -> PeftModel:
+        torch.manual_seed(seed)
+        return add_lora(load(base), LoraSettings(rank=3))
+
+    lora = fresh(3)
+    assert torch.equal(logprobs(plain(lora)), logprobs(load(base)))
+    first, again, other = (adapter_tensors(made) for made in (lora, fresh(3), fresh(4)))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if ".lora_A" in name)
+    assert lora.peft_config["default"].lora_alpha == 6  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_chosen_linears_alone_are_adapted(base: str) -> None:
+    settings = LoraSettings(rank=2, targets="q_proj, layers.1.mlp.up_proj")
+    modules = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
+    assert set(adapter_tensors(add_lora(load(base), settings))) == {
+        f"base_model.model.model.layers.{module}.lora_{part}.weight"
+        for module in modules
+        for part in "AB"
+    }
+
+
+@pytest.mark.parametrize("rows", [SHARED, APART], ids=["shared", "apart"])
+@pytest.mark.parametrize("onednn", [False, True], ids=["mkl", "onednn"])
+def test_log_probs_with_the_adapter_are_those_of_the_merged_model(
+    lora: PeftModel, base: str, rows: list[TrainingRow], onednn: bool
+) -> None:
+    expected_N = logprobs(merged_model(lora, base), rows)
+    if onednn:
+        use_onednn(plain(lora))
+    forward = Forward(plain(lora))
+    positions: list[int] = []
+    plain(lora).get_input_embeddings().register_forward_hook(
+        lambda _module, inputs, _output: positions.append(inputs[0].numel())
+    )
+    with torch.no_grad():
+        made_N = forward(collate(rows)).logprobs_N
+    assert_close(made_N, expected_N, atol=1e-5, rtol=1.3e-6)  # of log-probs down to -15
+    assert (sum(positions) < sum(map(len, rows))) == (rows is SHARED)
+
+
+def test_the_comparison_sees_the_adapter_its_scale_and_the_temperature(
+    lora: PeftModel, base: str
+) -> None:
+    values_N = logprobs(merged_model(lora, base))
+    at_another = [replace(row, temperature=0.9) for row in SHARED]
+    others = {
+        "no adapter": logprobs(load(base)),
+        "another alpha": logprobs(merged_model(trained_lora(base, LoraSettings(rank=3)), base)),
+        "another T": logprobs(merged_model(lora, base), at_another),
+    }
+    assert {name for name, other_N in others.items() if (values_N - other_N).abs().max() > 0.1} == (
+        others.keys()
+    )
+
+
+def test_merging_adds_no_error_of_its_own(base: str) -> None:
+    lora = trained_lora(base, dtype=torch.float64)
+    merged = merged_model(lora, base, dtype=torch.float64)
+    assert_close(logprobs(merged), logprobs(plain(lora)), atol=1e-10, rtol=0)
+
+
+def test_merging_is_put_off_and_leaves_the_base_alone(lora: PeftModel, base: str) -> None:
+    before = {name: tensor.clone() for name, tensor in lora.state_dict().items()}
+    expected = {
+        name: TensorLayout.of(name, tensor) for name, tensor in load(base).state_dict().items()
+    }
+    del expected["lm_head.weight"]
+    made = merged_weights(lora)
+    assert {name: lazy.layout for name, lazy in made.items()} == expected
+    norm = made["model.norm.weight"].make()
+    assert norm.data_ptr() == plain(lora).get_parameter("model.norm.weight").data_ptr()
+    assert not any(lazy.make().requires_grad for lazy in made.values())
+    assert all(torch.equal(before[name], tensor) for name, tensor in lora.state_dict().items())
+    # What is made later is of the weights as they are then.
+    query = made["model.layers.1.self_attn.q_proj.weight"]
+    earlier = query.make()
+    with torch.no_grad():
+        lora.get_parameter(
+            "base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"
+        ).zero_()
+    assert not torch.equal(query.make(), earlier)
+    assert torch.equal(query.make(), load(base).get_parameter(query.layout.name))
+
+
+def test_a_base_of_less_precision_has_a_float32_adapter_and_merges_in_its_own(base: str) -> None:
+    lora = add_lora(load(base, torch.bfloat16), SETTINGS)
+    assert {tensor.dtype for tensor in adapter_tensors(lora).values()} == {torch.float32}
+    layer = plain(lora).get_submodule("model.layers.0.mlp.up_proj")
+    weight = layer.get_parameter("base_layer.weight").float()
+    with torch.no_grad():
+        up = layer.get_parameter("lora_B.default.weight").normal_()
+        delta = 7 / 3 * up @ layer.get_parameter("lora_A.default.weight")
+    made = merged_weights(lora)["model.layers.0.mlp.up_proj.weight"]
+    assert made.layout == TensorLayout.of(made.layout.name, weight.bfloat16())
+    assert torch.equal(made.make(), (weight + delta).bfloat16())
+
+
+def test_off_is_the_base_exactly_and_on_again_after_a_failure(lora: PeftModel, base: str) -> None:
+    forward = Forward(plain(lora))
+    batch = collate(SHARED)
+    with torch.no_grad():
+        expected_N = Forward(load(base))(batch).logprobs_N
+        on_N = forward(batch).logprobs_N
+    trained = {name for name, p in lora.named_parameters() if p.requires_grad}
+    with pytest.raises(RuntimeError, match="inside"), adapter_off(lora):
+        with torch.no_grad():
+            assert torch.equal(forward(batch).logprobs_N, expected_N)
+        assert {name for name, p in lora.named_parameters() if p.requires_grad} == trained
+        raise RuntimeError("inside")
+    with torch.no_grad():
+        assert torch.equal(forward(batch).logprobs_N, on_N)
+    assert not torch.equal(on_N, expected_N)
+    assert {name for name, p in lora.named_parameters() if p.requires_grad} == trained
+
+
+def test_peft_reads_what_is_saved(lora: PeftModel, base: str, saved: str) -> None:
+    assert {path.name for path in Path(saved).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    theirs = PeftModel.from_pretrained(load(base), saved)
+    assert torch.equal(logprobs(plain(theirs)), logprobs(plain(lora)))
+    config = json.loads((Path(saved) / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == base and config["r"] == 3
+    assert config["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, saved: str) -> None:
+    settings = LoraSettings(adapter=saved, dropout=0.25)
+    check_lora(settings, base)
+    continued = add_lora(load(base), settings)
+    assert torch.equal(logprobs(plain(continued).eval()), logprobs(plain(lora)))
+    trained = {name for name, p in continued.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in lora.named_parameters() if p.requires_grad}
+    assert {m.p for m in continued.modules() if isinstance(m, nn.Dropout)} == {0.25}
+
+
+def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
+    """With another rule for its scale, another rank in places, targets by a pattern."""
+    config = LoraConfig(
+        r=4,
+        lora_alpha=5,
+        use_rslora=True,
+        init_lora_weights="gaussian",
+        target_modules=r".*\.(q_proj|up_proj)",
+        rank_pattern={"layers.1.mlp.up_proj": 2},
+        lora_dropout=0.5,
+    )
+    theirs = get_peft_model(load(base), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.05)
+    theirs.save_pretrained(str(tmp_path))
+    settings = LoraSettings(adapter=str(tmp_path))
+    check_lora(settings, base)
+    ours = add_lora(load(base), settings)
+    assert torch.equal(logprobs(plain(ours)), logprobs(plain(theirs).eval()))
+    assert_close(logprobs(merged_model(ours, base)), logprobs(plain(ours)), atol=1e-5, rtol=1.3e-6)
+    assert not any(isinstance(module, nn.Dropout) for module in ours.modules())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ["rank is not set", "adapter="]),
+        ({"rank": 0}, ["rank=0", "at least 1"]),
+        ({"rank": 4, "alpha": 0.0}, ["alpha=0.0", "above 0"]),
+        ({"rank": 4, "alpha": float("nan")}, ["alpha=nan"]),
+        ({"rank": 4, "dropout": 1.0}, ["dropout=1.0", "[0, 1)"]),
+        ({"rank": 4, "targets": "q_proj,,v_proj"}, ["targets='q_proj,,v_proj'", "empty"]),
+        ({"rank": 4, "targets": ""}, ["targets=''", "empty"]),
+        ({"adapter": "there", "rank": 4}, ["rank=4", "adapter=there", "its own rank"]),
+        ({"adapter": "there", "alpha": 4.0}, ["alpha=4.0", "its own alpha"]),
+        ({"adapter": "there", "targets": "q_proj"}, ["targets=q_proj", "its own targets"]),
+    ],
+)
+def test_settings_that_cannot_be_meant(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LoraSettings(**fields)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ("q_proj,qproj", ["'qproj'", "down_proj, gate_proj"]),
+        ("embed_tokens", ["'embed_tokens'"]),
+        ("_proj", ["'_proj'"]),
+        ("q_proj,lm_head", ["lm_head", "tied"]),
+    ],
+)
+def test_targets_that_the_model_cannot_have(base: str, targets: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_lora(LoraSettings(rank=2, targets=targets), base)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_a_model_without_linears(tmp_path: Path) -> None:
+    """GPT-2's matrices are transposed, in layers of another type."""
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(ConfigError, match="no Linear"):
+        check_lora(SETTINGS, str(tmp_path))
+
+
+def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
+    saved: str, base: str, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr("learner.lora.load_file", fail)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    check_lora(LoraSettings(adapter=saved), base)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ConfigError) as refused:
+        check_lora(LoraSettings(adapter=saved), tiny_pair.student)
+    words = (
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
+        "(3, 64)",  # in the adapter
+        "(3, 32)",  # in the student
+        repr(base),
+        repr(tiny_pair.student),
+    )
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+def edit_config(saved: str, **changes: object) -> None:
+    path = Path(saved) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut_short(saved: str) -> None:
+    path = Path(saved) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled_alone(saved: str) -> None:
+    path = Path(saved) / "adapter_model.safetensors"
+    torch.save(load_file(path), Path(saved) / "adapter_model.bin")
+    path.unlink()
+
+
+def of_another_method(saved: str) -> None:
+    shutil.rmtree(saved)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1))
+    get_peft_model(model, IA3Config()).save_pretrained(saved)
+
+
+Spoil = Callable[[str], object]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (lambda s: Path(s, "adapter_config.json").unlink(), CheckpointError, ["cannot read"]),
+        (lambda s: Path(s, "adapter_config.json").write_text("{"), CheckpointError, ["cannot"]),
+        (lambda s: Path(s, "adapter_config.json").write_text("[]"), CheckpointError, ["cannot"]),
+        (shutil.rmtree, CheckpointError, ["adapter_config.json", "cannot read"]),
+        (cut_short, CheckpointError, ["adapter_model.safetensors", "cannot read"]),
+        (pickled_alone, CheckpointError, ["no adapter_model.safetensors", "save it again"]),
+        (of_another_method, ConfigError, ["peft_type='IA3'"]),
+        (lambda s: edit_config(s, use_dora=True), ConfigError, ["use_dora=True", "plain LoRA"]),
+        (lambda s: edit_config(s, bias="all"), ConfigError, ["bias='all'"]),
+        (lambda s: edit_config(s, init_lora_weights="pissa"), ConfigError, ["'pissa'"]),
+        (lambda s: edit_config(s, modules_to_save=["lm_head"]), ConfigError, ["modules_to_save"]),
+        (lambda s: edit_config(s, of_tomorrow=2), ConfigError, ["of_tomorrow=2"]),
+        (lambda s: edit_config(s, r=2), ConfigError, ["(3, 64)", "(2, 64)"]),
+        (lambda s: edit_config(s, r="three"), ConfigError, ["does not fit"]),
+        (lambda s: edit_config(s, target_modules=["query"]), ConfigError, ["query", "made for"]),
+        (lambda s: edit_config(s, target_modules=["q_proj"]), ConfigError, ["none in the model"]),
+        (
+            lambda s: edit_config(s, target_modules=["embed_tokens"]),
+            ConfigError,
+            ["model.embed_tokens", "type Embedding"],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_adapters_that_are_refused(
+    saved: str, base: str, spoil: Spoil, error: type[Exception], words: list[str]
+) -> None:
+    spoil(saved)
+    settings = LoraSettings(adapter=saved)
+    for attempt in (lambda: check_lora(settings, base), lambda: add_lora(load(base), settings)):
+        with pytest.raises(error) as refused:
+            attempt()
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("off_first", [False, True])
+def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: bool) -> None:
+    """And gradients arrive, even where the first pass of all was without the adapter."""
+    expected = {name: lazy.make().clone() for name, lazy in merged_weights(lora).items()}
+    adapter = {name: tensor.clone() for name, tensor in adapter_tensors(lora).items()}
+    gradients = adapter_gradients(trained_lora(base))
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in plain(lora).get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(plain(lora), mesh=mesh, mp_policy=policy)
+    assert all(isinstance(parameter, DTensor) for parameter in lora.parameters())
+    tokens_BT = collate(SHARED).tokens_BT
+    if off_first:
+        with torch.no_grad(), adapter_off(lora):
+            plain(lora)(input_ids=tokens_BT)
+    made = merged_weights(lora)
+    assert made.keys() == expected.keys()
+    for name, lazy in made.items():
+        tensor = lazy.make()
+        assert lazy.layout == TensorLayout.of(name, expected[name])
+        assert type(tensor) is Tensor and torch.equal(tensor, expected[name])
+    for name, tensor in adapter_tensors(lora).items():
+        assert type(tensor) is Tensor and torch.equal(tensor, adapter[name])
+    plain(lora)(input_ids=tokens_BT).logits.square().mean().backward()
+    arrived = {name: p.grad.dtype for name, p in lora.named_parameters() if p.grad is not None}
+    assert arrived == dict.fromkeys(gradients, torch.float32)
