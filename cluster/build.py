@@ -133,6 +133,11 @@ def resolve_device(config: CommonConfig) -> str:
     if config.device == "cuda" and not gpus:
         raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
     if not gpus or config.device == "cpu":
+        if config.offload_optimizer:
+            raise ConfigError(
+                "offload_optimizer=True changes nothing on a CPU, whose memory is the main memory; "
+                "leave it out"
+            )
         return "cpu"
     if config.learner_workers > 1 and config.gpus_per_actor < 1:
         raise ConfigError(
@@ -219,6 +224,7 @@ def build_rollout(
         store=directory.store,
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
+        trace_path=directory.trace,
     )
     reward = load_reward(config.reward)
     dataset = PromptDataset(

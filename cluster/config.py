@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from shutil import which
 from typing import Literal
 
 import chz
@@ -98,6 +100,19 @@ class CommonConfig:
         default=False,
         doc="recompute activations in the backward pass: less memory, more time",
     )
+    compile: bool = chz.field(
+        default=False,
+        doc="torch.compile the learner's layers: a minute or more at the start, faster steps; on a "
+        "CPU it needs a C++ compiler",
+    )
+    offload_optimizer: bool = chz.field(
+        default=False,
+        doc="keep AdamW's moments in main memory, on the GPU during its own step only (cuda)",
+    )
+    trace_step: int | None = chz.field(
+        default=None,
+        doc="the learner's step of which out/trace.json is written, for https://ui.perfetto.dev",
+    )
     lora_rank: int | None = chz.field(
         default=None, doc="train a low-rank adapter of this rank, and freeze the model; 16, say"
     )
@@ -129,6 +144,10 @@ class CommonConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
         if self.token_budget is not None and self.token_budget < 1:
             raise ConfigError(f"token_budget={self.token_budget} must be at least 1")
+        if self.trace_step is not None and not 1 <= self.trace_step <= self.steps:
+            raise ConfigError(f"trace_step={self.trace_step} must be a step, 1 to {self.steps}")
+        if self.compile and self.device != "cuda" and which(os.environ.get("CXX", "g++")) is None:
+            raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
         self.optimizer()
         self.lora()
 
@@ -189,4 +208,6 @@ class CommonConfig:
             threads=self.threads,
             dtype=choose_dtype(self.learner_dtype, device),
             gradient_checkpointing=self.gradient_checkpointing,
+            compile=self.compile,
+            offload_optimizer=self.offload_optimizer,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import chz
@@ -26,6 +27,7 @@ from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
 from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import LocalTeachers
+from learner.trace import Tracing
 from learner.worker import LearnerWorker, LossFunction, follow
 
 # Of supervised rows beside rollouts.
@@ -108,6 +110,7 @@ def build_policy_loop(
     store: CheckpointStore,
     resume_from: Checkpoint | None,
     dump_dir: str,
+    trace_path: Path,
     membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
@@ -133,6 +136,7 @@ def build_policy_loop(
         groups_per_step=config.prompts_per_step,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
+        trace=Tracing(step=config.trace_step, path=trace_path),
         base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
         resume_from=resume_from,
     )
@@ -192,5 +196,6 @@ def build_supervised_loop(
         ),
         loss=losses[0],
         store=directory.store,
+        trace=Tracing(step=config.trace_step, path=directory.trace),
         resume_from=resume_from,
     )

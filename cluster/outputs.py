@@ -30,6 +30,7 @@ _MAY_CHANGE = {
     "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
     "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
     "weights", "probe_every", "gradient_checkpointing", "learner_workers",
+    "compile", "offload_optimizer", "trace_step",
 }  # fmt: skip
 
 
@@ -59,6 +60,10 @@ class RunDirectory:
     @property
     def final(self) -> Path:
         return self.path / "final"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
 
     def check(self) -> Checkpoint | None:
         """The checkpoint to resume from, or None for a fresh start. Writes nothing.

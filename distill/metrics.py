@@ -92,7 +92,8 @@ def _breakdown(groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of a step from those of its optimizer updates.
 
-    `train/tokens` adds up, extremes stay extremes, and all else is a mean over trained tokens.
+    `train/tokens` and `time/*` add up, extremes stay extremes, and all else is a mean over trained
+    tokens.
     """
     metrics: dict[str, float] = {
         "train/updates": len(updates),
@@ -105,6 +106,8 @@ def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
             metrics[name] = max(values)
         elif name.endswith("_min"):
             metrics[name] = min(values)
+        elif name.startswith("time/"):
+            metrics[name] = sum(values)
         elif name != "train/tokens":
             weights = [update["train/tokens"] for update in having]
             metrics[name] = float(np.average(values, weights=weights))

@@ -79,6 +79,11 @@ def _attention(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
+def keep_attention_eager() -> None:
+    """From now on torch.compile leaves our attention out, in layers that it compiles."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(_attention))
+
+
 def visibility_bias(
     query_positions_NS: Tensor, key_positions_NK: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:

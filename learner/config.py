@@ -65,6 +65,12 @@ class LearnerConfig:
         default=False, doc="recompute activations in the backward pass instead of keeping them"
     )
 
+    compile: bool = chz.field(
+        default=False, doc="torch.compile the decoder's layers when they first run"
+    )
+    offload_optimizer: bool = chz.field(
+        default=False, doc="AdamW's moments stay in main memory, and are on the GPU for its step"
+    )
     lora: LoraSettings | None = chz.field(
         default=None, doc="train a low-rank adapter, and freeze the model"
     )

@@ -21,6 +21,7 @@ from distill.tensors import TensorLayout
 from distill.types import FloatArray
 from distill.weights import Weights, save_weights
 from learner.config import TOKEN_BUDGET, LearnerConfig
+from learner.flops import ModelFlops
 from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, StepShare
@@ -70,6 +71,7 @@ class Learner:
             config.token_budget or TOKEN_BUDGET[self._worker.device.partition(":")[0]]
         )
         self._dump_dir = Path(dump_dir)
+        self._flops = ModelFlops.of(self.model)
 
     @property
     def device(self) -> str:
@@ -83,7 +85,9 @@ class Learner:
     def step(self, *parts: Part) -> dict[str, float]:
         """One optimizer step over all rows, accumulated in micro-batches under the token budget.
 
-        Returns `train/*` metrics, and those of the parts' losses.
+        Returns `train/*` metrics, and those of the parts' losses; `time/forward`, `time/backward`
+        and `time/optimizer`, seconds; and `train/tflops_per_s`, of all workers together: what the
+        model needs (learner.flops), not what was computed.
 
         Raises:
             NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
@@ -98,14 +102,19 @@ class Learner:
         made: dict[str, float] = defaultdict(float)
         for share in shares:
             add_metrics(made, share.metrics)
+        for name in shares[0].seconds:  # the slowest worker's: the others wait for it
+            made[name] = max(share.seconds[name] for share in shares)
         rows_D = [row for part in parts for row in part.rows_D]
+        if self._flops is not None:
+            seconds = sum(made[name] for name in shares[0].seconds)
+            made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
         padded = sum(
             len(micro.rows_B) * max(map(len, micro.rows_B))
             for mine in dealt
             for micro in mine
             if micro.counted
         )
-        return finish_metrics(made) | {
+        return finish_metrics(dict(made)) | {
             "train/grad_norm": shares[0].grad_norm,
             "train/lr": shares[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),

@@ -32,6 +32,7 @@ from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream
 from learner.teachers import LocalTeachers
+from learner.trace import NO_TRACE, Stages, Tracing
 
 
 class GroupSource(Protocol):
@@ -71,6 +72,7 @@ class PolicyLoop:
         teacher_weights: Mapping[str, float] | None = None,
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
+        trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
     ) -> None:
         """
@@ -79,6 +81,7 @@ class PolicyLoop:
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
+        self._trace, self._stages = trace, Stages()
         self.learner = learner
         self._tokenizer = tokenizer
         self._source = source
@@ -105,30 +108,34 @@ class PolicyLoop:
 
     def step(self) -> dict[str, float]:
         """Takes one step's groups, trains on them once, publishes; returns the step's metrics."""
+        with self._trace.around(self.step_count + 1):
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
         started = time.perf_counter()
-        groups_P = self._source.take(self._groups_per_step)
-        taken = time.perf_counter()
+        with self._stages("wait"):
+            groups_P = self._source.take(self._groups_per_step)
         group_ids = [group.group_id for group in groups_P]
         assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
         for group_id in group_ids:  # before the weights change
             assert group_id not in self._trained, f"group {group_id} would be trained twice"
         if self._base_is_reference:
-            groups_P = with_reference(groups_P, self.learner.base_logprobs)
-        metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
+            with self._stages("reference"):
+                groups_P = with_reference(groups_P, self.learner.base_logprobs)
+        with self._stages("learn"):
+            metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
         for group_id in group_ids:
             self._trained.add(group_id)
         self.step_count += 1
-        learnt = time.perf_counter()
-        metrics |= self.publish()
-        done = time.perf_counter()
+        with self._stages("push"):
+            metrics |= self.publish()
+        seconds = time.perf_counter() - started
         return metrics | {
             "step": self.step_count,
             "weight_version": self.step_count,
-            "time/wait": taken - started,
-            "time/learn": learnt - taken,
-            "time/push": done - learnt,
-            "time/step": done - started,
-            "tokens_per_s": metrics["train/tokens"] / (done - started),
+            **self._stages.take(),
+            "time/step": seconds,
+            "tokens_per_s": metrics["train/tokens"] / seconds,
             "groups/first": groups_P[0].group_id,
             "groups/last": groups_P[-1].group_id,
         }

@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from distill.errors import CheckpointError
 from learner.config import OptimizerConfig
+from learner.sharding import local
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -55,6 +57,37 @@ def build_schedule(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
 ) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+
+
+def offload_moments(optimizer: torch.optim.AdamW, home: str = "cpu") -> None:
+    """Keeps AdamW's moments at `home`, in main memory, but for the duration of its own step.
+
+    Activations and moments are then never on a GPU at the same time; both ways over the bus are
+    the price of a step.
+    """
+
+    def bring(*_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            _move(state, local(parameter).device)
+
+    def put_away(*_: Any) -> None:
+        for state in optimizer.state.values():
+            _move(state, torch.device(home))
+
+    optimizer.register_step_pre_hook(bring)
+    optimizer.register_step_post_hook(put_away)
+
+
+def _move(state: dict[str, Tensor], device: torch.device) -> None:
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            moved = tensor.to_local().to(device)
+            state[name] = DTensor.from_local(
+                moved, tensor.device_mesh, tensor.placements,
+                run_check=False, shape=tensor.shape, stride=tensor.stride(),
+            )  # fmt: skip
+        else:
+            state[name] = tensor.to(device)
 
 
 def save_moments(

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.shared_prefix import keep_attention_eager
 from distill.tensors import TensorLayout
 from learner.group import WorkerGroup
 
@@ -61,6 +62,17 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Has torch.compile make each decoder layer's code when it first runs, for rows of any length.
+
+    Before `shard`. Attention stays as it is: a pass that holds keys and values of every layer would
+    be compiled anew for each of them.
+    """
+    keep_attention_eager()
+    for layer in _layers(model):
+        layer.compile(dynamic=True)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from distill.errors import CheckpointError
 from distill.prompts import PromptStream
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner, Part
+from learner.trace import NO_TRACE, Tracing
 from learner.worker import LossFunction
 
 
@@ -50,6 +51,7 @@ class SupervisedLoop:
         stream: RowStream,
         loss: LossFunction,
         store: CheckpointStore,
+        trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
     ) -> None:
         self.step_count = 0
@@ -58,6 +60,7 @@ class SupervisedLoop:
         self._stream = stream
         self._loss = loss
         self._store = store
+        self._trace = trace
         if resume_from:
             trained_on = resume_from.delivery.get("num_rows")
             if trained_on != stream.num_units:
@@ -71,12 +74,8 @@ class SupervisedLoop:
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch."""
         started = time.perf_counter()
-        part = Part(
-            rows_D=self._stream.batch(self.step_count),
-            loss=self._loss,
-            rows_per_unit=self._stream.rows_per_unit,
-        )
-        metrics = self.learner.step(part)
+        with self._trace.around(self.step_count + 1):
+            metrics = self.learner.step(self._next())
         self.step_count += 1
         seconds = time.perf_counter() - started
         return metrics | {
@@ -84,6 +83,13 @@ class SupervisedLoop:
             "time/step": seconds,
             "tokens_per_s": metrics["train/tokens"] / seconds,
         }
+
+    def _next(self) -> Part:
+        return Part(
+            rows_D=self._stream.batch(self.step_count),
+            loss=self._loss,
+            rows_per_unit=self._stream.rows_per_unit,
+        )
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -93,6 +94,21 @@ def traced(path: Path | None) -> Iterator[None]:
     finally:
         _tracing = False
     _write(profiler, partial, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracing:
+    """Which of a run's steps is traced, if one is, and where to."""
+
+    step: int | None
+    path: Path
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """To enter for each step."""
+        return traced(self.path if step == self.step else None)
+
+
+NO_TRACE = Tracing(step=None, path=Path())
 
 
 def _activities() -> list[ProfilerActivity]:

@@ -28,8 +28,15 @@ from learner.forward import Forward
 from learner.group import WorkerGroup
 from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import check_fits
-from learner.optimizer import build_optimizer, build_schedule, load_moments, save_moments
-from learner.sharding import Root, local, plain_weights, reshard, shard, whole
+from learner.optimizer import (
+    build_optimizer,
+    build_schedule,
+    load_moments,
+    offload_moments,
+    save_moments,
+)
+from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
+from learner.trace import Stages
 
 
 class LossFunction(Protocol):
@@ -69,12 +76,14 @@ class StepShare:
         non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
         grad_norm: of the whole gradient, before clipping.
         lr: of the step.
+        seconds: `time/forward`, `time/backward` and `time/optimizer`.
     """
 
     metrics: Mapping[str, float]
     non_finite: tuple[int, float] | None
     grad_norm: float
     lr: float
+    seconds: Mapping[str, float]
 
 
 class LearnerWorker:
@@ -92,6 +101,7 @@ class LearnerWorker:
         torch.manual_seed(config.seed + group.rank)
         self.device = resolve_device(config.device)
         self.losses = list(losses)
+        self._stages = Stages(self.device)
         self._config, self._group = config, group
         share = _share(group, self.device)
         check_fits(config.model, self.device, share, frozen=config.lora is not None)
@@ -99,9 +109,11 @@ class LearnerWorker:
         self.lora = None if config.lora is None else add_lora(self.model, config.lora)
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None
+        if config.compile:
+            compile_layers(self.model)
         if group.size > 1:
             self._root = shard(self.model, group, compute_dtype)
-        if config.dtype == "float32":
+        if config.dtype == "float32" and not config.compile:  # which it cannot see through
             use_onednn(self.model)
         self._forward = Forward(
             self.model,
@@ -112,6 +124,8 @@ class LearnerWorker:
         self._let_go()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
+        if config.offload_optimizer:
+            offload_moments(self.optimizer)
         self.weights = plain_weights(self.model) if self.lora is None else merged_weights(self.lora)
 
     def _load(self) -> Any:
@@ -130,24 +144,33 @@ class LearnerWorker:
         made: dict[str, float] = defaultdict(float)
         non_finite = None
         for i, micro in enumerate(micro_batches):
-            batch = collate(micro.rows_B, self.device)
-            loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
-            loss = loss * (micro.coef if micro.counted else 0.0)
+            with self._stages("forward"):
+                batch = collate(micro.rows_B, self.device)
+                loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+                loss = loss * (micro.coef if micro.counted else 0.0)
             if non_finite is None and not math.isfinite(loss.item()):
                 non_finite = (i, loss.item())
-            loss.backward()
+            with self._stages("backward"):
+                loss.backward()
             if micro.counted:
                 metrics["train/loss"] = loss.detach()
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self._config.optimizer.max_grad_norm
+        with self._stages("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), self._config.optimizer.max_grad_norm
+            )
+            grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
+            bad = self._group.total(float(non_finite is not None))
+            if not bad and math.isfinite(grad_norm):
+                self.optimizer.step()
+                self.schedule.step()
+        return StepShare(
+            metrics=dict(made),
+            non_finite=non_finite,
+            grad_norm=grad_norm,
+            lr=lr,
+            seconds=self._stages.take(),
         )
-        grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
-        bad = self._group.total(float(non_finite is not None))
-        if not bad and math.isfinite(grad_norm):
-            self.optimizer.step()
-            self.schedule.step()
-        return StepShare(metrics=dict(made), non_finite=non_finite, grad_norm=grad_norm, lr=lr)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:

@@ -1,7 +1,7 @@
 """`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it.
 
-And of every estimator: how true its gradient is, and how noisy; and of the vocabulary projection:
-its memory and time.
+And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
+memory and time; of the learner's step: where its time goes, and what would change that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cluster.config_on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from tests.bench.estimators import estimators_table, measure_estimators
+from tests.bench.learner import learner_tables, measure_learner
 from tests.bench.memory import measure_memory, memory_table
 from tests.bench.pair import make_pair
 from tests.bench.stages import measure_stages
@@ -99,6 +100,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     transports = measure_transports(work)
     estimators = measure_estimators()
     memory = measure_memory(config.temperature)
+    learner = measure_learner(work / "learner", config.temperature)
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
@@ -110,6 +112,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         "transports": transports,
         "estimators": estimators,
         "memory": memory,
+        "learner": learner,
         "jobs": jobs,
         "peer": peer,
         "settings": chz.asdict(config),
@@ -158,6 +161,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(_transports_table(report["transports"]))
     console.print(estimators_table(report["estimators"]))
     console.print(memory_table(report["memory"]))
+    for table in learner_tables(report["learner"]):
+        console.print(table)
     table = Table(title="the whole job, median step")
     for header in ("mode", "s/step", "s wait", "s learn", "s push", "tokens/s"):
         table.add_column(header, justify="right" if header != "mode" else "left")

@@ -214,3 +214,12 @@ def trainer_state(learner: Learner) -> dict[str, Any]:
             for name, p in worker.model.named_parameters()
         },
     }
+
+
+def untimed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what a second run does not repeat."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith("time/") and name not in ("train/tflops_per_s", "tokens_per_s")
+    }

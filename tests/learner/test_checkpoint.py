@@ -23,7 +23,7 @@ from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner, Part
 from tests.conftest import TinyPair
-from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
 from tests.tiny import save_tokenizer
 
@@ -35,8 +35,10 @@ fork = multiprocessing.get_context("fork")
 def train(learner: Learner, first: int, steps: int) -> list[dict[str, float]]:
     """Steps `first` and on, each on a pair of rows that follows from its number."""
     return [
-        learner.step(
-            Part(rows_D=[ROWS[step % 8], ROWS[(3 * step + 1) % 8]], loss=IMPORTANCE_SAMPLING)
+        untimed(
+            learner.step(
+                Part(rows_D=[ROWS[step % 8], ROWS[(3 * step + 1) % 8]], loss=IMPORTANCE_SAMPLING)
+            )
         )
         for step in range(first, first + steps)
     ]

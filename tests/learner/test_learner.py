@@ -144,7 +144,9 @@ def test_metrics_are_means_per_trained_token(
     padded = sum(len(b) * max(map(len, b)) for b in split_by_token_budget(rows, 30))
     expected["train/grad_norm"] = math.hypot(*norms)
     expected["train/padding_share"] = 1 - sum(map(len, rows)) / padded
-    assert metrics.keys() == expected.keys() | {"train/loss"}
+    seconds = {"time/forward", "time/backward", "time/optimizer"}
+    assert metrics.keys() == expected.keys() | seconds | {"train/loss", "train/tflops_per_s"}
+    assert all(metrics[name] > 0 for name in (*seconds, "train/tflops_per_s"))
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 

@@ -1,0 +1,161 @@
+"""Model FLOPs against PyTorch's own counter, and what they must and must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from distill.batching import TrainingRow, collate
+from learner.flops import ModelFlops, peak_flops
+from tests.samples import training_row
+from tests.tiny import VOCAB_SIZE
+
+ROW = training_row(6, 11)
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    # The eager attention multiplies all pairs of tokens by products that the counter sees.
+    return Qwen3ForCausalLM(Qwen3Config(**_shape(), attn_implementation="eager", **changes))
+
+
+def _shape() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+
+
+def gpt2() -> PreTrainedModel:
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=2, n_positions=64,
+        bos_token_id=1, eos_token_id=1, attn_implementation="eager",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def moe(**changes: Any) -> PreTrainedModel:
+    shape = _shape() | {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape | changes))
+
+
+def flops_of(model: PreTrainedModel) -> ModelFlops:
+    flops = ModelFlops.of(model)
+    assert flops is not None
+    return flops
+
+
+def counted(model: PreTrainedModel, row: TrainingRow, *, backward: bool) -> float:
+    """By PyTorch, of the row's log-probs, projected at its trained tokens only."""
+    batch = collate([row])
+    counter = FlopCounterMode(display=False)
+    with counter:
+        hidden_TH = model.base_model(input_ids=batch.tokens_BT, use_cache=False)[0][0]
+        logits_NV = model.get_output_embeddings()(hidden_TH[batch.position_N])
+        if backward:
+            logits_NV.sum().backward()
+    return counter.get_total_flops()
+
+
+def unseen(flops: ModelFlops, row: TrainingRow) -> float:
+    """Forward FLOPs of pairs of a token and a later one, which the eager attention masks."""
+    length = len(row)
+    return sum(each for _, each in flops.attention) * length * (length - 1) / 2
+
+
+@pytest.mark.parametrize("make", [qwen3, gpt2])
+def test_as_many_as_pytorch_counts(make: Callable[[], PreTrainedModel]) -> None:
+    """Exactly: every product is counted, and nothing else."""
+    model = make()
+    flops = flops_of(model)
+    assert flops.forward([ROW]) + unseen(flops, ROW) == counted(model, ROW, backward=False)
+    assert flops.training([ROW]) + 3 * unseen(flops, ROW) == counted(model, ROW, backward=True)
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    """Exactly, but for the first layer, below whose adapters nothing wants a gradient."""
+    model = qwen3()
+    full = flops_of(model).training([ROW])
+    adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    adapted = get_peft_model(model, adapters).get_base_model()
+    flops, length = flops_of(adapted), len(ROW)
+    made = flops.training([ROW]) + 3 * unseen(flops, ROW)
+    inputs = 2 * length * 48 * (32 * (4 + 2 + 2) + 2 + 2)  # of queries, keys, values, adapters
+    keys = 2 * 4 * 32 * length**2  # which nothing trained has made
+    assert made == counted(adapted, ROW, backward=True) + inputs + keys
+    # Two thirds of the products by weights, and the adapters' own.
+    assert 0.66 < flops.training([ROW]) / full < 0.8
+
+
+def test_tokens_count_and_the_way_they_are_batched_does_not() -> None:
+    flops = flops_of(qwen3())
+    rows = [training_row(3, 9, seed=1), training_row(20, 2, seed=2)]
+    assert flops.training(rows) == flops.training(rows[:1]) + flops.training(rows[1:])
+    more_context, more_trained = training_row(7, 11), training_row(6, 12)
+    projected = flops.training([more_trained]) - flops.training([training_row(7, 11)])
+    assert projected == 3 * 2 * 48 * VOCAB_SIZE
+    # Each token multiplies all weights, and attends to those before it and to itself.
+    weights = 3 * (48 * 32 * (4 + 2 + 2 + 4) + 3 * 48 * 80)
+    attended = 3 * 4 * 4 * 32 * len(more_context)
+    grown = flops.training([more_context]) - flops.training([ROW])
+    assert grown == 3 * (2 * weights + attended)
+
+
+def test_a_window_bounds_what_a_token_sees() -> None:
+    types = ["sliding_attention", "sliding_attention", "full_attention"]
+    sliding = qwen3(use_sliding_window=True, sliding_window=5, layer_types=types)
+    full, windowed = flops_of(qwen3()), flops_of(sliding)
+    length = len(ROW)
+    seen = sum(min(t, 5) for t in range(1, length + 1))
+    saved = length * (length + 1) // 2 - seen
+    assert full.forward([ROW]) - windowed.forward([ROW]) == 2 * 4 * 4 * 32 * saved
+    short = training_row(1, 3)
+    assert full.forward([short]) == windowed.forward([short])
+
+
+def test_experts_count_as_far_as_a_token_visits_them() -> None:
+    two, four = flops_of(moe()), flops_of(moe(num_experts_per_tok=4))
+    visited = 2 * 3 * 3 * 48 * 40  # two more, in three layers of three matrices each
+    assert four.decoder.forward - two.decoder.forward == 2 * visited
+    more_experts = flops_of(moe(num_experts=16))
+    routers = 3 * 8 * 48
+    assert more_experts.decoder.forward - two.decoder.forward == 2 * routers
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    experts = moe()
+    experts.config = Qwen3Config(**_shape())
+    assert ModelFlops.of(experts) is None
+    linear = qwen3()
+    linear.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    assert ModelFlops.of(linear) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_measured_once_and_leaves_the_generator_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    peak = peak_flops("cpu", dtype)
+    assert peak > 1e8  # a processor of this century
+    assert peak_flops("cpu", dtype) == peak
+    assert torch.equal(torch.get_rng_state(), before)
