@@ -45,6 +45,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         token_budget: int = 4096,
         total_steps: int = 10,
         dtype: Precision = "float32",
+        compile: bool = False,
         **optimizer: object,
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | optimizer
@@ -55,6 +56,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
             token_budget=token_budget,
             device="cpu",
             dtype=dtype,
+            compile=compile,
         )
         return Learner(config, str(tmp_path / "failed"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,14 @@ from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.memory import BYTES_PER_PARAMETER, check_fits, estimate_memory, free_bytes
 from tests.conftest import TinyPair
-from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, assert_same, gradients_of
+from tests.learner.conftest import (
+    IMPORTANCE_SAMPLING,
+    NewLearner,
+    assert_same,
+    gradients,
+    gradients_of,
+    untimed,
+)
 from tests.samples import training_row
 
 CONTEXT_T = np.arange(40, 110, dtype=np.int32)
@@ -106,3 +114,18 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
     with pytest.raises(ConfigError, match=r"needs .* MiB .* and cpu has .* MiB free"):
         Learner(config, str(tmp_path))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_layers_take_the_same_step(new_learner: NewLearner) -> None:
+    eager, compiled = new_learner(), new_learner(compile=True)
+    for rows in (SHARED, APART):  # other lengths: no new code
+        part = Part(rows_D=rows, loss=IMPORTANCE_SAMPLING)
+        expected, made = untimed(eager.step(part)), untimed(compiled.step(part))
+        assert made == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    [layer] = compiled.model.model.layers
+    assert layer._compiled_call_impl is not None
+    eager.step(part)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled.step(part)
+    assert_same(gradients(compiled), gradients(eager), share=1e-3)

@@ -1,0 +1,127 @@
+"""A learner of several Ray actors: trained, killed, and resumed with another number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from cluster.config_on_policy import OpdConfig
+from cluster.config_supervised import DpoConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_dpo
+from tests.conftest import TinyPair
+from tests.e2e.harness import (
+    DEADLINE_S,
+    finish,
+    metrics,
+    opd_arguments,
+    run,
+    start,
+    trained_groups,
+    wait_until,
+)
+
+pytestmark = pytest.mark.e2e
+QUIET = Console(quiet=True)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 12)[None]).logits
+
+
+def settings(pair: TinyPair, out: Path, **changes: object) -> dict[str, object]:
+    return {
+        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": str(out),
+        "temperature": 0.7, "steps": 3, "prompts_per_step": 4, "group_size": 2,
+        "max_new_tokens": 8, "lr": 3e-3, "eval_size": 2, "engine": "embedded", "max_staleness": 0,
+    } | changes  # fmt: skip
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """The engines hold the merged weights, as the probe of every push proves to 1e-4."""
+    lora = {"lora_rank": 4, "reference_kl_coef": 0.1}
+    out = tmp_path / "run"
+    run_on_policy(OpdConfig(**settings(tiny_pair, out, learner_workers=2, **lora)), QUIET)
+    run_on_policy(OpdConfig(**settings(tiny_pair, out, steps=5, **lora)), QUIET)
+    steps = metrics(out)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    assert trained_groups(out) == list(range(20))
+    assert steps[0]["reference/kl"] == pytest.approx(0, abs=1e-5)  # the adapter begins at nothing
+    assert steps[-1]["reference/kl"] > 1e-4
+    assert all(step["push/probe_gap"] < 1e-4 for step in steps[1:])
+    base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
+    before, final = logits(base), AutoModelForCausalLM.from_pretrained(out / "final")
+    assert (logits(final) - before).abs().max() > 1e-3
+    adapted = PeftModel.from_pretrained(base, str(out / "adapter"))
+    torch.testing.assert_close(logits(adapted), logits(final), atol=1e-5, rtol=1e-5)
+
+    again = settings(tiny_pair, tmp_path / "again", steps=1, lora_adapter=str(out / "adapter"))
+    run_on_policy(OpdConfig(**again), QUIET)  # its handshake finds the engines with the adapter
+    started = AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "final")
+    assert 0 < (logits(started) - logits(final)).abs().max() < (logits(final) - before).abs().max()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_preferences_on_two_workers_with_the_base_as_reference(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"q{i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    shared = {"model": tiny_pair.student, "data": str(data), "batch_size": 6, "lr": 1e-2}
+    made = []
+    for workers in (1, 2):
+        out = tmp_path / f"of {workers}"
+        config = DpoConfig(
+            **shared, out=str(out), steps=3, lora_rank=4, learner_workers=workers, seed=1
+        )
+        run_dpo(config, QUIET)
+        made.append(metrics(out))
+    alone, together = made
+    assert alone[0]["train/loss"] == pytest.approx(together[0]["train/loss"], rel=1e-5)
+    for steps in made:
+        assert steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
+        assert steps[-1]["dpo/margin"] > 1e-3
+
+
+def test_a_dead_worker_ends_the_run_by_name(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=40, eval_size=1, learner_workers=2)
+    process = start("cluster.train", "recipe=opd", *arguments)
+    wait_until(lambda: len(metrics(out)) >= 5, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    [follower] = [child for child in children if "LearnerFollower" in child.cmdline()[0]]
+    os.kill(follower.pid, signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 1 and "learner worker 1" in output.splitlines()[-1], output
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
+    assert not alive
+
+    code, output = run("cluster.train", "recipe=opd", *arguments[:-1], "learner_workers=1")
+    assert code == 0 and "resuming from" in output, output
+    assert [step["step"] for step in metrics(out)] == list(range(1, 41))
+    assert trained_groups(out) == list(range(160))
+
+
+def test_one_step_is_traced(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, output = run(
+        "cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, steps=3, trace_step=2)
+    )
+    assert code == 0, output
+    spans = {event["name"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]}
+    assert {"wait", "learn", "forward", "backward", "optimizer", "push"} <= spans
+    for step in metrics(out):
+        parts = step["time/forward"] + step["time/backward"] + step["time/optimizer"]
+        assert 0 < parts <= step["time/learn"]
