@@ -158,12 +158,7 @@ class CommonConfig:
             for name in ("rank", "alpha", "targets", "dropout", "adapter")
             if (value := getattr(self, f"lora_{name}")) is not None
         }
-        if not settings:
-            return None
-        try:
-            return LoraSettings(**settings)
-        except ConfigError as error:
-            raise ConfigError(f"lora_{error}") from error
+        return LoraSettings(**settings) if settings else None
 
     def require_work_for_all(self, units: int, what: str) -> None:
         """Raises ConfigError if an optimizer step has less than one unit of work a worker."""

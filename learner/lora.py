@@ -63,7 +63,10 @@ _PASSED_OVER = (
 
 @chz.chz
 class LoraSettings:
-    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets."""
+    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets.
+
+    Messages name the fields as the command line does: lora_rank, lora_adapter, ...
+    """
 
     rank: int | None = chz.field(default=None, doc="rank of a fresh adapter")
     alpha: float | None = chz.field(
@@ -84,24 +87,28 @@ class LoraSettings:
     @chz.validate
     def _in_range(self) -> None:
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} must be in [0, 1)")
+            raise ConfigError(f"lora_dropout={self.dropout} must be in [0, 1)")
         if self.adapter is not None:
             for name in ("rank", "alpha", "targets"):
                 if (value := getattr(self, name)) is not None:
                     raise ConfigError(
-                        f"{name}={value} and adapter={self.adapter}: an adapter brings its own "
-                        f"{name}. Leave {name} out, or adapter to train a fresh one"
+                        f"lora_{name}={value} and lora_adapter={self.adapter}: an adapter brings "
+                        f"its own {name}. Leave lora_{name} out, or lora_adapter to train a fresh "
+                        "one"
                     )
             return
         if self.rank is None:
-            raise ConfigError("rank is not set: give a fresh adapter's (rank=16, say), or adapter=")
+            raise ConfigError(
+                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter="
+            )
         if self.rank < 1:
-            raise ConfigError(f"rank={self.rank} must be at least 1")
+            raise ConfigError(f"lora_rank={self.rank} must be at least 1")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"alpha={self.alpha} must be above 0, and finite")
+            raise ConfigError(f"lora_alpha={self.alpha} must be above 0, and finite")
         if self.targets is not None and not all(map(str.strip, self.targets.split(","))):
             raise ConfigError(
-                f"targets={self.targets!r} holds an empty name; write q_proj,v_proj or {ALL_LINEAR}"
+                f"lora_targets={self.targets!r} holds an empty name; write q_proj,v_proj or "
+                f"{ALL_LINEAR}"
             )
 
 
@@ -223,10 +230,10 @@ def _layers(lora: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """`add_lora` without the values of an adapter to start from; the model may have none either."""
     if settings.adapter is None:
-        source, made_for = f"targets={settings.targets or ALL_LINEAR}", None
+        source, made_for = f"lora_targets={settings.targets or ALL_LINEAR}", None
         fields = _fresh(settings, model)
     else:
-        source = f"adapter={settings.adapter}"
+        source = f"lora_adapter={settings.adapter}"
         fields, made_for = _adapter_fields(settings.adapter)
     try:
         config = LoraConfig(lora_dropout=settings.dropout, task_type="CAUSAL_LM", **fields)
@@ -269,7 +276,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
-                f"targets={settings.targets}: no Linear of {model.name_or_path!r} is named "
+                f"lora_targets={settings.targets}: no Linear of {model.name_or_path!r} is named "
                 f"{target!r}; it has {', '.join(known)}"
             )
     assert settings.rank is not None
@@ -290,7 +297,8 @@ def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:
         kind = saved.get("peft_type")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"cannot read {file}: {error}. adapter= is a directory in which peft saved an adapter"
+            f"cannot read {file}: {error}. lora_adapter= is a directory in which peft saved an "
+            "adapter"
         ) from error
     if kind != "LORA":
         raise ConfigError(f"{file}: peft_type={kind!r}; LORA is the one that is trained here")
@@ -311,15 +319,15 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     """Raises ConfigError if the adapter's tensors are not those that the injected model has."""
     if not (Path(path) / SAFETENSORS_WEIGHTS_NAME).is_file():
         raise CheckpointError(
-            f"adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. Load "
-            "it with peft and save it again (safe_serialization=True)"
+            f"lora_adapter={path} has no {SAFETENSORS_WEIGHTS_NAME}; other formats are not read. "
+            "Load it with peft and save it again (safe_serialization=True)"
         )
     saved = tensor_shapes(path)
     taken = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
     for name in [*taken, *saved]:
         if saved.get(name) != taken.get(name):
             raise ConfigError(
-                f"adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {name} has "
-                f"shape {saved.get(name, 'none')} in the adapter and {taken.get(name, 'none')} in "
+                f"lora_adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {name} "
+                f"has shape {saved.get(name, 'none')} in the adapter and {taken.get(name, 'none')} in "
                 f"the model. It was made for {made_for!r}; train it on that, or start afresh"
             )

@@ -190,6 +190,17 @@ def stage_costs(report: Mapping[str, Any]) -> dict[str, float]:
     return made | {"network": max(0.0, group - made["check"] - made["load"])}
 
 
+def on_network(costs: Mapping[str, float], gigabits_per_s: float) -> dict[str, float]:
+    """The same stages between hosts: gathering and sending at the network's nominal rate at best.
+
+    >>> on_network({"gather": 1.0, "network": 0.1}, 25.0)
+    {'gather': 1.0, 'network': 0.32}
+    """
+    floor = 8 / gigabits_per_s
+    bounded = {name: max(costs[name], floor) for name in ("gather", "network")}
+    return {**costs, **bounded}
+
+
 def push_seconds(gigabytes: float, costs: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a push: what waits for what in cluster/weights.py and weights_group.py.
 
