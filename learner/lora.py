@@ -327,7 +327,8 @@ def _check_shapes(lora: PeftModel, path: str, made_for: str | None) -> None:
     for name in [*taken, *saved]:
         if saved.get(name) != taken.get(name):
             raise ConfigError(
-                f"lora_adapter={path} does not fit {lora.get_base_model().name_or_path!r}: {name} "
-                f"has shape {saved.get(name, 'none')} in the adapter and {taken.get(name, 'none')} in "
-                f"the model. It was made for {made_for!r}; train it on that, or start afresh"
+                f"lora_adapter={path} does not fit {lora.get_base_model().name_or_path!r}: "
+                f"{name} has shape {saved.get(name, 'none')} in the adapter and "
+                f"{taken.get(name, 'none')} in the model. It was made for {made_for!r}; train it "
+                "on that, or start afresh"
             )

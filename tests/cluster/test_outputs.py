@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,8 @@ MAY_CHANGE = {
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
-    "weights": "disk", "probe_every": 0, "gradient_checkpointing": True,
+    "weights": "disk", "probe_every": 0, "gradient_checkpointing": True, "learner_workers": 2,
+    "compile": True, "offload_optimizer": True, "trace_step": 1,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
@@ -34,6 +36,7 @@ MUST_STAY = {
     "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
+    "lora_rank": 4, "lora_adapter": "directory",
 }  # fmt: skip
 # The same for settings that mean something beside others only: (those others, another value).
 MUST_STAY_BESIDE = {
@@ -55,6 +58,9 @@ MUST_STAY_BESIDE = {
         {"teacher": None, "teachers": {"a": TeacherConfig(model="m")}},
         {"a": TeacherConfig(model="m", weight=2.0)},
     ),
+    "lora_alpha": ({"lora_rank": 4}, 3.0),
+    "lora_targets": ({"lora_rank": 4}, "q_proj"),
+    "lora_dropout": ({"lora_rank": 4}, 0.1),
     "sft_batch_size": ({"sft_data": "rows"}, 3),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
 }
@@ -68,13 +74,11 @@ def started(config: OpdConfig, resume_from: Checkpoint | None = None) -> RunDire
 
 
 def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
-    return directory.store.save(
-        step=step,
-        model=AutoModelForCausalLM.from_pretrained(model_dir),
-        tokenizer=load_tokenizer(model_dir),
-        trainer_state={},
-        delivery={"watermark": step, "beyond": []},
-    )
+    def write(path: Path) -> None:
+        shutil.copytree(model_dir, path / "model")
+        (path / "trainer.pt").write_bytes(b"state")
+
+    return directory.store.save(step=step, write=write, delivery={"watermark": step, "beyond": []})
 
 
 def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
