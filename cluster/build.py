@@ -133,11 +133,11 @@ def resolve_device(config: CommonConfig) -> str:
     if config.device == "cuda" and not gpus:
         raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
     if not gpus or config.device == "cpu":
-        if config.offload_optimizer:
-            raise ConfigError(
-                "offload_optimizer=True changes nothing on a CPU, whose memory is the main memory; "
-                "leave it out"
-            )
+        for name in ("offload_optimizer", "liger"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name}=True is for CUDA, and the learner is on a CPU; leave it out"
+                )
         return "cpu"
     if config.learner_workers > 1 and config.gpus_per_actor < 1:
         raise ConfigError(

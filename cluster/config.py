@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from shutil import which
 from typing import Literal
 
@@ -105,6 +106,11 @@ class CommonConfig:
         doc="torch.compile the learner's layers: a minute or more at the start, faster steps; on a "
         "CPU it needs a C++ compiler",
     )
+    liger: bool = chz.field(
+        default=False,
+        doc="Liger's kernels for norms, rotary embedding and SwiGLU in the learner (cuda; pip "
+        "install liger-kernel)",
+    )
     offload_optimizer: bool = chz.field(
         default=False,
         doc="keep AdamW's moments in main memory, on the GPU during its own step only (cuda)",
@@ -148,6 +154,8 @@ class CommonConfig:
             raise ConfigError(f"trace_step={self.trace_step} must be a step, 1 to {self.steps}")
         if self.compile and self.device != "cuda" and which(os.environ.get("CXX", "g++")) is None:
             raise ConfigError("compile=True needs a C++ compiler on a CPU (g++, or CXX)")
+        if self.liger and find_spec("liger_kernel") is None:
+            raise ConfigError("liger=True needs the package: pip install liger-kernel")
         self.optimizer()
         self.lora()
 
@@ -204,5 +212,6 @@ class CommonConfig:
             dtype=choose_dtype(self.learner_dtype, device),
             gradient_checkpointing=self.gradient_checkpointing,
             compile=self.compile,
+            liger=self.liger,
             offload_optimizer=self.offload_optimizer,
         )

@@ -30,7 +30,7 @@ _MAY_CHANGE = {
     "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
     "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
     "weights", "probe_every", "gradient_checkpointing", "learner_workers",
-    "compile", "offload_optimizer", "trace_step",
+    "compile", "liger", "offload_optimizer", "trace_step",
 }  # fmt: skip
 
 

@@ -68,6 +68,9 @@ class LearnerConfig:
     compile: bool = chz.field(
         default=False, doc="torch.compile the decoder's layers when they first run"
     )
+    liger: bool = chz.field(
+        default=False, doc="Liger's Triton kernels for norms, rotary embedding and SwiGLU, on CUDA"
+    )
     offload_optimizer: bool = chz.field(
         default=False, doc="AdamW's moments stay in main memory, and are on the GPU for its step"
     )

@@ -26,6 +26,7 @@ from distill.types import FloatArray
 from learner.config import LearnerConfig
 from learner.forward import Forward
 from learner.group import WorkerGroup
+from learner.liger import use_liger
 from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import check_fits
 from learner.optimizer import (
@@ -106,6 +107,8 @@ class LearnerWorker:
         share = _share(group, self.device)
         check_fits(config.model, self.device, share, frozen=config.lora is not None)
         self.model = self._load()
+        if config.liger:
+            use_liger(self.model)
         self.lora = None if config.lora is None else add_lora(self.model, config.lora)
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None

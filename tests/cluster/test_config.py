@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import chz
@@ -265,3 +266,30 @@ def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
     ]
     rows = came(check_sft(sft())).rows_D
     assert [row.source for row in rows] == [row.source for row in check_sft(sft()).rows_D]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learner_workers": 0}, "learner_workers=0 must be at least 1"),
+        ({"learner_workers": 9}, "some workers would have nothing to do; use at most 8 workers"),
+        ({"trace_step": 0}, "trace_step=0 must be a step"),
+        ({"trace_step": 101}, "trace_step=101 must be a step, 1 to 100"),
+        ({"lora_alpha": 3.0}, "lora_rank is not set"),
+        ({"lora_rank": 0}, "lora_rank=0 must be at least 1"),
+        ({"lora_rank": 4, "lora_adapter": "d"}, "an adapter brings its own rank"),
+        ({"lora_rank": 4, "lora_targets": "q_proj,"}, "lora_targets='q_proj,' holds an empty name"),
+    ],
+)
+def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OpdConfig(
+            student="s", teacher="t", prompts="p", out="o", temperature=0.7, prompts_per_step=4,
+            group_size=2, **settings,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is not None, reason="Liger is installed")
+def test_kernels_that_are_not_installed_are_asked_for() -> None:
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        SftConfig(model="m", data="d", out="o", liger=True)

@@ -25,7 +25,7 @@ MAY_CHANGE = {
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
     "weights": "disk", "probe_every": 0, "gradient_checkpointing": True, "learner_workers": 2,
-    "compile": True, "offload_optimizer": True, "trace_step": 1,
+    "compile": True, "liger": False, "offload_optimizer": True, "trace_step": 1,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,

@@ -19,6 +19,7 @@ from learner.config import LearnerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.memory import BYTES_PER_PARAMETER, check_fits, estimate_memory, free_bytes
+from learner.optimizer import offload_moments
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,
@@ -26,7 +27,9 @@ from tests.learner.conftest import (
     assert_same,
     gradients,
     gradients_of,
+    trainer_state,
     untimed,
+    weights,
 )
 from tests.samples import training_row
 
@@ -129,3 +132,33 @@ def test_compiled_layers_take_the_same_step(new_learner: NewLearner) -> None:
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled.step(part)
     assert_same(gradients(compiled), gradients(eager), share=1e-3)
+
+
+@pytest.mark.parametrize("option", ["offload_optimizer", "liger"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the option is for CUDA, which is absent")
+def test_on_cuda_the_step_is_the_same(tiny_pair: TinyPair, tmp_path: Path, option: str) -> None:
+    if option == "liger":
+        pytest.importorskip("liger_kernel", reason="pip install liger-kernel")
+    made = []
+    for changes in ({}, {option: True}):
+        settings = {"model": tiny_pair.student, "total_steps": 3, "device": "cuda"} | changes
+        learner = Learner(LearnerConfig(**settings), str(tmp_path))
+        part = Part(rows_D=SHARED, loss=IMPORTANCE_SAMPLING)
+        made.append([untimed(learner.step(part)) for _ in range(3)])
+        if option == "offload_optimizer" and changes:
+            for moments in learner._worker.optimizer.state.values():
+                assert all(moment.device.type == "cpu" for moment in moments.values())
+    for plain, other in zip(*made, strict=True):
+        assert other == pytest.approx(plain, rel=1e-3, abs=1e-5)
+
+
+def test_moments_that_move_between_steps_are_the_same_moments(new_learner: NewLearner) -> None:
+    """On a CPU they move from main memory to main memory; what is tested is that none is lost."""
+    plain, moving = new_learner(), new_learner()
+    offload_moments(moving._worker.optimizer)
+    part = Part(rows_D=SHARED, loss=IMPORTANCE_SAMPLING)
+    for _ in range(3):
+        plain.step(part)
+        moving.step(part)
+    assert trainer_state(moving) == trainer_state(plain)
+    assert weights(moving) == weights(plain)
