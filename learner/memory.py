@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -12,55 +13,56 @@ import torch
 from distill.errors import ConfigError
 from distill.models import tensor_shapes
 
-# Bytes a parameter: fp32 weight and gradient, AdamW's two fp32 moments.
-BYTES_PER_PARAMETER = 4 + 4 + 8
-BYTES_PER_FROZEN = 4
+
+class Holding(NamedTuple):
+    """What is held of each parameter; activations come on top and follow token_budget."""
+
+    bytes_per_parameter: int
+    what: str
+
+
+TRAINED = Holding(4 + 4 + 8, "weights, gradients and AdamW in fp32")
+# The base of an adapter, which is small beside it.
+FROZEN = Holding(4, "frozen weights in fp32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Of weights, gradients and optimizer; activations come on top and follow token_budget."""
+    """Of a model that the learner holds."""
 
     parameters: int
-    frozen: bool
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        return BYTES_PER_FROZEN if self.frozen else BYTES_PER_PARAMETER
+    holding: Holding
 
     @property
     def bytes(self) -> int:
-        return self.parameters * self.bytes_per_parameter
+        return self.parameters * self.holding.bytes_per_parameter
 
     def __str__(self) -> str:
-        what = "frozen weights" if self.frozen else "weights, gradients and AdamW"
         return (
-            f"{self.parameters / 1e6:.1f} M parameters, {readable(self.bytes)} for {what} in fp32"
+            f"{self.parameters / 1e6:.1f} M parameters, {readable(self.bytes)} for "
+            f"{self.holding.what}"
         )
 
 
-def estimate_memory(model: str, *, frozen: bool = False) -> MemoryEstimate | None:
-    """From the headers of a local checkpoint's safetensors files; None where there are none.
-
-    With `frozen`, the adapter is left out: it is small beside its base.
-    """
+def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
+    """From the headers of a local checkpoint's safetensors files; None where there are none."""
     if not list(Path(model).glob("*.safetensors")):
         return None
     parameters = sum(map(prod, tensor_shapes(model).values()))
-    return MemoryEstimate(parameters=parameters, frozen=frozen)
+    return MemoryEstimate(parameters=parameters, holding=holding)
 
 
-def check_fits(model: str, device: str, share: float = 1.0, *, frozen: bool = False) -> None:
+def check_fits(model: str, device: str, holding: Holding = TRAINED, share: float = 1.0) -> None:
     """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`."""
-    estimate = estimate_memory(model, frozen=frozen)
+    estimate = estimate_memory(model, holding)
     if estimate is None:
         return
     free, needed = free_bytes(device), int(estimate.bytes * share)
     if needed > free:
         raise ConfigError(
-            f"the learner of {model} needs {readable(needed)} here ({estimate}) and {device} "
+            f"{model} in the learner needs {readable(needed)} here ({estimate}) and {device} "
             f"has {readable(free)} free; a model of up to "
-            f"{free / share / estimate.bytes_per_parameter / 1e6:.0f} M parameters fits, less its "
+            f"{free / share / holding.bytes_per_parameter / 1e6:.0f} M parameters fits, less its "
             "activations. Use a smaller model, an adapter (lora_rank), learner_workers on several "
             "GPUs or machines, or more memory"
         )

@@ -16,6 +16,7 @@ from distill.models import load_causal_lm
 from distill.objective import DivergenceName
 from distill.types import FloatArray
 from learner.forward import Forward
+from learner.memory import Holding, check_fits
 
 
 class LocalTeachers:
@@ -26,10 +27,12 @@ class LocalTeachers:
 
         Raises:
             CheckpointError: one cannot be loaded.
+            ConfigError: one does not fit into memory.
         """
         self._device = device
         self._forwards: dict[str, Forward] = {}
         for name, path in models.items():
+            check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
             use_onednn(model)
             self._forwards[name] = Forward(model)

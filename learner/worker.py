@@ -28,7 +28,7 @@ from learner.forward import Forward
 from learner.group import WorkerGroup
 from learner.liger import use_liger
 from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
-from learner.memory import check_fits
+from learner.memory import FROZEN, TRAINED, check_fits
 from learner.optimizer import (
     build_optimizer,
     build_schedule,
@@ -105,7 +105,7 @@ class LearnerWorker:
         self._stages = Stages(self.device)
         self._config, self._group = config, group
         share = _share(group, self.device)
-        check_fits(config.model, self.device, share, frozen=config.lora is not None)
+        check_fits(config.model, self.device, TRAINED if config.lora is None else FROZEN, share)
         self.model = self._load()
         if config.liger:
             use_liger(self.model)

@@ -18,7 +18,7 @@ from cluster.run import Interrupted, Signals, ray_cluster
 from cluster.tracking import Progression, WandbTracker, check_wandb
 from distill.errors import ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
-from learner.memory import estimate_memory
+from learner.memory import FROZEN, TRAINED, estimate_memory
 
 
 @dataclass(kw_only=True)
@@ -122,7 +122,7 @@ def already_complete(
 def learner_line(config: CommonConfig, model: str) -> str:
     """What the learner takes, for the plan."""
     lora = config.lora()
-    estimate = estimate_memory(model, frozen=lora is not None) or "memory unknown"
+    estimate = estimate_memory(model, TRAINED if lora is None else FROZEN) or "memory unknown"
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"
     if lora is None:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import chz
 import numpy as np
 import pytest
 import torch
@@ -18,8 +19,10 @@ from distill.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part
-from learner.memory import BYTES_PER_PARAMETER, check_fits, estimate_memory, free_bytes
+from learner.lora import LoraSettings
+from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
 from learner.optimizer import offload_moments
+from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,
@@ -101,7 +104,7 @@ def test_the_estimate_counts_every_tensor_once(tiny_pair: TinyPair, model: PreTr
     estimate = estimate_memory(tiny_pair.teacher)
     assert estimate is not None
     assert estimate.parameters == sum(p.numel() for p in model.parameters())  # tied: once
-    assert estimate.bytes == BYTES_PER_PARAMETER * estimate.parameters
+    assert estimate.bytes == TRAINED.bytes_per_parameter * estimate.parameters
     assert "M parameters" in str(estimate) and "MiB" in str(estimate)
     assert estimate_memory("org/name-on-a-hub") is None
 
@@ -117,6 +120,14 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
     with pytest.raises(ConfigError, match=r"needs .* MiB .* and cpu has .* MiB free"):
         Learner(config, str(tmp_path))
+    check_fits(tiny_pair.teacher, "cpu", share=0.5)  # one of two workers on two machines
+    check_fits(tiny_pair.teacher, "cpu", FROZEN)
+    monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes // 4 - 1)
+    with pytest.raises(ConfigError, match=r"needs .* for frozen weights in fp32"):
+        Learner(chz.replace(config, lora=LoraSettings(rank=2)), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"for a teacher's weights in torch.float32"):
+        LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
+    LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
