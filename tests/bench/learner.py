@@ -14,9 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -26,26 +24,21 @@ import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from distill.batching import Batch, TrainingRow
+from distill.batching import TrainingRow
 from distill.models import load_causal_lm, new_qwen3
 from distill.objective import ObjectiveConfig
-from distill.shared_prefix import ATTENTION
 from learner.config import LearnerConfig, Precision
 from learner.flops import ModelFlops, peak_flops
 from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss
-from tests.bench.memory import _kilobytes
+from tests.bench.memory import kilobytes
 from tests.bench.pair import VOCAB_SIZE
 
 # Hidden size and layers.
 SIZES = ((128, 4), (256, 6), (512, 4))
 PROMPTS, GROUP = 8, 4
+LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
 STAGES = ("forward", "backward", "optimizer", "rest")
 # Steps that prepare moments, kernels and compiled code, left out of medians; steps in them.
 WARMUP, REPEATS = 2, 5
@@ -134,43 +127,6 @@ def _in_child(case: Case) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-class _Watch:
-    """Which stage a step is in, seen from outside: by its loss, and by torch's optimizer hooks."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._clock = clock
-        self._stage, self._since = "rest", clock()
-        self._loss = PolicyObjectiveLoss(objective=ObjectiveConfig())
-
-    def to(self, stage: str) -> None:
-        """What follows belongs to `stage`."""
-        now = self._clock()
-        self.seconds[self._stage] += now - self._since
-        self._stage, self._since = stage, now
-
-    def __call__(self, forward: Any, batch: Batch, counts: Any) -> Any:
-        """The loss. Until the next one, or the optimizer, is the backward pass."""
-        self.to("forward")
-        made = self._loss(forward, batch, counts)
-        self.to("backward")
-        return made
-
-    @contextmanager
-    def step(self) -> Iterator[dict[str, float]]:
-        """The seconds of the block by stage, complete at its end."""
-        hooks = (
-            register_optimizer_step_pre_hook(lambda *_: self.to("optimizer")),
-            register_optimizer_step_post_hook(lambda *_: self.to("rest")),
-        )
-        self.to("rest")
-        self.seconds.clear()
-        yield self.seconds
-        self.to("rest")
-        for hook in hooks:
-            hook.remove()
-
-
 class _Subject:
     """A learner, set up as the variant says, and what its steps took."""
 
@@ -178,40 +134,25 @@ class _Subject:
         config = LearnerConfig(
             model=case.model, total_steps=WARMUP + case.repeats, threads=case.threads, device="cpu",
             dtype=variant.dtype, gradient_checkpointing=variant.gradient_checkpointing,
+            compile=variant.compiled,
         )  # fmt: skip
         self.learner = Learner(config, str(Path(case.model).parent))
         self.dtype = getattr(torch, variant.dtype)
-        if variant.compiled:
-            _compile(self.learner)
-        self._watch = _Watch(time.process_time if case.threads == 1 else time.perf_counter)
+        self._clock = time.process_time if case.threads == 1 else time.perf_counter
 
     def step(self, rows_D: Sequence[TrainingRow]) -> dict[str, float]:
-        """Seconds by stage; all of it is `total`, and `wall` by the clock on the wall."""
-        started = time.perf_counter()
-        with self._watch.step() as seconds:
-            self.learner.step(Part(rows_D=rows_D, loss=self._watch))
-        total, wall = sum(seconds.values()), time.perf_counter() - started
-        return dict(seconds) | {"total": total, "wall": wall}
+        """Wall seconds by stage and in all (`wall`); `total`, by the clock that is compared."""
+        wall, total = time.perf_counter(), self._clock()
+        metrics = self.learner.step(Part(rows_D=rows_D, loss=LOSS))
+        wall, total = time.perf_counter() - wall, self._clock() - total
+        seconds = {stage: metrics[f"time/{stage}"] for stage in STAGES[:-1]}
+        rest = wall - sum(seconds.values())
+        return seconds | {"rest": rest, "total": total, "wall": wall}
 
     def gradient(self) -> Tensor:
         """Of the last step, after clipping, all weights in one vector."""
         grads = [parameter.grad for parameter in self.learner.model.parameters()]
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
-
-
-def _compile(learner: Learner) -> None:
-    """Each decoder block by itself, for any lengths, in two halves: attention stays as it is.
-
-    It keeps keys and values by layer, so torch would compile every layer anew. Inductor cannot
-    lower oneDNN's product by weights that change: the blocks' Linears are PyTorch's own again.
-    """
-    attention = torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[ATTENTION])
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
-    decoder: Any = learner.model.get_decoder()
-    for layer in decoder.layers:
-        for module in layer.modules():
-            vars(module).pop("forward", None)
-        layer.compile(dynamic=True)
 
 
 def _rows(temperature: float, seed: int, stretch: int = 1) -> list[TrainingRow]:
@@ -298,10 +239,10 @@ def _memory(case: Case) -> float:
     # Makes the moments; of tokens so few that malloc keeps nothing that a step could use.
     subject.step(_rows(case.temperature, 0)[:1])
     rows_D = _rows(case.temperature, 1, MEMORY_STRETCH)
-    before = _kilobytes("/proc/self/status", "VmRSS")
+    before = kilobytes("/proc/self/status", "VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     subject.step(rows_D)
-    return (_kilobytes("/proc/self/status", "VmHWM") - before) * 1024 / 1e6
+    return (kilobytes("/proc/self/status", "VmHWM") - before) * 1024 / 1e6
 
 
 def learner_tables(report: dict[str, Any]) -> list[Table]:
@@ -312,7 +253,7 @@ def learner_tables(report: dict[str, Any]) -> list[Table]:
         seconds = made["seconds"]
         stages.add_row(
             made["model"], made["dtype"], str(made["threads"]), f"{seconds['total']:.3f}",
-            *(f"{seconds[stage] / seconds['total']:.0%}" for stage in STAGES),
+            *(f"{seconds[stage] / seconds['wall']:.0%}" for stage in STAGES),
             f"{made['flops_per_s'] / 1e9:.0f}", f"{made['peak_flops_per_s'] / 1e9:.0f}",
             f"{made['mfu']:.1%}", f"{made['ratio']:.2f}",
         )  # fmt: skip

@@ -101,10 +101,10 @@ def _measure(loss: str, hidden: int, temperature: float, repeats: int) -> Memory
 
 
 def _available_bytes() -> int:
-    return _kilobytes("/proc/meminfo", "MemAvailable") * 1024
+    return kilobytes("/proc/meminfo", "MemAvailable") * 1024
 
 
-def _kilobytes(path: str, name: str) -> int:
+def kilobytes(path: str, name: str) -> int:
     lines = Path(path).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
@@ -189,13 +189,13 @@ def _child(case: Case) -> dict[str, Any]:
     weight: Tensor = getattr(world.student.projection, "weight")  # noqa: B009
     world.loss(2).backward()  # kernels and threads
     world.hidden_NH.grad = weight.grad = None
-    before = _kilobytes("/proc/self/status", "VmRSS")
+    before = kilobytes("/proc/self/status", "VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     start = time.process_time()
     loss = world.loss(case.positions)
     loss.backward()
     seconds = time.process_time() - start
-    peak = _kilobytes("/proc/self/status", "VmHWM")
+    peak = kilobytes("/proc/self/status", "VmHWM")
     assert world.hidden_NH.grad is not None and weight.grad is not None
     values = [loss.item(), world.hidden_NH.grad.norm().item(), weight.grad.norm().item()]
     return {"mb": (peak - before) * 1024 / 1e6, "seconds": seconds, "values": values}
