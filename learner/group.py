@@ -93,12 +93,12 @@ class WorkerGroup:
         return received[0]
 
     def collect(self, own: Any) -> list[Any]:
-        """On the leader: every worker's answer, by rank."""
+        """On the leader: every worker's answer, by rank. Its own is not sent, large as it may be."""
         if self.size == 1:
             return [own]
         answers: list[Any] = [None] * self.size
-        dist.gather_object(own, answers, dst=0, group=self.collectives)
-        return answers
+        dist.gather_object(None, answers, dst=0, group=self.collectives)
+        return [own, *answers[1:]]
 
     def answer(self, value: Any) -> None:
         """On a follower."""
