@@ -17,6 +17,7 @@ from cluster.outputs import RunDirectory
 from cluster.queue import GroupQueue
 from cluster.weights import Publisher, PushSettings
 from distill.batching import TrainingRow
+from distill.models import resolve_device
 from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
@@ -54,7 +55,7 @@ class LearnerFollower:
         membership: Membership,
     ) -> None:
         losses = build_losses()
-        self._group = WorkerGroup(membership, config.device)
+        self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)
 
     def serve(self) -> None:
@@ -136,6 +137,8 @@ def build_policy_loop(
         groups_per_step=config.prompts_per_step,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
+        # What an engine holds: rounding to it here is the same, and half the bytes.
+        push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
         trace=Tracing(step=config.trace_step, path=trace_path),
         base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
         resume_from=resume_from,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -35,6 +35,10 @@ class TensorLayout:
     def of(cls, name: str, tensor: torch.Tensor) -> TensorLayout:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+    def rounded_to(self, dtype: torch.dtype) -> TensorLayout:
+        """The same tensor in another precision."""
+        return replace(self, dtype=str(dtype).removeprefix("torch."))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -93,7 +93,7 @@ class WorkerGroup:
         return received[0]
 
     def collect(self, own: Any) -> list[Any]:
-        """On the leader: every worker's answer, by rank. Its own is not sent, large as it may be."""
+        """On the leader: every worker's answer, by rank; its own, large as it may be, as it is."""
         if self.size == 1:
             return [own]
         answers: list[Any] = [None] * self.size

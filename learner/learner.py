@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.batching import TrainingRow, deal, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
 from distill.losses import StepCounts, add_metrics, finish_metrics
+from distill.models import resolve_device
 from distill.tensors import TensorLayout
 from distill.types import FloatArray
 from distill.weights import Weights, save_weights
@@ -24,7 +25,7 @@ from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.flops import ModelFlops
 from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
-from learner.worker import LearnerWorker, LossFunction, MicroBatch, StepShare
+from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +66,7 @@ class Learner:
                 takes any.
             membership: the leader's; None: there are no other workers.
         """
-        self._group = WorkerGroup(membership, config.device)
+        self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)
         self._token_budget = (
             config.token_budget or TOKEN_BUDGET[self._worker.device.partition(":")[0]]
@@ -174,9 +175,9 @@ class Learner:
                 by_row |= {id(row): part_N for row, part_N in zip(rows_B, logprobs, strict=True)}
         return [by_row[id(row)] for row in rows_D]
 
-    def weights(self) -> Weights:
-        """The present weights; the next step changes them."""
-        return _LearnerWeights(self)
+    def weights(self, dtype: torch.dtype | None = None) -> Weights:
+        """The present weights, rounded to `dtype` if one is given; the next step changes them."""
+        return _LearnerWeights(self, dtype)
 
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the weights as a Hugging Face checkpoint to `model/` (an adapter merged, and by
@@ -245,14 +246,15 @@ class Learner:
 class _LearnerWeights:
     """The `Weights` of a learner: gathered from its workers, portion by portion."""
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+    def __init__(self, learner: Learner, dtype: torch.dtype | None) -> None:
+        self._learner, self._dtype = learner, dtype
+        layouts = [weight.layout for weight in learner._worker.weights.values()]
         self.layouts: list[TensorLayout] = [
-            weight.layout for weight in learner._worker.weights.values()
+            layout if dtype is None else layout.rounded_to(dtype) for layout in layouts
         ]
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return self._learner._on_all("gather", names)[0]
+        return self._learner._on_all("gather", Portion(names, self._dtype))[0]
 
     def first_non_finite(self) -> str | None:
         return next(filter(None, self._learner._on_all("first_non_finite")), None)

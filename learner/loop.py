@@ -15,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -72,15 +73,18 @@ class PolicyLoop:
         teacher_weights: Mapping[str, float] | None = None,
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
+        push_dtype: torch.dtype | None = None,
         trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
     ) -> None:
         """
         Args:
+            push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
+        self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
         self.learner = learner
         self._tokenizer = tokenizer
@@ -104,7 +108,7 @@ class PolicyLoop:
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
-        return self.publisher(self.learner.weights(), self.step_count)
+        return self.publisher(self.learner.weights(self._push_dtype), self.step_count)
 
     def step(self) -> dict[str, float]:
         """Takes one step's groups, trains on them once, publishes; returns the step's metrics."""

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models import load_config, tensor_shapes
 from distill.tensors import TensorLayout
-from learner.sharding import LazyTensor, whole
+from learner.sharding import LazyTensor, whole, whole_in
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
@@ -206,16 +207,16 @@ def save_adapter(path: str | Path, lora: PeftModel, tensors: Mapping[str, Tensor
     config.save_pretrained(str(path))
 
 
-def _maker(weight: Tensor, layer: LoraLayer | None) -> Callable[[], Tensor]:
+def _maker(weight: Tensor, layer: LoraLayer | None) -> Callable[[torch.dtype | None], Tensor]:
     if layer is None:
-        return lambda: whole(weight.detach())
+        return partial(whole_in, weight.detach())
     a_RI, b_OR = (part.get_parameter(f"{_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
     scale = layer.scaling[_ADAPTER]
 
     @torch.no_grad()
-    def make() -> Tensor:
+    def make(dtype: torch.dtype | None) -> Tensor:
         delta_OI = scale * (whole(b_OR) @ whole(a_RI))
-        return delta_OI.add_(whole(weight)).to(weight.dtype)
+        return delta_OI.add_(whole(weight)).to(dtype or weight.dtype)
 
     return make
 

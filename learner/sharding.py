@@ -99,6 +99,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`whole`, in another precision: rounded first, so that as much less passes the network."""
+    return whole(tensor if dtype is None else tensor.to(dtype))
+
+
 def local(tensor: Tensor) -> Tensor:
     """This worker's share of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -106,14 +111,14 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyTensor:
-    """A tensor that is yet to be made, and of which `make()` allocates no more than it must.
+    """A tensor that is yet to be made, and of which `make(dtype)` allocates no more than it must.
 
     It reads the weights as they are when it is called. Where they are sharded it is a collective:
     every rank calls it, for the same tensors in the same order.
     """
 
     layout: TensorLayout
-    make: Callable[[], Tensor]
+    make: Callable[[torch.dtype | None], Tensor]
 
 
 def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
@@ -126,6 +131,6 @@ def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
         if id(weight) not in seen:
             seen.add(id(weight))
             made[name] = LazyTensor(
-                layout=TensorLayout.of(name, weight), make=partial(whole, weight.detach())
+                layout=TensorLayout.of(name, weight), make=partial(whole_in, weight.detach())
             )
     return made

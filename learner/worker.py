@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -85,6 +85,13 @@ class StepShare:
     grad_norm: float
     lr: float
     seconds: Mapping[str, float]
+
+
+class Portion(NamedTuple):
+    """Of the weights, those of these names, in this precision; None: in their own."""
+
+    names: Sequence[str]
+    dtype: torch.dtype | None
 
 
 class LearnerWorker:
@@ -199,9 +206,9 @@ class LearnerWorker:
         if self._root is not None:
             reshard(self._root)
 
-    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def gather(self, portion: Portion) -> dict[str, Tensor]:
         """These weights, whole; on the leader only, for they do not travel as an answer."""
-        made = {name: self.weights[name].make() for name in names}
+        made = {name: self.weights[name].make(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
 
     def first_non_finite(self, _: None) -> str | None:

@@ -1,7 +1,8 @@
 """`make bench`: tokens per second of every stage, of the whole job, and of TRL beside it.
 
 And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
-memory and time; of the learner's step: where its time goes, and what would change that.
+memory and time; of the learner's step: where its time goes, and what would change that; of one
+learner worker and two: speed, memory, saving, gathering.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
 from tests.bench.memory import measure_memory, memory_table
 from tests.bench.pair import make_pair
+from tests.bench.scaling import measure_scaling, scaling_tables
 from tests.bench.stages import measure_stages
-from tests.bench.transports import measure_transports
+from tests.bench.transports import measure_transports, transports_tables
 
 HERE = Path(__file__).parent
 
@@ -101,6 +103,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     estimators = measure_estimators()
     memory = measure_memory(config.temperature)
     learner = measure_learner(work / "learner", config.temperature)
+    scaling = measure_scaling(work / "scaling", config.temperature)
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
@@ -113,6 +116,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         "estimators": estimators,
         "memory": memory,
         "learner": learner,
+        "scaling": scaling,
         "jobs": jobs,
         "peer": peer,
         "settings": chz.asdict(config),
@@ -158,7 +162,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
         stage = report["stages"][name]
         table.add_row(name, f"{stage['seconds']:.3f}", f"{stage['tokens_per_s']:.0f}")
     console.print(table)
-    console.print(_transports_table(report["transports"]))
+    for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
+        console.print(table)
     console.print(estimators_table(report["estimators"]))
     console.print(memory_table(report["memory"]))
     for table in learner_tables(report["learner"]):
@@ -175,21 +180,6 @@ def _print(report: dict[str, Any], console: Console) -> None:
                       f"{peer['trained_tokens_per_s']:.0f}")  # fmt: skip
     console.print(table)
     console.print(_findings(report), highlight=False)
-
-
-def _transports_table(transports: dict[str, Any]) -> Table:
-    table = Table(title=f"weight pushes of {transports['bytes'] / 1e6:.0f} MB, median")
-    for header in ("engine, transport", "s/push", "x memcpy", "s pause", "pause x memcpy"):
-        table.add_column(header, justify="right" if header[1] != "n" else "left")
-    for name, push in transports["pushes"].items():
-        table.add_row(
-            name,
-            f"{push['seconds']:.3f}",
-            f"{push['seconds'] / push['memcpy_seconds']:.1f}",
-            f"{push['pause_seconds']:.3f}",
-            f"{push['pause_seconds'] / push['memcpy_seconds']:.1f}",
-        )
-    return table
 
 
 def _findings(report: dict[str, Any]) -> str:

@@ -105,7 +105,7 @@ def logprobs(model: PreTrainedModel, rows: list[TrainingRow] = SHARED) -> Tensor
 def merged_model(lora: PeftModel, base: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' own model of the merged weights."""
     model = load(base, dtype)
-    tensors = {name: lazy.make().clone() for name, lazy in merged_weights(lora).items()}
+    tensors = {name: lazy.make(None).clone() for name, lazy in merged_weights(lora).items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert missing == ["lm_head.weight"] and not unexpected, "only the tied head is left out"
     return model
@@ -226,19 +226,19 @@ def test_merging_is_put_off_and_leaves_the_base_alone(lora: PeftModel, base: str
     del expected["lm_head.weight"]
     made = merged_weights(lora)
     assert {name: lazy.layout for name, lazy in made.items()} == expected
-    norm = made["model.norm.weight"].make()
+    norm = made["model.norm.weight"].make(None)
     assert norm.data_ptr() == plain(lora).get_parameter("model.norm.weight").data_ptr()
-    assert not any(lazy.make().requires_grad for lazy in made.values())
+    assert not any(lazy.make(None).requires_grad for lazy in made.values())
     assert all(torch.equal(before[name], tensor) for name, tensor in lora.state_dict().items())
     # What is made later is of the weights as they are then.
     query = made["model.layers.1.self_attn.q_proj.weight"]
-    earlier = query.make()
+    earlier = query.make(None)
     with torch.no_grad():
         lora.get_parameter(
             "base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"
         ).zero_()
-    assert not torch.equal(query.make(), earlier)
-    assert torch.equal(query.make(), load(base).get_parameter(query.layout.name))
+    assert not torch.equal(query.make(None), earlier)
+    assert torch.equal(query.make(None), load(base).get_parameter(query.layout.name))
 
 
 def test_a_base_of_less_precision_has_a_float32_adapter_and_merges_in_its_own(base: str) -> None:
@@ -251,7 +251,7 @@ def test_a_base_of_less_precision_has_a_float32_adapter_and_merges_in_its_own(ba
         delta = 7 / 3 * up @ layer.get_parameter("lora_A.default.weight")
     made = merged_weights(lora)["model.layers.0.mlp.up_proj.weight"]
     assert made.layout == TensorLayout.of(made.layout.name, weight.bfloat16())
-    assert torch.equal(made.make(), (weight + delta).bfloat16())
+    assert torch.equal(made.make(None), (weight + delta).bfloat16())
 
 
 def test_off_is_the_base_exactly_and_on_again_after_a_failure(lora: PeftModel, base: str) -> None:
@@ -465,7 +465,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize("off_first", [False, True])
 def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: bool) -> None:
     """And gradients arrive, even where the first pass of all was without the adapter."""
-    expected = {name: lazy.make().clone() for name, lazy in merged_weights(lora).items()}
+    expected = {name: lazy.make(None).clone() for name, lazy in merged_weights(lora).items()}
     adapter = {name: tensor.clone() for name, tensor in adapter_tensors(lora).items()}
     gradients = adapter_gradients(trained_lora(base))
     mesh = init_device_mesh("cpu", (1,))
@@ -481,7 +481,7 @@ def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: b
     made = merged_weights(lora)
     assert made.keys() == expected.keys()
     for name, lazy in made.items():
-        tensor = lazy.make()
+        tensor = lazy.make(None)
         assert lazy.layout == TensorLayout.of(name, expected[name])
         assert type(tensor) is Tensor and torch.equal(tensor, expected[name])
     for name, tensor in adapter_tensors(lora).items():

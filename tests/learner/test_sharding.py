@@ -79,6 +79,9 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     told["weights"] = numbers(learner)
     told["logprobs"] = learner.logprobs(ROWS)
     told["bytes"] = total_bytes(learner.weights())
+    halved = learner.weights(torch.bfloat16)
+    told["halved"] = total_bytes(halved)
+    told["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
     told["held"] = sum(p.to_local().numel() for p in learner.model.parameters())
     told["non finite"] = learner.weights().first_non_finite()
     bad = replace(ROWS[1], weights_T=np.full(len(ROWS[1]), 3e38, np.float32))
@@ -142,6 +145,13 @@ def test_two_workers_take_the_steps_of_one(alone: dict[str, Any], together: dict
 def test_each_worker_holds_its_share(alone: dict[str, Any], together: dict[str, Any]) -> None:
     assert together["held"] <= 0.51 * alone["parameters"]
     assert together["bytes"] == 4 * alone["parameters"]
+
+
+def test_weights_are_rounded_on_the_way_if_told(together: dict[str, Any]) -> None:
+    assert together["halved"] == together["bytes"] / 2
+    for name, weight in together["weights"].items():
+        rounded = torch.from_numpy(weight).bfloat16().float().numpy()
+        np.testing.assert_array_equal(together["rounded"][name], rounded)
 
 
 def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -> None:
