@@ -114,12 +114,15 @@ def test_a_dead_worker_ends_the_run_by_name(tiny_pair: TinyPair, tmp_path: Path)
     assert trained_groups(out) == list(range(160))
 
 
-def test_one_step_is_traced(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_one_step_is_traced_and_engines_get_what_they_hold(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    code, output = run(
-        "cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, steps=3, trace_step=2)
-    )
+    changes = {"steps": 3, "trace_step": 2, "dtype": "bfloat16"}
+    code, output = run("cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, **changes))
     assert code == 0, output
+    parameters = AutoModelForCausalLM.from_pretrained(tiny_pair.student).num_parameters()
+    assert {step["push/bytes"] for step in metrics(out)} == {2 * parameters}
     spans = {event["name"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]}
     assert {"wait", "learn", "forward", "backward", "optimizer", "push"} <= spans
     for step in metrics(out):
