@@ -144,6 +144,17 @@ def split_by_token_budget(
         yield batch
 
 
+def padded_size(rows: Sequence[TrainingRow]) -> int:
+    """Tokens of a micro-batch, its padding among them."""
+    return len(rows) * max(map(len, rows))
+
+
+def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int) -> int:
+    """How many tokens one after another the workers take that run these in step: of each round of
+    `deal` those of its largest batch."""
+    return sum(map(padded_size, sorted(batches, key=padded_size, reverse=True)[::workers]))
+
+
 def deal(
     batches: Sequence[list[TrainingRow]], workers: int
 ) -> list[list[tuple[list[TrainingRow], bool]]]:
@@ -154,7 +165,7 @@ def deal(
     """
     if workers == 1:
         return [[(batch, True) for batch in batches]]
-    by_size = sorted(batches, key=lambda rows: len(rows) * max(map(len, rows)), reverse=True)
+    by_size = sorted(batches, key=padded_size, reverse=True)
     missing = -len(by_size) % workers
     dealt = [(batch, True) for batch in by_size] + [(by_size[-1], False)] * missing
     return [dealt[rank::workers] for rank in range(workers)]

@@ -14,7 +14,13 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow, deal, split_by_token_budget
+from distill.batching import (
+    TrainingRow,
+    deal,
+    padded_size,
+    split_by_token_budget,
+    tokens_in_step,
+)
 from distill.errors import CheckpointError, NonFiniteError
 from distill.losses import StepCounts, add_metrics, finish_metrics
 from distill.models import resolve_device
@@ -109,12 +115,7 @@ class Learner:
         if self._flops is not None:
             seconds = sum(made[name] for name in shares[0].seconds)
             made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
-        padded = sum(
-            len(micro.rows_B) * max(map(len, micro.rows_B))
-            for mine in dealt
-            for micro in mine
-            if micro.counted
-        )
+        padded = sum(padded_size(m.rows_B) for mine in dealt for m in mine if m.counted)
         return finish_metrics(dict(made)) | {
             "train/grad_norm": shares[0].grad_norm,
             "train/lr": shares[0].lr,
@@ -137,11 +138,17 @@ class Learner:
         ]
 
     def _split(self, rows_D: Sequence[TrainingRow], rows_per_unit: int) -> list[list[TrainingRow]]:
-        """Micro-batches under the token budget, small enough that every worker has one."""
-        budget = self._token_budget
-        if self._group.size > 1:
-            budget = min(budget, -(-sum(map(len, rows_D)) // self._group.size))
-        return list(split_by_token_budget(rows_D, budget, rows_per_unit))
+        """Micro-batches under the token budget; of several ways to cut, one that keeps all workers
+        busy."""
+        workers = self._group.size
+        if workers == 1:
+            return list(split_by_token_budget(rows_D, self._token_budget, rows_per_unit))
+        share = sum(map(len, rows_D)) / workers  # padding may need more
+        budgets = {
+            min(self._token_budget, math.ceil(share * slack)) for slack in (1, 1.1, 1.25, 1.5)
+        }
+        ways = [list(split_by_token_budget(rows_D, b, rows_per_unit)) for b in sorted(budgets)]
+        return min(ways, key=lambda batches: tokens_in_step(batches, workers))
 
     def _number_of(self, loss: LossFunction) -> int:
         losses = self._worker.losses

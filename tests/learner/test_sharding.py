@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow, deal, split_by_token_budget
+from distill.batching import TrainingRow, deal, padded_size, split_by_token_budget, tokens_in_step
 from distill.errors import NonFiniteError
 from distill.objective import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
@@ -191,5 +191,6 @@ def test_batches_are_dealt_once_and_evenly(rows: list[TrainingRow], workers: int
     counted = [id(batch) for mine in dealt for batch, counts in mine if counts]
     assert sorted(counted) == sorted(id(batch) for batch in batches)
     assert sum(not counts for mine in dealt for _, counts in mine) < workers
-    rounds = [[len(b) * max(map(len, b)) for b, _ in now] for now in zip(*dealt, strict=True)]
+    rounds = [[padded_size(batch) for batch, _ in now] for now in zip(*dealt, strict=True)]
     assert workers == 1 or all(min(now) >= max(later) for now, later in pairwise(rounds))
+    assert tokens_in_step(batches, workers) == sum(map(max, rounds))
