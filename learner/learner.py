@@ -34,6 +34,10 @@ from learner.lora import save_adapter
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
 
 
+# A worker's share of a step's tokens, times what padding may take.
+_SLACKS = (1.0, 1.1, 1.25, 1.5)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
     """Rows under one loss. An optimizer step has one, or several: distillation beside SFT, say.
@@ -143,10 +147,8 @@ class Learner:
         workers = self._group.size
         if workers == 1:
             return list(split_by_token_budget(rows_D, self._token_budget, rows_per_unit))
-        share = sum(map(len, rows_D)) / workers  # padding may need more
-        budgets = {
-            min(self._token_budget, math.ceil(share * slack)) for slack in (1, 1.1, 1.25, 1.5)
-        }
+        share = sum(map(len, rows_D)) / workers
+        budgets = {min(self._token_budget, math.ceil(share * slack)) for slack in _SLACKS}
         ways = [list(split_by_token_budget(rows_D, b, rows_per_unit)) for b in sorted(budgets)]
         return min(ways, key=lambda batches: tokens_in_step(batches, workers))
 
