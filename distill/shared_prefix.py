@@ -6,9 +6,10 @@ KV cache and the masks, and no model code is copied:
     base_model(..., isotherm_pass=p)  ->  every attention layer  ->  p.attend(layer, q, k, v)
 
 A *pass* says what the new tokens may see. `CausalPass`: their own row only (prefill, scoring).
-`SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. What is visible is
-decided by positions alone: a key is seen if it is not later than the query and inside the layer's
-window; keys that are padding sit at position `NOWHERE`. Rows never see one another.
+`SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. `JointPass`: prefixes
+and suffixes in one row. What is visible is decided by positions alone: a key is seen if it is not
+later than the query and inside the layer's window; keys that are padding sit at position `NOWHERE`.
+Rows never see one another.
 
 For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
 ("cascade" attention): the prompt is read once a group, not once a sample. Memory bandwidth is what
@@ -235,6 +236,60 @@ class SuffixPass:
         return out.reshape(len(out), -1, 1, out.shape[3])
 
 
+class JointPass:
+    """Prefixes and the suffixes that continue them, in one row: U * P tokens, then N * S.
+
+    A layer attends within each prefix, and from each suffix to its prefix, and forgets both.
+
+    Args:
+        positions_UP: of the prefixes' tokens; padding comes last.
+        slots, query_positions_NS, key_positions_NK: as `SuffixPass` takes them.
+    """
+
+    def __init__(
+        self,
+        positions_UP: Tensor,
+        slots: SlotMap,
+        query_positions_NS: Tensor,
+        key_positions_NK: Tensor,
+    ) -> None:
+        self._prefix_shape, self._suffix_shape = positions_UP.shape, query_positions_NS.shape
+        self._prefixes = CausalPass(positions_UP.shape[1], keep=True)
+        self._suffixes = SuffixPass(
+            self._prefixes.keys,
+            self._prefixes.values,
+            slots,
+            query_positions_NS,
+            key_positions_NK,
+            None,
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        (query_U, query_N), (key_U, key_N), (value_U, value_N) = (
+            self._apart(tensor) for tensor in (query, key, value)
+        )
+        outs = [
+            self._prefixes.attend(layer, query_U, key_U, value_U, rule),
+            self._suffixes.attend(layer, query_N, key_N, value_N, rule),
+        ]
+        del self._prefixes.keys[layer], self._prefixes.values[layer]
+        return torch.cat([out.transpose(0, 1).flatten(1, 2) for out in outs], dim=1)[None]
+
+    def _apart(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """(1, heads, U P + N S, D) -> (U, heads, P, D) and (N, heads, S, D)."""
+        cut = self._prefix_shape.numel()
+        prefix, suffix = tensor[0, :, :cut], tensor[0, :, cut:]
+        return (
+            prefix.unflatten(1, self._prefix_shape).transpose(0, 1),
+            suffix.unflatten(1, self._suffix_shape).transpose(0, 1),
+        )
+
+
+def _one_row(prefixes_UP: Tensor, suffixes_NS: Tensor) -> Tensor:
+    """(1, U P + N S)."""
+    return torch.cat([prefixes_UP.flatten(), suffixes_NS.flatten()])[None]
+
+
 def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) -> Tensor:
     """Token rows -> (N, longest) int64 on `device`, padded with id 0 at the end."""
     tokens_NT = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
@@ -289,9 +344,15 @@ class SharedPrefixModel:
         prefix_of_row: Sequence[int],
         suffixes: Sequence[TokenArray],
     ) -> Tensor:
-        """Hidden states of the suffix tokens, (N, longest suffix, H); each prefix is run once."""
-        prefix_tokens_UP = pad_right(prefixes, self.device)
-        _, prefix_pass = self.prefill(prefix_tokens_UP, keep=True)
+        """Hidden states of the suffix tokens, (N, longest suffix, H); each prefix is run once.
+
+        Prefixes and suffixes go through the model as one row, so each layer runs once: what gathers
+        a layer's weights for its time (FSDP) and what recomputes it (checkpointing) need not know.
+        """
+        prefix_tokens_UP, tokens_NS = (
+            pad_right(prefixes, self.device),
+            pad_right(suffixes, self.device),
+        )
         rows = range(len(suffixes))
         query_positions_NS, suffix_positions_NS = (
             pad_positions([len(prefixes[prefix_of_row[row]]) for row in rows], suffixes, filler)
@@ -305,10 +366,16 @@ class SharedPrefixModel:
             [prefix_positions_UP[list(prefix_of_row)], suffix_positions_NS], dim=1
         ).to(self.device)
         query_positions_NS = query_positions_NS.to(self.device)
-        current = SuffixPass(
-            prefix_pass.keys, prefix_pass.values, slots, query_positions_NS, key_positions_NK, None
+        positions_UP = torch.arange(prefix_tokens_UP.shape[1], device=self.device).expand_as(
+            prefix_tokens_UP
         )
-        return self.run(pad_right(suffixes, self.device), query_positions_NS, current)
+        current = JointPass(positions_UP, slots, query_positions_NS, key_positions_NK)
+        hidden_1LH = self.run(
+            _one_row(prefix_tokens_UP, tokens_NS),
+            _one_row(positions_UP, query_positions_NS),
+            current,
+        )
+        return hidden_1LH[0, prefix_tokens_UP.numel() :].unflatten(0, tokens_NS.shape)
 
 
 def last_of_each(hidden_NTH: Tensor, lengths: Sequence[int]) -> Tensor:

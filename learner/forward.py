@@ -39,8 +39,7 @@ class Forward:
                 weights. Log-probs are float32 in any case.
             gradient_checkpointing: layers keep their inputs alone, and run again in the backward
                 pass.
-            root: of a sharded model. Its layers run once a pass then, on rows in full: a context
-                that is run apart would need each layer's weights at times of its own.
+            root: of a sharded model, which is used inside it.
 
         Raises:
             ConfigError: its logits cannot be reproduced.
@@ -50,7 +49,7 @@ class Forward:
         self.head: VocabularyHead = self._run(lambda: VocabularyHead(model))
         # Ours has no dropout in attention; a model that trains with one keeps its own.
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-        self._model = PlainModel(model) if dropout or root else choose_model(model)
+        self._model = PlainModel(model) if dropout else self._run(lambda: choose_model(model))
         self._autocast = partial(
             torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
         )

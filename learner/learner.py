@@ -33,7 +33,6 @@ from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
 
-
 # A worker's share of a step's tokens, times what padding may take.
 _SLACKS = (1.0, 1.1, 1.25, 1.5)
 

@@ -75,7 +75,7 @@ def measure_learner(scratch: Path, temperature: float, repeats: int = REPEATS) -
     Each is a list of the variants compared, the first being what the others are compared with:
     what `_child` says of them, as dictionaries.
     """
-    models = {size: _checkpoint(scratch, *size) for size in {*SIZES, COMPILED_SIZE}}
+    models = {size: new_checkpoint(scratch, *size) for size in {*SIZES, COMPILED_SIZE}}
 
     def compared(size: tuple[int, int], *variants: Variant, **changes: Any) -> list[Any]:
         setting = {"model": models[size], "temperature": temperature, "repeats": repeats}
@@ -104,7 +104,7 @@ def measure_learner(scratch: Path, temperature: float, repeats: int = REPEATS) -
     }
 
 
-def _checkpoint(scratch: Path, hidden: int, layers: int) -> str:
+def new_checkpoint(scratch: Path, hidden: int, layers: int) -> str:
     """Saves a model; returns its directory."""
     model = new_qwen3(
         vocab_size=VOCAB_SIZE, hidden_size=hidden, layers=layers, heads=hidden // 64,
@@ -155,7 +155,7 @@ class _Subject:
         return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
 
-def _rows(temperature: float, seed: int, stretch: int = 1) -> list[TrainingRow]:
+def uneven_rows(temperature: float, seed: int, stretch: int = 1) -> list[TrainingRow]:
     """Groups of one prompt each, of uneven lengths: another `seed`, other lengths."""
     rng = np.random.default_rng(seed)
 
@@ -195,7 +195,7 @@ def _child(case: Case) -> list[dict[str, Any]]:
     gradients: list[Tensor] = []
     needed = []
     for seed in range(WARMUP + case.repeats):
-        rows_D = _rows(case.temperature, seed)
+        rows_D = uneven_rows(case.temperature, seed)
         needed.append(flops.training(rows_D))
         for subject, steps in zip(subjects, taken, strict=True):
             steps.append(subject.step(rows_D))
@@ -237,8 +237,8 @@ def _memory(case: Case) -> float:
     """MB that a step adds at its peak to the weights, moments and gradients."""
     subject = _Subject(case, case.variants[0])
     # Makes the moments; of tokens so few that malloc keeps nothing that a step could use.
-    subject.step(_rows(case.temperature, 0)[:1])
-    rows_D = _rows(case.temperature, 1, MEMORY_STRETCH)
+    subject.step(uneven_rows(case.temperature, 0)[:1])
+    rows_D = uneven_rows(case.temperature, 1, MEMORY_STRETCH)
     before = kilobytes("/proc/self/status", "VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     subject.step(rows_D)

@@ -5,9 +5,8 @@ same in turns; while one works, the other sleeps in a socket. Two workers need t
 faster by the clock on the wall: beside it stands the time of the busier one on its CPU, for which
 others on the machine do not count, nor waiting. Memory is that of each process, from the kernel.
 
-Steps are of two kinds, because a learner alone runs a prompt once for all of its samples and a
-sharded one does not: samples that share prompts, and the same with a prompt each, which is equal
-work for both.
+Steps are of two kinds: samples that share prompts, each of which is run once in a micro-batch, and
+the same with a prompt each.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss
 from learner.sharding import local
 from learner.worker import LearnerWorker, follow
-from tests.bench.learner import _checkpoint, _rows
+from tests.bench.learner import new_checkpoint, uneven_rows
 from tests.bench.memory import kilobytes
 
 # Hidden size and layers: 27 M parameters.
@@ -110,7 +109,7 @@ def measure_scaling(scratch: Path, temperature: float, repeats: int = STEPS) -> 
     Raises:
         AssertionError: a worker did not answer, or two workers have another loss than one.
     """
-    model, total_steps = _checkpoint(scratch, *SIZE), 1 + repeats * len(KINDS)
+    model, total_steps = new_checkpoint(scratch, *SIZE), 1 + repeats * len(KINDS)
     config = LearnerConfig(model=model, total_steps=total_steps, threads=1, device="cpu")
     with ExitStack() as stack:
         teams = [stack.enter_context(_Team(config, size, scratch)) for size in SIZES]
@@ -157,7 +156,7 @@ def _medians(kind: str, steps: Sequence[Sequence[dict[str, Any]]], i: int) -> St
 
 
 def _rows_of(kind: str, temperature: float, seed: int) -> list[TrainingRow]:
-    rows_D = _rows(temperature, seed)
+    rows_D = uneven_rows(temperature, seed)
     if kind == "shared prompts":
         return rows_D
     return [  # another first token, another prompt
@@ -279,7 +278,7 @@ class _Leader:
 
     def first(self, temperature: float) -> dict[str, Any]:
         """A step on so few tokens that what it leaves behind is gradients and moments."""
-        return self._step(_rows(temperature, 0)[:2])
+        return self._step(uneven_rows(temperature, 0)[:2])
 
     def stepping(self, given: tuple[str, float, int]) -> dict[str, Any]:
         """A step of a kind, at a temperature, with a seed."""

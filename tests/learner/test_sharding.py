@@ -40,11 +40,18 @@ PREFERENCES = [
 ]
 # One row is most of the step's tokens; and a step with fewer rows than workers.
 UNEVEN = [training_row(3, 60, seed=40), training_row(2, 2, seed=41), training_row(2, 3, seed=42)]
+# A context that pays to share; one worker gets two of the rows and shares it, the other gets one.
+CONTEXT_T = np.arange(40, 110, dtype=np.int32)
+SHARED = [
+    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
+    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
+]
 STEPS: list[list[Part]] = [
     [Part(rows_D=ROWS, loss=PPO)],
     [Part(rows_D=ROWS[:7], loss=PPO), Part(rows_D=ROWS[7:], loss=cross_entropy_loss, coef=0.3)],
     [Part(rows_D=PREFERENCES, loss=PAIRS, rows_per_unit=2)],
     [Part(rows_D=UNEVEN, loss=PPO)],
+    [Part(rows_D=SHARED, loss=PPO)],
     [Part(rows_D=ROWS[:1], loss=PPO)],
     [Part(rows_D=ROWS[3:9], loss=PPO)],
 ]
@@ -55,7 +62,7 @@ def config(model: str, **changes: Any) -> LearnerConfig:
     optimizer = OptimizerConfig(
         lr=3e-3, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5
     )
-    settings = {"total_steps": len(STEPS), "token_budget": 64, "device": "cpu"} | changes
+    settings = {"total_steps": len(STEPS), "token_budget": 400, "device": "cpu"} | changes
     return LearnerConfig(model=model, optimizer=optimizer, **settings)
 
 
