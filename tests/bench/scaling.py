@@ -307,8 +307,8 @@ def scaling_tables(report: dict[str, Any]) -> list[Table]:
     gigabytes = report["bytes"] / 1e9
     speed = _table(
         f"learner workers, {gigabytes * 250:.0f} M parameters, fp32, a thread each, CPU",
-        f"the workers share this machine's {os.cpu_count()} cores, and gloo's loopback; a learner "
-        "alone runs a shared prompt once, a sharded one for each sample; CPU s: the busier worker",
+        f"the workers share this machine's {os.cpu_count()} cores, and gloo's loopback; CPU s: the "
+        "busier worker",
         "workers", "samples with", "s/step", "tokens/s", "speed-up", "CPU s", "speed-up",
     )  # fmt: skip
     whole = _table(
