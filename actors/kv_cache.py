@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from actors.decoding import Row, plan_removal
-from distill.shared_prefix import (
-    NOWHERE,
-    SharedPrefixModel,
-    SlotMap,
-    SuffixPass,
-    last_of_each,
-    pad_right,
-    prefix_positions,
-)
+from distill.attention import NOWHERE, SlotMap, SuffixPass
+from distill.shared_prefix import SharedPrefixModel, last_of_each, pad_right, prefix_positions
 
 _FIRST_ROWS = 32
 _FIRST_COLUMNS = 64

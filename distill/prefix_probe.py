@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.shared_prefix import CausalPass, PlainModel, Rule, SharedPrefixModel
+from distill.attention import CausalPass, Rule
+from distill.shared_prefix import PlainModel, SharedPrefixModel
 from distill.types import TokenArray
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,284 @@
+"""Attention in which a prefix is computed and stored once, whoever continues it.
+
+Hugging Face models look their attention up by name, so one registered function replaces both the
+KV cache and the masks, and no model code is copied:
+
+    base_model(..., isotherm_pass=p)  ->  every attention layer  ->  p.attend(layer, q, k, v)
+
+A *pass* says what the new tokens may see. `CausalPass`: their own row only (prefill, scoring).
+`SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. `JointPass`: prefixes
+and suffixes in one row. What is visible is decided by positions alone: a key is seen if it is not
+later than the query and inside the layer's window; keys that are padding sit at position `NOWHERE`.
+Rows never see one another.
+
+For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
+("cascade" attention): the prompt is read once a group, not once a sample. Memory bandwidth is what
+decoding is made of, so this is most of its speed; grouped-query heads are never expanded either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from distill.errors import EngineError
+
+ATTENTION = "isotherm_shared_prefix"
+PASS_KEYWORD = "isotherm_pass"
+
+# The position of a key that nobody may see: later than any query.
+NOWHERE = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one layer attends: score scale, sliding window in tokens, tanh cap of the scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Pass(Protocol):
+    """What the new tokens of one forward pass may attend to."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' AttentionInterface; output (N, S, heads, D)."""
+    unknown = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
+    if unknown:
+        raise EngineError(f"attention with {unknown[0]} is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, sliding_window, softcap)
+    layer: Any = module.layer_idx
+    current: Pass = kwargs[PASS_KEYWORD]
+    return current.attend(layer, query, key, value, rule).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+def keep_attention_eager() -> None:
+    """From now on torch.compile leaves our attention out, in layers that it compiles."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(_attention))
+
+
+def visibility_bias(
+    query_positions_NS: Tensor, key_positions_NK: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """0 where a query may see a key, -inf elsewhere; shape (N, 1, S, K)."""
+    distance_NSK = query_positions_NS[:, :, None] - key_positions_NK[:, None, :]
+    hidden_NSK = distance_NSK < 0
+    if window is not None:
+        hidden_NSK |= distance_NSK >= window
+    bias_NSK = torch.zeros(hidden_NSK.shape, dtype=dtype, device=hidden_NSK.device)
+    return bias_NSK.masked_fill_(hidden_NSK, float("-inf"))[:, None]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, rule: Rule) -> Tensor:
+    grouped = query.shape[1] // key.shape[1]
+    if rule.softcap is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=bias,
+            is_causal=bias is None,
+            scale=rule.scale,
+            enable_gqa=grouped > 1,
+        )
+    assert bias is not None
+    key, value = key.repeat_interleave(grouped, 1), value.repeat_interleave(grouped, 1)
+    scores = query @ key.transpose(2, 3) * rule.scale
+    scores = torch.tanh(scores / rule.softcap) * rule.softcap + bias
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+class CausalPass:
+    """Right-padded rows that start at position 0; keeps each layer's keys and values if asked."""
+
+    def __init__(self, length: int, *, keep: bool) -> None:
+        self._length = length
+        self._keep = keep
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if self._keep:
+            self.keys[layer], self.values[layer] = key, value
+        bias = None
+        if rule.softcap is not None or (rule.window is not None and rule.window < self._length):
+            positions_1T = torch.arange(self._length, device=query.device)[None]
+            bias = visibility_bias(positions_1T, positions_1T, rule.window, query.dtype)
+        return _dense(query, key, value, bias, rule)
+
+
+class SlotMap:
+    """Rows <-> (prefix, place among the rows of that prefix), to multiply rows of a prefix at once.
+
+    `spread` puts N rows into U x G slots, G the most rows any prefix has; `collect` is its inverse.
+    Both are views when every slot is taken in order, as in a batch of whole groups.
+    """
+
+    def __init__(self, prefix_of_row: Sequence[int], prefixes: int, device: torch.device) -> None:
+        places = [0] * prefixes
+        place_of_row = []
+        for prefix in prefix_of_row:
+            place_of_row.append(places[prefix])
+            places[prefix] += 1
+        self._prefixes, self._places = prefixes, max(places)
+        slot_of_row = np.asarray(prefix_of_row) * self._places + place_of_row
+        row_of_slot = np.zeros(prefixes * self._places, dtype=np.int64)
+        row_of_slot[slot_of_row] = np.arange(len(slot_of_row))
+        self._ordered = np.array_equal(slot_of_row, np.arange(len(row_of_slot)))
+        self.prefix_of_row = torch.tensor(prefix_of_row, device=device)
+        self._slot_of_row = torch.from_numpy(slot_of_row).to(device)
+        self._row_of_slot = torch.from_numpy(row_of_slot).to(device)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """(N, kv_heads, R, E) -> (U, kv_heads, G * R, E); a slot without a row repeats row 0."""
+        if not self._ordered:
+            rows = rows.index_select(0, self._row_of_slot)
+        slots = rows.unflatten(0, (self._prefixes, self._places)).transpose(1, 2)
+        return slots.flatten(2, 3)
+
+    def collect(self, slots: Tensor) -> Tensor:
+        """(U, kv_heads, G * R, E) -> (N, kv_heads, R, E)."""
+        rows = slots.unflatten(2, (self._places, -1)).transpose(1, 2).flatten(0, 1)
+        return rows if self._ordered else rows.index_select(0, self._slot_of_row)
+
+
+Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class SuffixPass:
+    """S new tokens a row after a stored prefix and, if `append` keeps one, the row's suffix so far.
+
+    Args:
+        prefix_keys, prefix_values: per layer (U, kv_heads, P, D), right-padded.
+        slots: which prefix each row continues.
+        query_positions_NS: positions of the new tokens; any real position for padding.
+        key_positions_NK: positions of prefix, earlier suffix and new keys; NOWHERE for padding.
+        append: stores a layer's new keys and values, returns all of the suffix's; None keeps none.
+    """
+
+    def __init__(
+        self,
+        prefix_keys: dict[int, Tensor],
+        prefix_values: dict[int, Tensor],
+        slots: SlotMap,
+        query_positions_NS: Tensor,
+        key_positions_NK: Tensor,
+        append: Append | None,
+    ) -> None:
+        self._keys, self._values, self._slots = prefix_keys, prefix_values, slots
+        self._query_positions_NS, self._key_positions_NK = query_positions_NS, key_positions_NK
+        self._append = append
+        self._bias_by_window: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if self._append is not None:
+            key, value = self._append(layer, key, value)
+        bias = self._bias_by_window.get(rule.window)
+        if bias is None:
+            bias = self._bias_by_window[rule.window] = visibility_bias(
+                self._query_positions_NS, self._key_positions_NK, rule.window, query.dtype
+            )
+        prefix_key, prefix_value = self._keys[layer], self._values[layer]
+        if query.shape[2] == 1:
+            return self._attend_step(query, prefix_key, prefix_value, key, value, bias, rule)
+        rows = self._slots.prefix_of_row
+        key = torch.cat([prefix_key.index_select(0, rows), key], dim=2)
+        value = torch.cat([prefix_value.index_select(0, rows), value], dim=2)
+        return _dense(query, key, value, bias, rule)
+
+    def _attend_step(
+        self,
+        query: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        rule: Rule,
+    ) -> Tensor:
+        prefix_length, slots = prefix_key.shape[2], self._slots
+        query = (query * rule.scale).reshape(len(query), key.shape[1], -1, query.shape[3])
+        prefix_scores = slots.collect(slots.spread(query) @ prefix_key.transpose(2, 3))
+        scores = torch.cat([prefix_scores, query @ key.transpose(2, 3)], dim=3)
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        weights = torch.softmax(scores.add_(bias), dim=3, dtype=torch.float32).to(value.dtype)
+        out = slots.collect(slots.spread(weights[..., :prefix_length]) @ prefix_value)
+        out = out + weights[..., prefix_length:] @ value
+        return out.reshape(len(out), -1, 1, out.shape[3])
+
+
+class JointPass:
+    """Prefixes and the suffixes that continue them, in one row: U * P tokens, then N * S.
+
+    A layer attends within each prefix, and from each suffix to its prefix, and forgets both.
+
+    Args:
+        positions_UP: of the prefixes' tokens; padding comes last.
+        slots, query_positions_NS, key_positions_NK: as `SuffixPass` takes them.
+    """
+
+    def __init__(
+        self,
+        positions_UP: Tensor,
+        slots: SlotMap,
+        query_positions_NS: Tensor,
+        key_positions_NK: Tensor,
+    ) -> None:
+        self._prefix_shape, self._suffix_shape = positions_UP.shape, query_positions_NS.shape
+        self._prefixes = CausalPass(positions_UP.shape[1], keep=True)
+        self._suffixes = SuffixPass(
+            self._prefixes.keys,
+            self._prefixes.values,
+            slots,
+            query_positions_NS,
+            key_positions_NK,
+            None,
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        (query_U, query_N), (key_U, key_N), (value_U, value_N) = (
+            self._apart(tensor) for tensor in (query, key, value)
+        )
+        outs = [
+            self._prefixes.attend(layer, query_U, key_U, value_U, rule),
+            self._suffixes.attend(layer, query_N, key_N, value_N, rule),
+        ]
+        del self._prefixes.keys[layer], self._prefixes.values[layer]
+        return torch.cat([out.transpose(0, 1).flatten(1, 2) for out in outs], dim=1)[None]
+
+    def _apart(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """(1, heads, U P + N S, D) -> (U, heads, P, D) and (N, heads, S, D)."""
+        cut = self._prefix_shape.numel()
+        prefix, suffix = tensor[0, :, :cut], tensor[0, :, cut:]
+        return (
+            prefix.unflatten(1, self._prefix_shape).transpose(0, 1),
+            suffix.unflatten(1, self._suffix_shape).transpose(0, 1),
+        )
