@@ -103,8 +103,8 @@ class CommonConfig:
     )
     compile: bool = chz.field(
         default=False,
-        doc="torch.compile the learner's layers: a minute or more at the start, faster steps; on a "
-        "CPU it needs a C++ compiler",
+        doc="torch.compile the learner's layers: slow at the start, then faster (docs/learner.md); "
+        "on a CPU it needs a C++ compiler",
     )
     liger: bool = chz.field(
         default=False,

@@ -33,6 +33,7 @@ from distill.calibration import (
 )
 from distill.interfaces import Engine, EngineInfo
 from distill.party_facts import fact_differences
+from distill.rows import row_to_score
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, TokenArray
 
@@ -156,13 +157,6 @@ def _against_copy(answers: Answers, copied: Sequence[FloatArray]) -> list[Compar
 
 
 def probe_row(tokens_T: TokenArray, start: int, temperature: float) -> TrainingRow:
-    """A row for the learner to score from `start` on; it is never trained."""
-    zeros_T = np.zeros(len(tokens_T), np.float32)
-    return TrainingRow(
-        tokens_T=tokens_T,
-        loss_mask_T=np.arange(len(tokens_T)) >= start,
-        weights_T=zeros_T,
-        behaviour_logprobs_T=zeros_T,
-        temperature=temperature,
-        source="handshake probe",
-    )
+    """A row for the learner to score from `start` on."""
+    mask_T = np.arange(len(tokens_T)) >= start
+    return row_to_score(tokens_T, mask_T, temperature, "handshake probe")

@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -141,7 +141,7 @@ class Driver:
         except RayTaskError as error:
             raise self._explained(what, error) from error
         except RayActorError as error:
-            raise RunFailed(self._obituary(what, error)) from error
+            raise RunFailed(_obituary(what, error, self._dead())) from error
 
     def value(self, what: str, reference: Any, timeout: float | None = None) -> Any:
         """The value of a finished call; see `call` for what it raises."""
@@ -150,7 +150,7 @@ class Driver:
         except RayTaskError as error:
             raise self._explained(what, error) from error
         except RayActorError as error:
-            raise RunFailed(self._obituary(what, error)) from error
+            raise RunFailed(_obituary(what, error, self._dead())) from error
         except GetTimeoutError as error:
             raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
 
@@ -161,8 +161,9 @@ class Driver:
         if isinstance(cause, IsothermError):
             return cause
         # What is left of a broken connection is explained by who is at its other end.
-        if isinstance(cause, RayError) or self._dead():
-            return RunFailed(self._obituary(what, cause))
+        dead = self._dead()
+        if dead or isinstance(cause, RayError):
+            return RunFailed(_obituary(what, cause, dead))
         return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
 
     def _dead(self) -> list[str]:
@@ -171,13 +172,14 @@ class Driver:
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
         return [pings[ping] for ping in answered if _failed(ping)]
 
-    def _obituary(self, what: str, error: BaseException) -> str:
-        who = ", ".join(self._dead()) or "an actor"
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        # A constructor's traceback ends with what went wrong; other deaths say it first.
-        last = isinstance(error, RayActorError) and "creation task" in lines[0]
-        reason = lines[-1 if last else 0].strip() if lines else type(error).__name__
-        return f"{what} failed because {who} died ({reason})"
+
+def _obituary(what: str, error: BaseException, dead: Sequence[str]) -> str:
+    who = ", ".join(dead) or "an actor"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    # A constructor's traceback ends with what went wrong; other deaths say it first.
+    last = isinstance(error, RayActorError) and "creation task" in lines[0]
+    reason = lines[-1 if last else 0].strip() if lines else type(error).__name__
+    return f"{what} failed because {who} died ({reason})"
 
 
 def _failed(reference: Any) -> bool:

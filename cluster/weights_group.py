@@ -45,7 +45,7 @@ from cluster.acknowledge import values
 from distill.errors import EngineError
 from distill.interfaces import GroupBroadcast, TensorLayout
 from distill.weights import BUCKET_BYTES, Weights, names_of, plan_buckets
-from learner.group import open_store
+from learner.group import LOOPBACK, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -249,4 +249,4 @@ class _Sending:
 
 def own_address(everyone_is_here: bool) -> str:
     """Where engines reach this process: the loopback if all of them are on this machine."""
-    return "127.0.0.1" if everyone_is_here else ray.util.get_node_ip_address()
+    return LOOPBACK if everyone_is_here else ray.util.get_node_ip_address()

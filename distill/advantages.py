@@ -72,7 +72,7 @@ def opd_advantages(segment: Segment, kl_coef: float, kl_discount_factor: float) 
         raise DataError("teacher_logprobs_T is missing: the segment was not scored by a teacher")
     mask_T = segment.action_mask_T
     gap_N = segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
-    return _on_actions(segment, -kl_coef * discounted_future_sum(gap_N, kl_discount_factor))
+    return on_actions(segment, -kl_coef * discounted_future_sum(gap_N, kl_discount_factor))
 
 
 def outside_top(segment: Segment, advantages_T: FloatArray) -> FloatArray:
@@ -85,7 +85,7 @@ def outside_top(segment: Segment, advantages_T: FloatArray) -> FloatArray:
         raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
     actions_N = segment.tokens_T[segment.action_mask_T]
     in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
-    return _on_actions(segment, np.where(in_top_N, 0, advantages_T[segment.action_mask_T]))
+    return on_actions(segment, np.where(in_top_N, 0, advantages_T[segment.action_mask_T]))
 
 
 def reference_gaps(segment: Segment) -> FloatArray:
@@ -135,11 +135,12 @@ def policy_advantages(
                 if objective.reference_kl_coef:
                     penalty_N = mean_kl - reference_gaps(segment)
                     on_actions_N += np.float32(objective.reference_kl_coef) * penalty_N
-                rows.append((group, segment, _on_actions(segment, on_actions_N)))
+                rows.append((group, segment, on_actions(segment, on_actions_N)))
     return rows
 
 
-def _on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:
+def on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:
+    """The values at the action tokens, zeros elsewhere; shape (T,)."""
     values_T = np.zeros(len(segment), dtype=np.float32)
     values_T[segment.action_mask_T] = values_N
     return values_T

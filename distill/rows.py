@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from distill.advantages import opd_advantages, outside_top, policy_advantages
+from distill.advantages import on_actions, opd_advantages, outside_top, policy_advantages
 from distill.batching import TrainingRow
 from distill.objective import ObjectiveConfig
-from distill.types import FloatArray, Segment, TrajectoryGroup
+from distill.types import BoolArray, FloatArray, Segment, TokenArray, TrajectoryGroup
 
 
 def policy_rows(
@@ -56,12 +56,17 @@ def with_reference(
 ) -> list[TrajectoryGroup]:
     """The groups with `reference_logprobs_T`, by a reference that scores rows' trained tokens."""
     segments = [segment for group in groups_P for segment in group.segments()]
-    scored = iter(logprobs([_unweighted(segment) for segment in segments]))
+    scored = iter(
+        logprobs(
+            [
+                row_to_score(s.tokens_T, s.action_mask_T, s.temperature, "a segment to score")
+                for s in segments
+            ]
+        )
+    )
 
     def filled(segment: Segment) -> Segment:
-        reference_T = np.zeros(len(segment), np.float32)
-        reference_T[segment.action_mask_T] = next(scored)
-        return replace(segment, reference_logprobs_T=reference_T)
+        return replace(segment, reference_logprobs_T=on_actions(segment, next(scored)))
 
     return [
         replace(
@@ -75,14 +80,18 @@ def with_reference(
     ]
 
 
-def _unweighted(segment: Segment) -> TrainingRow:
+def row_to_score(
+    tokens_T: TokenArray, mask_T: BoolArray, temperature: float, source: str
+) -> TrainingRow:
+    """A row whose masked tokens the learner scores; it is never trained."""
+    zeros_T = np.zeros(len(tokens_T), np.float32)
     return TrainingRow(
-        tokens_T=segment.tokens_T,
-        loss_mask_T=segment.action_mask_T,
-        weights_T=np.zeros(len(segment), np.float32),
-        behaviour_logprobs_T=segment.behaviour_logprobs_T,
-        temperature=segment.temperature,
-        source="a segment to score",
+        tokens_T=tokens_T,
+        loss_mask_T=mask_T,
+        weights_T=zeros_T,
+        behaviour_logprobs_T=zeros_T,
+        temperature=temperature,
+        source=source,
     )
 
 

@@ -1,4 +1,4 @@
-"""How fast a step could be: the FLOPs that its rows need, and those that the device can do.
+"""How many FLOPs a step needs.
 
 Model FLOPs are what an ideal implementation needs, each row in full and once: matrix products only,
 a multiply-add being two. Recomputed activations do not count, nor does padding; a context that is
@@ -14,20 +14,14 @@ weights, which frozen weights do without.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.batching import TrainingRow
-from distill.cpu_linear import use_onednn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +83,11 @@ class ModelFlops:
 
     def training(self, rows_D: Iterable[TrainingRow]) -> float:
         """FLOPs of the rows' log-probs and their gradients."""
-        return sum(
-            len(row) * (self.decoder.forward + self.decoder.backward)
-            + row.num_trained * (self.projection.forward + self.projection.backward)
-            + 3 * self._attention(len(row))
+        rows_D = list(rows_D)
+        return self.forward(rows_D) + sum(
+            len(row) * self.decoder.backward
+            + row.num_trained * self.projection.backward
+            + 2 * self._attention(len(row))
             for row in rows_D
         )
 
@@ -149,46 +144,3 @@ def _attention(config: Any) -> tuple[tuple[int | None, float], ...] | None:
     else:
         return None
     return tuple((window, 2.0 * heads * (query_dim + value_dim)) for window in windows)
-
-
-# Sides of the square matrices that the peak is measured with.
-_SIDE = {"cpu": 1024, "cuda": 8192}
-_REPEATS = 5
-
-
-def peak_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOPs per second of a large matrix product, as measured here; once a process.
-
-    On a CPU, of the present number of threads, by their CPU time: what else the machine does is
-    not counted. The better of PyTorch's own product and of what the learner's Linears call.
-    """
-    return _peak_flops(device, dtype, torch.get_num_threads())
-
-
-@cache
-def _peak_flops(device: str, dtype: torch.dtype, threads: int) -> float:
-    del threads  # torch has as many; it is here as a part of the cache's key
-    side = _SIDE[torch.device(device).type]
-    generator = torch.Generator(device).manual_seed(0)
-    # Random values: a GPU draws less power, and clocks higher, on constant ones.
-    a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
-    with torch.random.fork_rng(devices=[]):  # torch's own generator belongs to the run
-        linear = skip_init(nn.Linear, side, side, bias=False, device=device, dtype=dtype)
-        use_onednn(linear)
-    linear.weight = nn.Parameter(b, requires_grad=False)
-    fastest = min(_seconds(lambda: a @ b, device), _seconds(lambda: linear(a), device))
-    return 2 * side**3 / fastest
-
-
-def _seconds(run: Callable[[], object], device: str) -> float:
-    """Of a product by itself: a median, warm."""
-    cuda = torch.device(device).type == "cuda"
-    clock = time.perf_counter if cuda else time.process_time
-    measured = []
-    for _ in range(_REPEATS + 1):
-        started = clock()
-        run()
-        if cuda:
-            torch.cuda.synchronize(device)
-        measured.append(clock() - started)
-    return median(measured[1:]) / (1 if cuda else torch.get_num_threads())

@@ -44,7 +44,7 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models import load_config, tensor_shapes
 from distill.tensors import TensorLayout
-from learner.sharding import LazyTensor, whole, whole_in
+from learner.sharding import LazyTensor, stored, whole, whole_in
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
@@ -154,13 +154,9 @@ def merged_weights(lora: PeftModel) -> dict[str, LazyTensor]:
     """
     layers = dict(_layers(lora))
     made: dict[str, LazyTensor] = {}
-    seen: set[int] = set()
-    # The parameters themselves, which are the same object where they are tied: empty shards of
-    # different parameters would have one address.
-    for name, weight in lora.get_base_model().state_dict(keep_vars=True).items():
-        if name.partition(".lora_")[0] in layers or id(weight) in seen:
+    for name, weight in stored(lora.get_base_model()):
+        if name.partition(".lora_")[0] in layers:
             continue
-        seen.add(id(weight))
         module, found, last = name.rpartition(".base_layer.")
         layer = layers[module] if found and last == "weight" else None
         plain = f"{module}.{last}" if found else name

@@ -59,8 +59,8 @@ def build_schedule(
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
 
 
-def offload_moments(optimizer: torch.optim.AdamW, home: str = "cpu") -> None:
-    """Keeps AdamW's moments at `home`, in main memory, but for the duration of its own step.
+def offload_moments(optimizer: torch.optim.AdamW) -> None:
+    """Keeps AdamW's moments in main memory, but for the duration of its own step.
 
     Activations and moments are then never on a GPU at the same time; both ways over the bus are
     the price of a step.
@@ -72,7 +72,7 @@ def offload_moments(optimizer: torch.optim.AdamW, home: str = "cpu") -> None:
 
     def put_away(*_: Any) -> None:
         for state in optimizer.state.values():
-            _move(state, torch.device(home))
+            _move(state, torch.device("cpu"))
 
     optimizer.register_step_pre_hook(bring)
     optimizer.register_step_post_hook(put_away)

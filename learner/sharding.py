@@ -7,10 +7,10 @@ in no layer (embedding, last norm, vocabulary projection) is made whole for a mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.attention import keep_attention_eager
 from distill.tensors import TensorLayout
 from learner.group import WorkerGroup
-
-T = TypeVar("T")
 
 
 class Root(nn.Module):
@@ -121,16 +119,22 @@ class LazyTensor:
     make: Callable[[torch.dtype | None], Tensor]
 
 
-def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
-    """Every stored tensor of the model, once, by name; a tied lm_head is left to its embedding."""
-    made: dict[str, LazyTensor] = {}
+def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model once, by its name; a tied lm_head is left to its embedding."""
     seen: set[int] = set()
     # The parameters themselves, which are the same object where they are tied: empty shards of
     # different parameters would have one address.
     for name, weight in model.state_dict(keep_vars=True).items():
         if id(weight) not in seen:
             seen.add(id(weight))
-            made[name] = LazyTensor(
-                layout=TensorLayout.of(name, weight), make=partial(whole_in, weight.detach())
-            )
-    return made
+            yield name, weight
+
+
+def plain_weights(model: PreTrainedModel) -> dict[str, LazyTensor]:
+    """Every stored tensor, by name."""
+    return {
+        name: LazyTensor(
+            layout=TensorLayout.of(name, weight), make=partial(whole_in, weight.detach())
+        )
+        for name, weight in stored(model)
+    }

@@ -29,11 +29,12 @@ from distill.batching import TrainingRow
 from distill.models import load_causal_lm, new_qwen3
 from distill.objective import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
-from learner.flops import ModelFlops, peak_flops
+from learner.flops import ModelFlops
 from learner.learner import Learner, Part
 from learner.objective import PolicyObjectiveLoss
 from tests.bench.memory import kilobytes
 from tests.bench.pair import VOCAB_SIZE
+from tests.bench.peak import peak_flops
 
 # Hidden size and layers.
 SIZES = ((128, 4), (256, 6), (512, 4))

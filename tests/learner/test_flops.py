@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from distill.batching import TrainingRow, collate
-from learner.flops import ModelFlops, peak_flops
+from learner.flops import ModelFlops
+from tests.bench.peak import peak_flops
 from tests.samples import training_row
 from tests.tiny import VOCAB_SIZE
 

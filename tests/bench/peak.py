@@ -1,0 +1,56 @@
+"""FLOPs per second that this machine can do: what model FLOPs utilisation is a share of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+
+import torch
+from torch import nn
+from torch.nn.utils import skip_init
+
+from distill.cpu_linear import use_onednn
+
+# Sides of the square matrices that the peak is measured with.
+_SIDE = {"cpu": 1024, "cuda": 8192}
+_REPEATS = 5
+
+
+def peak_flops(device: str, dtype: torch.dtype) -> float:
+    """FLOPs per second of a large matrix product, as measured here; once a process.
+
+    On a CPU, of the present number of threads, by their CPU time: what else the machine does is
+    not counted. The better of PyTorch's own product and of what the learner's Linears call.
+    """
+    return _peak_flops(device, dtype, torch.get_num_threads())
+
+
+@cache
+def _peak_flops(device: str, dtype: torch.dtype, threads: int) -> float:
+    del threads  # torch has as many; it is here as a part of the cache's key
+    side = _SIDE[torch.device(device).type]
+    generator = torch.Generator(device).manual_seed(0)
+    # Random values: a GPU draws less power, and clocks higher, on constant ones.
+    a, b = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+    with torch.random.fork_rng(devices=[]):  # torch's own generator belongs to the run
+        linear = skip_init(nn.Linear, side, side, bias=False, device=device, dtype=dtype)
+        use_onednn(linear)
+    linear.weight = nn.Parameter(b, requires_grad=False)
+    fastest = min(_seconds(lambda: a @ b, device), _seconds(lambda: linear(a), device))
+    return 2 * side**3 / fastest
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Of a product by itself: a median, warm."""
+    cuda = torch.device(device).type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
+    measured = []
+    for _ in range(_REPEATS + 1):
+        started = clock()
+        run()
+        if cuda:
+            torch.cuda.synchronize(device)
+        measured.append(clock() - started)
+    return median(measured[1:]) / (1 if cuda else torch.get_num_threads())
