@@ -28,7 +28,7 @@ import torch
 from actors.decoding import DecodeBatch, Row, new_rows, reading_rows
 from actors.loaded_model import LoadedModel, WeightMisfit
 from actors.scoring import ScoreBatch, ScoreItem, plan
-from distill.errors import CheckpointError, EngineError
+from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.interfaces import (
     CheckpointDirectory,
     EngineInfo,
@@ -237,6 +237,10 @@ class EmbeddedEngine:
             temperature_scaling="in the engine",
         )
 
+    async def health(self) -> None:
+        """See `Engine.health`."""
+        self._check_health()
+
     async def abort(self) -> int:
         """See `Engine.abort`."""
         self._check_health()
@@ -253,7 +257,7 @@ class EmbeddedEngine:
 
     def _check_health(self) -> None:
         if self._broken is not None:
-            raise EngineError(f"the engine is broken and must be restarted: {self._broken}")
+            raise EngineLost(f"the engine is broken and must be restarted: {self._broken}")
 
     def _wake(self) -> None:
         self._interrupt.set()
@@ -389,7 +393,7 @@ class EmbeddedEngine:
         futures += [load.future for load in self._loads] + self._aborts
         for future in futures:
             if not future.done():
-                future.set_exception(EngineError(f"the compute thread failed: {error}"))
+                future.set_exception(EngineLost(f"the compute thread failed: {error}"))
 
     def _forget(self) -> None:
         """Drops all work. The thread may still be in a chunk, so it clears the batch itself."""

@@ -10,14 +10,14 @@ import numpy as np
 
 from distill.envs.base import Env, EnvGroupBuilder
 from distill.errors import EngineError
-from distill.interfaces import Engine, GenerateRequest, Sample
+from distill.interfaces import GenerateRequest, Sample, Sampler
 from distill.sampling import TrainSampling
 from distill.segments import SegmentBuilder
 from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
 
 
 async def rollout_group(
-    policy: Engine, builder: EnvGroupBuilder, sampling: TrainSampling, *, group_id: int, seed: int
+    policy: Sampler, builder: EnvGroupBuilder, sampling: TrainSampling, *, group_id: int, seed: int
 ) -> TrajectoryGroup:
     """Runs the group's G episodes at the same time.
 
@@ -49,7 +49,7 @@ def _mix(*parts: int) -> int:
 
 
 async def _first_turns(
-    policy: Engine, envs_G: Sequence[Env], sampling: TrainSampling, seeds_G: Sequence[int]
+    policy: Sampler, envs_G: Sequence[Env], sampling: TrainSampling, seeds_G: Sequence[int]
 ) -> list[Sample]:
     members_by_prompt: dict[bytes, list[int]] = defaultdict(list)
     observations_G = [env.initial_observation() for env in envs_G]
@@ -72,7 +72,7 @@ async def _first_turns(
 
 
 async def _finish(
-    policy: Engine,
+    policy: Sampler,
     env: Env,
     sample: Sample,
     sampling: TrainSampling,

@@ -38,7 +38,7 @@ from actors.sglang_http import SglangClient
 from actors.sglang_requests import forced_body, passes_of, sampling_body, scoring_body, top_k_of
 from actors.sglang_server import SglangServer
 from actors.sglang_weights import WeightSession
-from distill.errors import DataError, EngineError
+from distill.errors import DataError, EngineError, EngineLost
 from distill.interfaces import (
     EngineInfo,
     GenerateRequest,
@@ -285,6 +285,16 @@ class SglangEngine:
             return "not announced by the server"
         return "isotherm's plugin in the server"
 
+    async def health(self) -> None:
+        """See `Engine.health`. SGLang samples a token for it where nothing else is under way."""
+        await self._ready()
+        if self._weights is not None and self._weights.loading:
+            return  # generation stands still
+        try:
+            await self._client.get("/health")
+        except EngineError as error:
+            raise EngineLost(str(error)) from error
+
     async def abort(self) -> int:
         """See `Engine.abort`."""
         await self._ready()
@@ -306,4 +316,4 @@ class SglangEngine:
             self._starting = asyncio.ensure_future(self.server.ready())
         await asyncio.shield(self._starting)
         if not self.server.running:
-            raise EngineError(self.server.obituary())
+            raise EngineLost(self.server.obituary())

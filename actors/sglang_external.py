@@ -32,6 +32,11 @@ def check_url(url: str) -> None:
         good = bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number
         good = False
+    if parts.username or parts.password:  # before the address is printed anywhere
+        raise ConfigError(
+            "teacher= holds a user or a password, which would stand in config.json; give the "
+            f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
+        )
     if not good or parts.path not in ("", "/") or parts.query:
         raise ConfigError(f"teacher={url} is not an address; write http://host:port")
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from distill.errors import DataError, EngineError
+from distill.errors import DataError, EngineError, EngineLost
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class SglangClient:
 
         Raises:
             DataError: the server refuses the request as such (status 400 or 422).
-            EngineError: it cannot be reached, refuses the key, fails, answers what is not JSON, or
-                takes longer than the deadline.
+            EngineLost: it cannot be reached, or takes longer than the deadline.
+            EngineError: it refuses the key, fails, or answers what is not JSON.
         """
         return await self._request("POST", path, body, key=self._api_key, repeatable=repeatable)
 
@@ -86,7 +86,7 @@ class SglangClient:
             async with asyncio.timeout(self._deadline_s):
                 return await self._attempts(method, path, body, key=key, repeatable=repeatable)
         except TimeoutError:
-            raise EngineError(
+            raise EngineLost(
                 f"{self._url()}{path} did not answer within {self._deadline_s:.0f} s: the server "
                 f"hangs or is overloaded.{self._why()}"
             ) from None
@@ -160,9 +160,9 @@ class SglangClient:
             # Some administrative answers are a line of text.
             return text
 
-    def _unreachable(self, path: str, error: Exception) -> EngineError:
+    def _unreachable(self, path: str, error: Exception) -> EngineLost:
         reason = str(error) or type(error).__name__
-        return EngineError(f"{self._url()}{path} cannot be reached ({reason}).{self._why()}")
+        return EngineLost(f"{self._url()}{path} cannot be reached ({reason}).{self._why()}")
 
     def _why(self) -> str:
         return f" {self._obituary()}" if self._obituary is not None else ""

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import aiohttp
 
-from distill.errors import ConfigError, EngineError
+from distill.errors import ConfigError, EngineLost
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class SglangServer:
         """Returns once the server takes requests.
 
         Raises:
-            EngineError: it exited, or did not become ready in time; ends with its log's tail.
+            EngineLost: it exited, or did not become ready in time; ends with its log's tail.
         """
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             if await self._poll_until_ready():
@@ -143,19 +143,19 @@ class SglangServer:
                 logger.warning("port %d was taken before the server could bind it", self._port)
                 self._process = self._spawn()
                 continue
-            raise EngineError(
+            raise EngineLost(
                 f"the SGLang server {self._state()} before it was ready. {self._last_words()}"
             )
 
     async def _poll_until_ready(self) -> bool:
-        """False if the process has ended. Raises EngineError at the deadline."""
+        """False if the process has ended. Raises EngineLost at the deadline."""
         headers = {"Authorization": f"Bearer {self.api_key}"}
         timeout = aiohttp.ClientTimeout(total=10)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             while self.running:
                 if time.monotonic() - self._started > self._start_deadline_s:
                     self.stop()
-                    raise EngineError(
+                    raise EngineLost(
                         f"the SGLang server was not ready within {self._start_deadline_s:.0f} s. "
                         + self._last_words()
                     )

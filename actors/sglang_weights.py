@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.sglang_http import SglangClient
-from distill.errors import CheckpointError, DataError, EngineError
+from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.interfaces import (
     CheckpointDirectory,
     GroupBroadcast,
@@ -113,6 +113,11 @@ class WeightSession:
         self._generations, self._scorings = _Traffic(), _Traffic()
         self._loads = 0
 
+    @property
+    def loading(self) -> bool:
+        """Whether new weights are on their way into the server."""
+        return self._loading.locked()
+
     async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
         while True:
@@ -138,7 +143,7 @@ class WeightSession:
 
     def _check_whole(self) -> None:
         if self._torn is not None:
-            raise EngineError(self._torn)
+            raise EngineLost(self._torn)
 
     async def ranks(self, layout: Sequence[TensorLayout]) -> int:
         """The server's tensor parallelism. Raises EngineError if these are not its tensors."""

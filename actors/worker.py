@@ -5,23 +5,32 @@
     score     waits for: the group's teacher and the reference, where there are any
     put       waits for: room in the queue     unblocked by: the learner's take
 
-Many groups are under way at once; each is a task of its own.
+Many groups are under way at once; each is a task of its own. A group that fails is reported with
+its reason and leased again, by whoever has room; the worker goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 from actors.episode import rollout_group
 from actors.teacher import score_rollout
+from distill.delivery import Lease
 from distill.envs.base import EnvGroupBuilder
-from distill.interfaces import Engine
+from distill.interfaces import Engine, GenerateRequest, Sample
 from distill.sampling import TrainSampling
 from distill.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+# Where a group is: its environment's turn, the policy engine's, or the teacher's.
+Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
 class EnvGroupDataset(Protocol):
@@ -33,15 +42,33 @@ class EnvGroupDataset(Protocol):
 class GroupSink(Protocol):
     """Where leases come from and finished groups go."""
 
-    async def lease(self, max_groups: int) -> Sequence[int]:
-        """Group ids to work on, at least one; empty once the run is closing."""
+    async def lease(self, max_groups: int) -> Sequence[Lease]:
+        """Groups to work on, at least one; empty once the run is closing."""
         ...
 
-    async def put(self, group: TrajectoryGroup) -> None: ...
+    async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """Gives a group back that could not be made."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A group at work: where it is, since when (`time.monotonic`), and its samples to come."""
+
+    lease: Lease
+    task: asyncio.Task[None] | None = None
+    stage: Stage = "environment"
+    since: float = field(default_factory=time.monotonic)
+    waits_for_policy: int = 0
+
+    def enter(self, stage: Stage) -> None:
+        self.stage, self.since = stage, time.monotonic()
 
 
 class RolloutWorker:
-    """Runs until the sink closes, or until a group fails; the error then ends `run`.
+    """Runs until the sink closes, or until it is drained.
 
     Args:
         policy: samples.
@@ -72,33 +99,77 @@ class RolloutWorker:
         self._dataset = dataset
         self._sampling = sampling
         self._seed = seed
-        self._max_groups = max_groups
-        self._under_way = 0
+        self.max_groups = max_groups
+        self._under_way: dict[Lease, UnderWay] = {}
         self._has_room = asyncio.Event()
+        self._draining = False
+        self._asking: asyncio.Task[Sequence[Lease]] | None = None
+
+    @property
+    def under_way(self) -> list[UnderWay]:
+        return list(self._under_way.values())
+
+    def drain(self) -> None:
+        """Leases no more; `run` ends with the last group under way."""
+        self._draining = True
         self._has_room.set()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def forget(self, epoch: int) -> None:
+        """Gives up groups of earlier epochs: nobody would train on them."""
+        for group in self.under_way:
+            if group.lease.epoch < epoch and group.task is not None:
+                group.task.cancel()
 
     async def run(self) -> None:
         """Keeps up to `max_groups` groups under way."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                while group_ids := await self._lease():
-                    for group_id in group_ids:
-                        tasks.create_task(self._produce(group_id))
+                while leases := await self._lease():
+                    for lease in leases:
+                        group = self._under_way[lease] = UnderWay(lease)
+                        group.task = tasks.create_task(self._deliver(group))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled by the first
 
-    async def _lease(self) -> Sequence[int]:
-        await self._has_room.wait()
-        group_ids = await self._sink.lease(self._max_groups - self._under_way)
-        self._under_way += len(group_ids)
-        if self._under_way >= self._max_groups:
+    async def _lease(self) -> Sequence[Lease]:
+        while not self._draining and len(self._under_way) >= self.max_groups:
             self._has_room.clear()
-        return group_ids
+            await self._has_room.wait()
+        if self._draining:
+            return []
+        room = self.max_groups - len(self._under_way)
+        self._asking = asyncio.ensure_future(self._sink.lease(room))
+        try:
+            return await self._asking
+        except asyncio.CancelledError:
+            if not self._draining:
+                raise
+            return []  # what was leased in that moment is leased again
+        finally:
+            self._asking = None
 
-    async def _produce(self, group_id: int) -> None:
+    async def _deliver(self, group: UnderWay) -> None:
+        """Makes a group and hands it in; or hands in why it could not be made."""
+        try:
+            try:
+                made = await self._produce(group)
+            except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
+                logger.warning("group %d failed", group.lease.group_id, exc_info=error)
+                await self._sink.fail(group.lease, _reason(error))
+            else:
+                group.enter("delivery")
+                await self._sink.put(group.lease, made)
+        finally:
+            self._under_way.pop(group.lease, None)
+            self._has_room.set()
+
+    async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
         started = time.perf_counter()
+        group_id = under_way.lease.group_id
         group = await rollout_group(
-            self._policy,
+            _Sampled(self._policy, under_way),
             self._dataset.builder(group_id),
             self._sampling,
             group_id=group_id,
@@ -107,10 +178,34 @@ class RolloutWorker:
         sampled = time.perf_counter()
         timings = {"time/rollout": sampled - started}
         if self._teachers or self._reference is not None:
+            under_way.enter("scoring")
             group = await score_rollout(
                 group, teachers=self._teachers, reference=self._reference, top_k=self._top_k
             )
             timings["time/teacher"] = time.perf_counter() - sampled
-        await self._sink.put(replace(group, metrics={**group.metrics, **timings}))
-        self._under_way -= 1
-        self._has_room.set()
+        return replace(group, metrics={**group.metrics, **timings})
+
+
+class _Sampled:
+    """A policy that notes when a group waits for it."""
+
+    def __init__(self, policy: Engine, group: UnderWay) -> None:
+        self._policy, self._group = policy, group
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        self._group.waits_for_policy += 1
+        self._group.enter("sampling")
+        try:
+            return await self._policy.generate(request)
+        finally:
+            self._group.waits_for_policy -= 1
+            if not self._group.waits_for_policy:
+                self._group.enter("environment")
+
+
+def _reason(error: Exception) -> str:
+    """The error and where it was raised, in a line."""
+    message = (str(error).splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message}{where}"

@@ -4,64 +4,99 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from distill.errors import EngineError
+from distill.errors import EngineError, EngineLost
 
-# Once one engine has failed, the others have this long to say whether they have, too, seconds.
+# Once one of several linked engines has failed, the others have this long to say whether they
+# have, too, seconds.
 GRACE_S = 5.0
 _POLL_S = 0.25
 
 
-def values(
+@dataclass(slots=True)
+class Answers:
+    """Values by engine, failures by engine, and what went wrong on this side.
+
+    `lost` are the failing engines that must be made again: an actor, or its server, is gone.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    problem: str | None = None
+
+    def complaint(self) -> str:
+        """All that went wrong, in a line."""
+        own = [self.problem] if self.problem else []
+        return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
+
+
+def collect(
     pending: Mapping[str, Any],
-    what: str,
     timeout_s: float,
+    *,
+    linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
-) -> dict[str, Any]:
+) -> Answers:
+    """What each engine's call came to.
+
+    Args:
+        linked: a failure of one keeps the others from answering, so they are given up soon.
+        problem: asked now and then; an answer counts as an engine's failure does.
+    """
+    deadline = time.monotonic() + timeout_s
+    names = {reference: name for name, reference in pending.items()}
+    answers = Answers()
+    while names:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            for name in names.values():
+                answers.failures[name] = f"no answer in {timeout_s:.0f} s"
+            break
+        ready, _ = ray.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
+        failed_before = bool(answers.failures or answers.problem)
+        for reference in ready:
+            name = names.pop(reference)
+            try:
+                answers.values[name] = ray.get(reference)
+            except RayError as error:
+                answers.failures[name] = _explained(error)
+                if isinstance(error, EngineLost) or not isinstance(error, RayTaskError):
+                    answers.lost.add(name)
+        answers.problem = answers.problem or problem()
+        failed = bool(answers.failures or answers.problem)
+        if linked and failed and not failed_before:
+            timeout_s = min(GRACE_S, left)
+            deadline = time.monotonic() + timeout_s
+    # By engine, whoever answered first.
+    answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}
+    return answers
+
+
+def values(pending: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
     """The value of each engine's call, by the engine's name.
 
     Args:
         what: the calls have in common, for the errors.
-        problem: asked now and then; an answer counts as an engine's failure does.
 
     Raises:
         EngineError: names every engine that refused, died, or did not answer.
     """
-    deadline = time.monotonic() + timeout_s
-    names = {reference: name for name, reference in pending.items()}
-    found: dict[str, Any] = {}
-    errors: list[str] = []
-    while names:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            late = ", ".join(names.values())
-            errors.append(f"no answer from {late}" + ("" if errors else f" in {timeout_s:.0f} s"))
-            break
-        ready, _ = ray.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
-        had_errors = bool(errors)
-        for reference in ready:
-            name = names.pop(reference)
-            try:
-                found[name] = ray.get(reference)
-            except RayError as error:
-                errors.append(_explained(name, error))
-        if (own := problem()) and own not in errors:
-            errors.append(own)
-        if errors and not had_errors:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    if errors:
-        raise EngineError(f"{what} failed: {'; '.join(errors)}")
-    return found
+    answers = collect(pending, timeout_s)
+    if answers.failures:
+        raise EngineError(f"{what} failed: {answers.complaint()}")
+    return answers.values
 
 
-def _explained(name: str, error: RayError) -> str:
-    if isinstance(error, RayActorError):
-        return f"{name} died"
+def _explained(error: RayError) -> str:
+    if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):
+        return "died"
     cause: BaseException = error
     while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
         cause = cause.cause
-    return f"{name}: {cause}"
+    return str(cause)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.evaluate import Evaluator
-from actors.sglang_flags import tensor_parallel_size
 from actors.worker import RolloutWorker
 from cluster.checks import RolloutInputs, SupervisedInputs
 from cluster.config import CommonConfig
@@ -28,14 +28,34 @@ from cluster.learner_actor import (
     policy_losses,
     supervised_losses,
 )
-from cluster.ledger import Ledger
 from cluster.outputs import RunDirectory
+from cluster.placement import Placement
+from cluster.publisher import PushSettings
 from cluster.queue import GroupQueue, WorkerEnd
-from cluster.weights import PushSettings
+from cluster.roles import (
+    EVALUATOR,
+    LEARNER,
+    POLICY,
+    QUEUE,
+    REFERENCE,
+    ROLLOUT,
+    learner_title,
+    teacher_roles,
+    worker_title,
+)
+from cluster.rollout_actor import RolloutActor
+from cluster.supervise import (
+    HEALTH_GROUP,
+    Role,
+    aside_whereabouts_call,
+    health_call,
+    ready_call,
+    whereabouts_call,
+)
+from cluster.visible import this_node
 from cluster.weights_group import own_address
 from distill.delivery import TrainedGroups
 from distill.envs.single_turn import PromptDataset
-from distill.errors import ConfigError
 from distill.rewards import load_reward
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
@@ -55,235 +75,232 @@ class LearnerActors:
     meeting_point: TCPStore | None
 
     @property
-    def all(self) -> dict[str, Any]:
-        return {"learner": self.leader} | self.named_followers
-
-    @property
-    def named_followers(self) -> dict[str, Any]:
-        return {f"learner worker {i}": actor for i, actor in enumerate(self.followers, start=1)}
+    def all(self) -> list[Any]:
+        return [self.leader, *self.followers]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutActors:
-    """Every actor of an opd or rl run. `all` names each of them, for when one dies.
+class RolloutCast:
+    """Makes the actors of an opd or rl run, each as often as it is needed."""
 
-    `teachers` are the engines of each teacher by its name, `references` at most one engine.
-    """
+    def __init__(
+        self,
+        config: RolloutConfig,
+        inputs: RolloutInputs,
+        directory: RunDirectory,
+        device: str,
+        placement: Placement,
+    ) -> None:
+        self._config, self._inputs, self._directory = config, inputs, directory
+        self._device, self._placement = device, placement
+        self._reward = load_reward(config.reward)
 
-    queue: GroupQueue
-    policies: list[Any]
-    teachers: Mapping[str, list[Any]]
-    references: list[Any]
-    workers: list[Any]
-    learners: LearnerActors
-    evaluator: Any
-
-    @property
-    def learner(self) -> Any:
-        return self.learners.leader
-
-    @property
-    def policy(self) -> EnginePool:
-        return EnginePool(self.policies)
-
-    @property
-    def teacher_pools(self) -> dict[str, EnginePool]:
-        return {name: EnginePool(engines) for name, engines in self.teachers.items()}
-
-    @property
-    def first_engines(self) -> dict[str, str]:
-        """What messages call the first engine of each teacher, by the teacher's name."""
-        return {name: f"{_role(name)} engine 0" for name in self.teachers}
-
-    @property
-    def scorers(self) -> dict[str, Any]:
-        """Every engine that scores what another sampled, by its name in messages."""
-        named = {}
-        for name, engines in self.teachers.items():
-            named |= _named(_role(name), engines)
-        return named | _named("reference", self.references)
-
-    @property
-    def all(self) -> dict[str, Any]:
-        return {
-            "queue": self.queue.actor,
-            **self.learners.all,
-            "evaluator": self.evaluator,
-            **_named("policy", self.policies),
-            **self.scorers,
-            **{f"rollout worker {i}": actor for i, actor in enumerate(self.workers)},
-        }
-
-
-def _role(teacher: str) -> str:
-    return f"teacher {teacher}" if teacher else "teacher"
-
-
-def _named(role: str, engines: Sequence[Any]) -> dict[str, Any]:
-    return {f"{role} engine {i}": actor for i, actor in enumerate(engines)}
-
-
-def resolve_device(config: CommonConfig) -> str:
-    """cpu or cuda, by what the connected Ray cluster has.
-
-    Raises:
-        ConfigError: cuda was asked for and the cluster has no GPU.
-    """
-    gpus = ray.cluster_resources().get("GPU", 0)
-    if config.device == "cuda" and not gpus:
-        raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
-    if not gpus or config.device == "cpu":
-        for name in ("offload_optimizer", "liger"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"{name}=True is for CUDA, and the learner is on a CPU; leave it out"
-                )
-        return "cpu"
-    if config.learner_workers > 1 and config.gpus_per_actor < 1:
-        raise ConfigError(
-            f"gpus_per_actor={config.gpus_per_actor} with learner_workers="
-            f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
-        )
-    if (needed := config.learner_workers * config.gpus_per_actor) > gpus:
-        raise ConfigError(
-            f"learner_workers={config.learner_workers} need {needed:g} GPUs (gpus_per_actor="
-            f"{config.gpus_per_actor:g}) and the Ray cluster has {gpus:g}; use fewer, or add some"
-        )
-    return "cuda"
-
-
-def cpu_actors(config: CommonConfig) -> int:
-    """How many actors take a CPU of their own."""
-    if not isinstance(config, RolloutConfig):
-        return config.learner_workers
-    engines = config.policy_engines + (config.reference is not None)
-    if isinstance(config, OpdConfig):
-        engines += config.teacher_engines * len(config.teacher_models())
-    return engines + config.learner_workers
-
-
-def build_rollout(
-    config: RolloutConfig,
-    inputs: RolloutInputs,
-    directory: RunDirectory,
-    resume_from: Checkpoint | None,
-    device: str,
-) -> RolloutActors:
-    """Creates the actors; none has been waited for yet."""
-    student = resume_from.model_dir if resume_from else config.student
-    policies = [
-        _engine(
-            config,
-            config.policy_engine(student, device, directory.log(f"policy-{i}")),
-            directory.actor_name(f"policy-{i}"),
-        )
-        for i in range(config.policy_engines)
-    ]
-    teachers = _teachers(config, directory, device)
-    references = []
-    if config.reference is not None:
-        engine = config.reference_engine(device, directory.log("reference-0"))
-        references = [_engine(config, engine, directory.actor_name("reference-0"))]
-    trained = TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
-    window = config.prompts_per_step * (config.max_staleness + 1)
-    queue = GroupQueue(
-        Ledger(
+    def queue(self, trained: TrainedGroups) -> GroupQueue:
+        """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
+        config = self._config
+        return GroupQueue(
             trained=trained,
             groups_per_step=config.prompts_per_step,
             max_staleness=config.max_staleness,
             total_groups=config.steps * config.prompts_per_step,
-        ),
-        maxsize=window,
-        timeout_s=config.deadline_s,
-        actor_options={"num_cpus": 0, "name": directory.actor_name("queue")},
-    )
-    learner_config = config.learner(
-        config.student,
-        device,
-        resume_from=resume_from,
-        updates_per_step=config.objective().num_substeps,
-    )
-    build = partial(
-        build_policy_loop,
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        queue=queue,
-        policies=_named("policy", policies),
-        push=PushSettings(
-            choice=config.weights,
-            served=choose_engine(config.engine) == "sglang",
-            device=device,
-            directory=str(directory.path / "weights"),
-            model=config.student,
-            temperature=config.temperature,
-            learner_dtype=choose_dtype(config.learner_dtype, device),
-            probe_every=config.probe_every,
+            lease_s=config.lease_s,
+            max_failures=config.max_group_failures,
+            journal=str(self._directory.ledger),
             timeout_s=config.deadline_s,
-        ),
-        store=directory.store,
-        resume_from=resume_from,
-        dump_dir=str(directory.path / "failed"),
-        trace_path=directory.trace,
-    )
-    reward = load_reward(config.reward)
-    dataset = PromptDataset(
-        inputs.train_prompts_P,
-        inputs.tokenizer,
-        group_size=config.group_size,
-        seed=config.seed,
-        reward=reward,
-    )
-    worker_class = ray.remote(RolloutWorker)
-    workers = [
-        worker_class.options(num_cpus=0, name=directory.actor_name(f"rollout-{i}")).remote(
-            policy=EnginePool(policies),
-            teachers={name: EnginePool(engines) for name, engines in teachers.items()},
-            reference=EnginePool(references) if references else None,
-            top_k=config.objective().asked_of_teacher,
-            sink=WorkerEnd(queue),
-            dataset=dataset,
-            sampling=config.train_sampling(),
-            seed=config.seed,
-            max_groups=-(-window // config.rollout_workers),
+            actor_options={
+                **here(),
+                "name": self._directory.actor_name(QUEUE),
+                "max_restarts": -1,
+                "max_task_retries": -1,
+            },
         )
-        for i in range(config.rollout_workers)
-    ]
-    evaluator = ray.remote(Evaluator).options(num_cpus=0, name=directory.actor_name("evaluator"))
-    return RolloutActors(
-        queue=queue,
-        policies=policies,
-        teachers=teachers,
-        references=references,
-        workers=workers,
-        learners=_learners(
-            config, learner_config, build, partial(policy_losses, config, device), directory
-        ),
-        evaluator=evaluator.remote(inputs.eval_prompts_P, inputs.tokenizer, reward),
+
+    @property
+    def queue_role(self) -> Role:
+        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=True)
+
+    def evaluator_role(self) -> Role:
+        inputs, actor_class = self._inputs, _actor_class(Evaluator)
+
+        def create(_index: int, attempt: int) -> Any:
+            options = here() | {"name": self._name(EVALUATOR, 0, attempt)}
+            return actor_class.options(**options).remote(
+                inputs.eval_prompts_P, inputs.tokenizer, self._reward
+            )
+
+        return self._role(EVALUATOR, lambda _: EVALUATOR, create)
+
+    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
+        """Rollout workers. Their engines are told to them by `update`, before they `run`."""
+        config, inputs = self._config, self._inputs
+        dataset = PromptDataset(
+            inputs.train_prompts_P,
+            inputs.tokenizer,
+            group_size=config.group_size,
+            seed=config.seed,
+            reward=self._reward,
+        )
+        actor_class = _actor_class(RolloutActor)
+
+        def create(index: int, attempt: int) -> Any:
+            build = partial(
+                _build_worker,
+                teachers=teacher_roles(config),
+                has_reference=config.reference is not None,
+                top_k=config.objective().asked_of_teacher,
+                sink=WorkerEnd(queue, worker_title(index)),
+                dataset=dataset,
+                sampling=config.train_sampling(),
+                seed=config.seed,
+                max_groups=max_groups(),
+            )
+            options = self._placement.options(ROLLOUT, index) if config.rollout_cpus else here()
+            options |= {"name": self._name(ROLLOUT, index, attempt)}
+            return actor_class.options(**options).remote(build, config.deadline_s)
+
+        placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
+        return self._role(ROLLOUT, worker_title, create, placed=placed)
+
+    def policy_role(self, model: str) -> Role:
+        """`model` is what the first ones start from; those made again start as the student."""
+        config = self._config
+
+        def engine(log_path: str, attempt: int) -> EngineConfig:
+            start = config.student if attempt else model
+            return config.policy_engine(start, self._device, log_path)
+
+        return self._engine_role(POLICY, engine)
+
+    def scorer_roles(self) -> list[Role]:
+        """Teachers and the reference."""
+        config, roles = self._config, []
+        if isinstance(config, OpdConfig):
+            for name, role in teacher_roles(config).items():
+
+                def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
+                    return config.teacher_engine(name, self._device, log_path)
+
+                roles.append(self._engine_role(role, teacher))
+        if config.reference is not None:
+            roles.append(
+                self._engine_role(
+                    REFERENCE, lambda log_path, _: config.reference_engine(self._device, log_path)
+                )
+            )
+        return roles
+
+    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> Role:
+        def create(index: int, attempt: int) -> Any:
+            log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
+            made = engine(log_path, attempt)
+            options = self._placement.options(role, index)
+            options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
+            return ray.remote(made.engine_class).options(**options).remote(**made.arguments())
+
+        return self._role(
+            role,
+            lambda index: f"{role} engine {index}",
+            create,
+            heartbeat=health_call,
+            placed=partial(self._placement.ready, role),
+            gated=True,
+        )
+
+    def _role(
+        self,
+        name: str,
+        title: Callable[[int], str],
+        create: Callable[[int, int], Any] | None,
+        heartbeat: Callable[[Any], Any] = ready_call,
+        **changes: Any,
+    ) -> Role:
+        return Role(
+            name=name,
+            title=title,
+            create=create,
+            heartbeat=heartbeat,
+            introduction=aside_whereabouts_call if heartbeat is ready_call else whereabouts_call,
+            start_deadline_s=self._config.start_deadline_s,
+            **changes,
+        )
+
+    def _name(self, role: str, index: int, attempt: int) -> str:
+        again = f"-again-{attempt}" if attempt else ""
+        return self._directory.actor_name(f"{role}-{index}{again}")
+
+    def learners(
+        self,
+        resume_from: Checkpoint | None,
+        queue: GroupQueue,
+        policies: Mapping[str, Any],
+        attempt: int,
+    ) -> LearnerActors:
+        """The learner's workers, from the run's start or from a checkpoint."""
+        config, device, directory = self._config, self._device, self._directory
+        learner_config = config.learner(
+            config.student,
+            device,
+            resume_from=resume_from,
+            updates_per_step=config.objective().num_substeps,
+        )
+        build = partial(
+            build_policy_loop,
+            config=config,
+            learner_config=learner_config,
+            inputs=self._inputs,
+            queue=queue,
+            policies=policies,
+            push=PushSettings(
+                choice=config.weights,
+                served=choose_engine(config.engine) == "sglang",
+                device=device,
+                directory=str(directory.path / "weights"),
+                model=config.student,
+                temperature=config.temperature,
+                learner_dtype=choose_dtype(config.learner_dtype, device),
+                probe_every=config.probe_every,
+                timeout_s=config.deadline_s,
+            ),
+            store=directory.store,
+            resume_from=resume_from,
+            dump_dir=str(directory.path / "failed"),
+            trace_path=directory.trace,
+        )
+        losses = partial(policy_losses, config, device)
+        return make_learners(
+            config, learner_config, build, losses, directory, self._placement, attempt
+        )
+
+
+def _anywhere(_index: int) -> bool:
+    return True
+
+
+def _build_worker(
+    pools: Mapping[str, EnginePool],
+    *,
+    teachers: Mapping[str, str],
+    has_reference: bool,
+    **settings: Any,
+) -> RolloutWorker:
+    """In the worker's actor. `teachers` are pools by the teacher's name."""
+    return RolloutWorker(
+        policy=pools[POLICY],
+        teachers={name: pools[role] for name, role in teachers.items()},
+        reference=pools[REFERENCE] if has_reference else None,
+        **settings,
     )
 
 
-def _teachers(config: RolloutConfig, directory: RunDirectory, device: str) -> dict[str, list[Any]]:
-    if not isinstance(config, OpdConfig):
-        return {}
-    made: dict[str, list[Any]] = {}
-    for name in config.teacher_models():
-        made[name] = []
-        for i in range(config.teacher_engines):
-            role = f"{_role(name).replace(' ', '-')}-{i}"
-            engine = config.teacher_engine(name, device, directory.log(role))
-            made[name].append(_engine(config, engine, directory.actor_name(role)))
-    return made
-
-
-def build_supervised(
+def supervised_learners(
     config: SupervisedConfig,
     inputs: SupervisedInputs,
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     device: str,
+    placement: Placement,
+    attempt: int,
 ) -> LearnerActors:
-    """The actors of an sft or dpo run."""
+    """The learner's workers of an sft or dpo run."""
     learner_config = config.learner(config.model, device, resume_from=resume_from)
     build = partial(
         build_supervised_loop,
@@ -293,35 +310,23 @@ def build_supervised(
         directory=directory,
         resume_from=resume_from,
     )
-    return _learners(config, learner_config, build, partial(supervised_losses, config), directory)
+    losses = partial(supervised_losses, config)
+    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
 
 
-def _engine(config: CommonConfig, engine: EngineConfig, name: str) -> Any:
-    actor_class = ray.remote(engine.engine_class)
-    options = _engine_resources(config, engine)
-    return actor_class.options(**options, name=name).remote(**engine.arguments())
-
-
-def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
-    """A server somewhere else takes nothing here; a tensor-parallel one takes whole GPUs."""
-    if engine.external:
-        return {"num_cpus": 0, "num_gpus": 0}
-    resources = _compute(config, engine.device)
-    ranks = tensor_parallel_size(engine.server_flags)
-    if engine.kind == "sglang" and engine.device == "cuda" and ranks > 1:
-        resources["num_gpus"] = ranks
-    return resources
-
-
-def _learners(
+def make_learners(
     config: CommonConfig,
     learner_config: LearnerConfig,
     build: Callable[..., TrainingLoop],
     losses: Callable[[], Sequence[LossFunction]],
     directory: RunDirectory,
+    placement: Placement,
+    attempt: int,
 ) -> LearnerActors:
-    """The leader, whose loop `build` makes of its membership, and the workers beside it."""
-    resources = _compute(config, learner_config.device)
+    """The leader, whose loop `build` makes of its membership, and the workers beside it.
+
+    The followers have been told to serve.
+    """
     workers = config.learner_workers
     meeting_point, memberships = None, [None] * workers
     if workers > 1:
@@ -337,25 +342,46 @@ def _learners(
             )
             for rank in range(workers)
         ]
-    leader = ray.remote(LearnerActor).options(**resources, name=directory.actor_name("learner"))
-    follower = ray.remote(LearnerFollower)
-    return LearnerActors(
-        leader=leader.remote(partial(build, membership=memberships[0])),
+
+    def options(rank: int) -> dict[str, Any]:
+        name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
+        return placement.options(LEARNER, rank) | {"name": name}
+
+    leader = _actor_class(LearnerActor)
+    follower = _actor_class(LearnerFollower)
+    actors = LearnerActors(
+        leader=leader.options(**options(0)).remote(partial(build, membership=memberships[0])),
         followers=[
-            follower.options(**resources, name=directory.actor_name(f"learner-{rank}")).remote(
-                learner_config, losses, memberships[rank]
-            )
+            follower.options(**options(rank)).remote(learner_config, losses, memberships[rank])
             for rank in range(1, workers)
         ],
         meeting_point=meeting_point,
     )
+    for worker in actors.followers:
+        worker.serve.remote()
+    return actors
 
 
-def kill(actors: Iterable[Any]) -> None:
-    """Ends actors at once; whatever they were to write has been written."""
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
+def learner_role(config: CommonConfig) -> Role:
+    """Of the supervisor's: the loss of one learner worker is the loss of all."""
+    return Role(
+        name=LEARNER,
+        title=learner_title,
+        create=None,
+        heartbeat=ready_call,
+        introduction=aside_whereabouts_call,
+        vital=True,
+        start_deadline_s=config.deadline_s,
+    )
 
 
-def _compute(config: CommonConfig, device: str) -> dict[str, float]:
-    return {"num_cpus": 1, "num_gpus": config.gpus_per_actor if device == "cuda" else 0}
+def _actor_class(plain: type) -> Any:
+    """With a thread of its own for heartbeats, which a long call would keep waiting."""
+    remote: Any = ray.remote
+    return remote(concurrency_groups={HEALTH_GROUP: 1})(plain)
+
+
+def here() -> dict[str, Any]:
+    """Options of an actor that takes nothing, on the node of whoever asks."""
+    strategy = NodeAffinitySchedulingStrategy(this_node(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": strategy}

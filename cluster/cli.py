@@ -1,4 +1,4 @@
-"""The `isotherm` console script: `isotherm train|evaluate|calibrate ...`."""
+"""The `isotherm` console script: `isotherm train|evaluate|calibrate|audit|story ...`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import sys
 
 # Imported only when asked for: a command's imports are most of its start-up time.
 _COMMANDS = {
-    "train": ("cluster.train", "run a recipe: recipe=opd, recipe=sft"),
+    "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft or dpo"),
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
+    "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
+    "story": ("cluster.story", "a run's pools, nodes, waits and deaths in one picture"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
 }
 

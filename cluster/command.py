@@ -15,7 +15,8 @@ from chz.blueprint import EntrypointHelpException
 from chz.blueprint._entrypoint import EntrypointException
 from rich.console import Console
 
-from cluster.run import Interrupted, RunFailed
+from cluster.run import Interrupted
+from cluster.supervise import RunFailed
 from cluster.tracking import make_console
 from distill.errors import EngineError, IsothermError, NonFiniteError
 

@@ -87,6 +87,21 @@ class CommonConfig:
     deadline_s: float = chz.field(
         default=1800.0, doc="longest any part waits for another before the run fails, seconds"
     )
+    hang_after_s: float = chz.field(
+        default=60.0,
+        doc="an actor that gives no sign of life for so long is ended, and made again, seconds",
+    )
+    max_restarts: int = chz.field(
+        default=10,
+        doc="deaths of one actor within an hour that the run survives; a lost learner goes back to "
+        "its last checkpoint",
+    )
+    placement: Literal["pack", "spread"] = chz.field(
+        default="pack", doc="actors of a role on few nodes, or on as many as there are"
+    )
+    placement_deadline_s: float = chz.field(
+        default=600.0, doc="longest the run waits for the cluster to have room for it, seconds"
+    )
     learner_dtype: DtypeChoice = chz.field(
         default="auto",
         doc="what the learner computes in: auto is float32 on a CPU and bfloat16 on CUDA; its "
@@ -145,7 +160,9 @@ class CommonConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative")
-        for name in ("deadline_s", "gpus_per_actor"):
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts={self.max_restarts} must not be negative")
+        for name in ("deadline_s", "gpus_per_actor", "hang_after_s", "placement_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
         if self.token_budget is not None and self.token_budget < 1:

@@ -111,7 +111,40 @@ class RolloutConfig(CommonConfig, ABC):
     )
     sft_coef: float | None = chz.field(default=None, doc="weight of their cross-entropy; 0.1")
     policy_engines: int = chz.field(default=1, doc="policy engines (actors)")
+    policy_engines_max: int | None = chz.field(
+        default=None,
+        doc="the pool grows to so many when rollouts are too slow; default: it is fixed",
+    )
     rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)")
+    rollout_workers_max: int | None = chz.field(
+        default=None, doc="the same for rollout workers: environments and rewards that are too slow"
+    )
+    rollout_cpus: float = chz.field(
+        default=0.0, doc="CPUs that each rollout worker takes; 0: it shares what there is"
+    )
+    colocate: bool = chz.field(
+        default=False,
+        doc="learner worker i and policy engine i in one place: they share GPUs "
+        "(gpus_per_actor=0.5) and shared memory",
+    )
+    lease_s: float = chz.field(
+        default=900.0,
+        doc="longest a prompt group is under way before another worker gets it, too, seconds",
+    )
+    max_group_failures: int = chz.field(
+        default=3, doc="a prompt group that fails so often is set aside, with the reason"
+    )
+    max_set_aside: int = chz.field(default=100, doc="prompt groups set aside before the run fails")
+    stall_after_s: float = chz.field(
+        default=300.0,
+        doc="without a new group for so long, the run says who waits for whom, and acts, seconds",
+    )
+    scale_up_after_s: float = chz.field(
+        default=30.0, doc="a pool grows once the learner has waited too much for so long, seconds"
+    )
+    scale_down_after_s: float = chz.field(
+        default=120.0, doc="a pool shrinks once it was too large for so long, seconds"
+    )
     eval_every: int = chz.field(default=0, doc="steps between evaluations; 0: start and end only")
     eval_prompts: str | None = chz.field(
         default=None, doc="JSONL of held-out prompts; default: eval_size prompts held out"
@@ -136,9 +169,17 @@ class RolloutConfig(CommonConfig, ABC):
             "policy_engines",
             "rollout_workers",
             "eval_size",
+            "max_group_failures",
+            "max_set_aside",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self.require_bounds("policy_engines", "rollout_workers")
+        if not self.rollout_cpus >= 0:
+            raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
+        for name in ("lease_s", "stall_after_s", "scale_up_after_s", "scale_down_after_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
         self.require_work_for_all(
             self.prompts_per_step * self.group_size,
             f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
@@ -166,6 +207,16 @@ class RolloutConfig(CommonConfig, ABC):
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         self.train_sampling()
         self.eval_sampling()
+
+    def require_bounds(self, *pools: str) -> None:
+        """Raises ConfigError if a pool's largest size is below its smallest."""
+        for name in pools:
+            smallest, largest = getattr(self, name), getattr(self, f"{name}_max")
+            if largest is not None and largest < smallest:
+                raise ConfigError(
+                    f"{name}_max={largest} is below {name}={smallest}, the pool's smallest size; "
+                    "give a larger one, or leave it out"
+                )
 
     def train_sampling(self) -> TrainSampling:
         return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)
@@ -237,6 +288,9 @@ class OpdConfig(RolloutConfig, ObjectiveConfig):
         default="", doc="more of SGLang's own flags for teacher servers"
     )
     teacher_engines: int = chz.field(default=1, doc="engines (actors) of each teacher")
+    teacher_engines_max: int | None = chz.field(
+        default=None, doc="the pool of each teacher grows to so many; default: it is fixed"
+    )
 
     @chz.validate
     def _opd_in_range(self) -> None:
@@ -254,6 +308,7 @@ class OpdConfig(RolloutConfig, ObjectiveConfig):
                 )
         if self.teacher_engines < 1:
             raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
+        self.require_bounds("teacher_engines")
         parse_flags(self.teacher_server_flags)
         require_teacher(self)
         if self.reward_coef > 0:

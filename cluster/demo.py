@@ -22,9 +22,10 @@ from actors.config import EngineChoice
 from cluster.command import run_command
 from cluster.config_on_policy import OpdConfig
 from cluster.config_supervised import SftConfig
+from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
-from cluster.run import RunFailed, ray_cluster
+from cluster.supervise import RunFailed
 from distill.arithmetic import (
     ANSWER_TOKENS,
     Problems,
@@ -73,7 +74,7 @@ def demo(config: DemoConfig, console: Console) -> None:
     out = _fresh_directory(Path(config.out).resolve())
     data = write_data(out, FORGET_CARRY, config.seed)
     distillation = _distillation(config, out, data)
-    with ray_cluster(distillation):
+    with connected(distillation):
         for name in FORGET_CARRY:
             console.rule(f"{name}: supervised fine-tuning")
             run_sft(schooling(out, data, name, config.seed), console)

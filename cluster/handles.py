@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayError, RayTaskError
+
+from distill.errors import EngineError, EngineLost
 from distill.interfaces import (
     EngineInfo,
     GenerateRequest,
@@ -14,22 +22,78 @@ from distill.interfaces import (
     WeightSource,
 )
 
+logger = logging.getLogger(__name__)
+
+# An engine that failed is left alone for so long, unless there is a new one in its place, seconds.
+_REST_S = 5.0
+_POLL_S = 0.1
+# Answers that are wrong (not those that never come) are asked for so many times.
+_TRIES = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An engine of a pool: what is under way there, and until when it is left alone."""
+
+    handle: Any
+    load: int = 0
+    requests: int = 0
+    rests_until: float = 0.0
+
+    @contextmanager
+    def carrying(self, weight: int) -> Iterator[None]:
+        self.load += weight
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.load -= weight
+            self.requests -= 1
+
 
 class EnginePool:
     """One `Engine` made of several identical ones: each request goes to the least busy.
 
-    Pickles, and counts only the requests sent through this copy of it.
+    A request whose engine is lost goes to another, and waits for one where there is none; so
+    engines may die, come back and join while requests are under way. Pickles, and counts only the
+    requests sent through this copy of it.
     """
 
-    def __init__(self, handles: Sequence[Any]) -> None:
-        """`handles` are Ray actor handles of plain engine classes."""
-        assert handles, "an engine pool needs an engine"
-        self._handles = list(handles)
-        self._load = [0] * len(handles)
+    def __init__(self, name: str, members: Mapping[str, Any], patience_s: float = 0) -> None:
+        """
+        Args:
+            name: of the pool in messages, `policy` say.
+            members: Ray actor handles of plain engine classes, by the name to call each.
+            patience_s: longest a request waits for an engine that answers; 0 tries each once.
+        """
+        self._name, self._patience_s = name, patience_s
+        self._members: dict[str, _Member] = {}
+        self._left: list[tuple[str, _Member]] = []  # with requests that were under way
+        self.update(members)
 
-    def each(self) -> list[EnginePool]:
+    def update(self, members: Mapping[str, Any]) -> None:
+        """These engines and no others, from now on; requests under way stay where they are."""
+        old = self._members
+        self._members = {
+            name: old[name] if name in old and old[name].handle == handle else _Member(handle)
+            for name, handle in members.items()
+        }
+        kept = self._members.values()
+        self._left = [m for m in (*self._left, *old.items()) if m[1].requests and m[1] not in kept]
+
+    def each(self) -> dict[str, EnginePool]:
         """Every engine by itself, for what must not be left to one of them (the handshake)."""
-        return [EnginePool([handle]) for handle in self._handles]
+        return {
+            name: EnginePool(name, {name: member.handle}) for name, member in self._members.items()
+        }
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """Requests under way, by engine; those at engines that have left the pool, too."""
+        counts = dict.fromkeys(self._members, 0)
+        for name, member in (*self._members.items(), *self._left):
+            counts[name] = counts.get(name, 0) + member.requests
+        return counts
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         return await self._send("generate", request.num_samples, request)
@@ -41,18 +105,78 @@ class EnginePool:
         return await self._send("decode_score", len(requests), list(requests))
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
-        return max([await handle.load_weights.remote(weights, version) for handle in self._handles])
+        return max(
+            [
+                await member.handle.load_weights.remote(weights, version)
+                for member in self._members.values()
+            ]
+        )
 
     async def info(self) -> EngineInfo:
-        return await self._handles[0].info.remote()
+        return await self._send("info", 0)
+
+    async def health(self) -> None:
+        await self._send("health", 0)
 
     async def abort(self) -> int:
-        return sum([await handle.abort.remote() for handle in self._handles])
+        return sum([await member.handle.abort.remote() for member in self._members.values()])
 
-    async def _send(self, method: str, weight: int, argument: Any) -> Any:
-        i = min(range(len(self._handles)), key=self._load.__getitem__)
-        self._load[i] += weight
-        try:
-            return await getattr(self._handles[i], method).remote(argument)
-        finally:
-            self._load[i] -= weight
+    async def _send(self, method: str, weight: int, *arguments: Any) -> Any:
+        deadline = time.monotonic() + self._patience_s
+        tried: set[int] = set()
+        wrong = 0
+        error: Exception | None = None
+        while True:
+            member = await self._pick(tried, deadline, error)
+            try:
+                with member.carrying(weight):
+                    return await getattr(member.handle, method).remote(*arguments)
+            except (RayError, EngineError) as raised:
+                error = raised
+                if not _is_loss(raised):
+                    wrong += 1
+                    last = wrong == _TRIES or not self._patience_s
+                    if last or not isinstance(raised, EngineError):
+                        raise
+                logger.warning("%s: %s again (%s)", self._name, method, _first_line(raised))
+                tried.add(id(member))
+                if not self._patience_s and len(tried) == len(self._members):
+                    raise
+                if _is_loss(raised) or len(self._members) > 1:
+                    member.rests_until = time.monotonic() + _REST_S
+
+    async def _pick(self, tried: set[int], deadline: float, error: Exception | None) -> _Member:
+        """The least busy engine, one that did not fail lately.
+
+        Raises:
+            EngineLost: there is none until the deadline.
+        """
+        while True:
+            now = time.monotonic()
+            # Without patience every engine is asked once, whatever became of it lately.
+            able = [
+                member
+                for member in self._members.values()
+                if (member.rests_until <= now if self._patience_s else id(member) not in tried)
+            ]
+            if able:
+                return min(able, key=lambda member: member.load)
+            if now >= deadline:
+                last = "" if error is None else f"; the last said: {_first_line(error)}"
+                raise EngineLost(
+                    f"no {self._name} engine answered within {self._patience_s:.0f} s "
+                    f"({len(self._members)} in the pool){last}"
+                ) from error
+            await asyncio.sleep(_POLL_S)
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether the engine is gone, as opposed to having answered badly."""
+    return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)
+
+
+def _first_line(error: Exception) -> str:
+    cause: BaseException = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
+        cause = cause.cause
+    return (str(cause).splitlines() or [type(cause).__name__])[0]

@@ -14,8 +14,8 @@ from cluster.checks import RolloutInputs, SupervisedInputs
 from cluster.config_on_policy import RolloutConfig
 from cluster.config_supervised import DpoConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
+from cluster.publisher import Publisher, PushSettings
 from cluster.queue import GroupQueue
-from cluster.weights import Publisher, PushSettings
 from distill.batching import TrainingRow
 from distill.models import resolve_device
 from distill.types import FloatArray
@@ -40,7 +40,7 @@ class TrainingLoop(Protocol):
 
     learner: Learner
 
-    def step(self) -> dict[str, float]: ...
+    def step(self, waited_s: float) -> dict[str, float]: ...
 
     def save(self) -> Checkpoint: ...
 
@@ -69,8 +69,8 @@ class LearnerActor:
     def __init__(self, build: Callable[[], TrainingLoop]) -> None:
         self._loop = build()
 
-    def step(self) -> dict[str, float]:
-        return self._loop.step()
+    def step(self, waited_s: float) -> dict[str, float]:
+        return self._loop.step(waited_s)
 
     def save(self) -> Checkpoint:
         return self._loop.save()
@@ -81,6 +81,16 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop)
         self._loop.publish()
         return publisher.describe()
+
+    def admit(self, engines: Mapping[str, Any]) -> None:
+        """Hands the present weights to policy engines that join, and every later version."""
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        publisher.admit(engines, *self._loop.weights())
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """These policy engines leave."""
+        self._publisher().dismiss(names)
 
     def settle(self) -> float | None:
         """The last weight probe's gap."""
@@ -131,7 +141,7 @@ def build_policy_loop(
         learner=learner,
         tokenizer=inputs.tokenizer,
         source=queue,
-        publish=Publisher(policies, queue, config.prompts_per_step, push, learner.logprobs),
+        publish=Publisher(policies, queue, push, learner.logprobs),
         store=store,
         loss=loss,
         groups_per_step=config.prompts_per_step,

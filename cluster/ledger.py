@@ -1,17 +1,98 @@
-"""Credit and order of prompt groups: who may start, and which groups make the next step. No Ray.
+"""Credit, order and fate of prompt groups: who may start, and which groups make the next step.
 
-A group holds a slot from its lease until the weights that its step produced are on every policy
-engine. There are (max_staleness + 1) * groups_per_step slots, and steps take groups in order of id,
-so a group leased at weight version v is trained at version v + max_staleness at the latest.
+No Ray, and no state outside: cluster/queue.py keeps one of these in an actor, and what happens to
+it is written down by cluster/journal.py, from which it can be made again.
+
+    not yet leased -> leased -> delivered -> below the published watermark
+                      |    ^
+                      v    |
+                     pending -> set aside         failed too often, or killed too many workers
+
+Steps take live groups (those not set aside) in order of id. A group holds a slot from its lease
+until the weights that its step produced are on every policy engine, and there are
+(max_staleness + 1) * groups_per_step slots: so a group leased at weight version v is trained at
+version v + max_staleness at the latest. One that is leased again keeps its slot. For each group set
+aside the run has one more.
 """
 
 from __future__ import annotations
 
-from distill.delivery import TrainedGroups
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distill.delivery import Lease, TrainedGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The ids of a step in order, and the reasons of those between them that were set aside."""
+
+    group_ids: list[int]
+    set_aside: dict[int, str]
+
+    @property
+    def end(self) -> int:
+        """The watermark of weights that contain this step."""
+        return self.group_ids[-1] + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """What goes on between the rollout workers and the learner.
+
+    Attributes:
+        depth: groups delivered and not yet in published weights.
+        leased: worker, attempt and age in seconds of every group under way, by id.
+        pending: ids waiting to be leased again.
+        missing: ids that the next step waits for, lowest first.
+        credit: groups that may start now, beside the pending ones.
+        set_aside: groups set aside since the start of the run.
+        re_leases: leases of groups that had been leased before.
+        delivered: groups that arrived and were wanted.
+        duplicates: groups that arrived and were not: again, or too late.
+        consecutive_set_aside: groups set aside since the last delivery.
+        last_reason: of the newest failure, death or expiry; "" before the first.
+        published: the watermark of the weights on the engines.
+        exhausted: nothing is left to be started, again or for the first time.
+        epoch: see `Lease`.
+    """
+
+    depth: int
+    leased: Mapping[int, tuple[str, int, float]]
+    pending: list[int]
+    missing: list[int]
+    credit: int
+    set_aside: int
+    re_leases: int
+    delivered: int
+    duplicates: int
+    consecutive_set_aside: int
+    last_reason: str
+    published: int
+    exhausted: bool
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    worker: str
+    attempt: int
+    since: float
+
+
+def _unrecorded(event: str, **fields: Any) -> None:
+    pass
 
 
 class Ledger:
-    """Counts leases, deliveries and releases of one run."""
+    """The groups of one run. Every change is given to `record` as an event, before it is answered.
+
+    Calls repeated by Ray after the queue's death change nothing the second time.
+    """
 
     def __init__(
         self,
@@ -20,52 +101,357 @@ class Ledger:
         groups_per_step: int,
         max_staleness: int,
         total_groups: int,
+        lease_s: float,
+        max_failures: int = 3,
+        max_deaths: int = 10,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        record: Callable[..., None] = _unrecorded,
     ) -> None:
-        """`trained` are the groups in the starting weights; `total_groups` end the run."""
-        self._next_lease = len(trained)
-        assert all(group_id in trained for group_id in range(self._next_lease))
-        self._next_delivery = self._next_lease
-        self._limit = self._next_lease + groups_per_step * (max_staleness + 1)
+        """
+        Args:
+            trained: what the starting weights account for.
+            total_groups: live groups of the whole run, those in `trained` included.
+            lease_s: how long a group may be under way before it is leased to another.
+            max_failures: failures of its own after which a group is set aside.
+            max_deaths: the same for workers that died or hung with it under way. More than
+                failures, because a death takes every group of its worker with it, guilty or not.
+            clock: seconds, for the age of leases.
+            record: called with an event's name and its fields.
+        """
+        assert groups_per_step > 0 and max_staleness >= 0 and max_failures > 0 and max_deaths > 0
+        self.record = record
+        self.epoch = epoch
+        self.version: int | None = None
+        self._clock = clock
+        self._per_step = groups_per_step
+        self._window = groups_per_step * (max_staleness + 1)
         self._total = total_groups
+        self._lease_s = lease_s
+        self._max_failures, self._max_deaths = max_failures, max_deaths
+        self._failures: Counter[int] = Counter()
+        self._deaths: Counter[int] = Counter()
+        self._set_aside: dict[int, str] = {}
+        self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
+        self._last_reason = ""
+        self._start_from(trained)
+
+    def _start_from(self, trained: TrainedGroups) -> None:
+        self._published = self._next = trained.watermark
+        self._trained = len(trained)  # live ids below the published watermark
+        above = {i: r for i, r in self._set_aside.items() if i >= trained.watermark}
+        self._set_aside = {**trained.set_aside, **above}
+        # Each live id that was started and is not published is in exactly one of these.
+        self._pending: set[int] = set()
+        self._leased: dict[int, _Held] = {}
         self._delivered: set[int] = set()
+        self._attempts: Counter[int] = Counter()
+        self._answers: dict[str, tuple[str, list[Lease]]] = {}
+        self._taken: dict[int, Step] = {}
 
-    def lease(self, max_groups: int) -> list[int]:
-        """Up to `max_groups` ids that may start now; empty when there is no credit."""
-        end = min(self._next_lease + max_groups, self._limit, self._total)
-        group_ids = list(range(self._next_lease, end))
-        self._next_lease += len(group_ids)
-        return group_ids
+    # the workers' end
 
-    @property
-    def exhausted(self) -> bool:
-        """Every group of the run has been leased."""
-        return self._next_lease >= self._total
+    def lease(self, worker: str, max_groups: int, request: str = "") -> list[Lease]:
+        """Groups to work on: pending ones first, lowest first, then as many new as credit allows.
 
-    def deliver(self, group_id: int) -> bool:
-        """True the first time a leased group arrives; False for a repeat, to be dropped."""
-        assert 0 <= group_id < self._next_lease, f"group {group_id} was never leased"
-        if group_id < self._next_delivery or group_id in self._delivered:
+        Args:
+            request: names the call. The worker's last call, repeated, gets the same answer again,
+                less what it holds no longer.
+        """
+        answered, leases = self._answers.get(worker, ("", []))
+        if request and request == answered:
+            return [lease for lease in leases if self._is_held(lease)]
+        leases = [self._lease_one(group_id, worker) for group_id in self._startable(max_groups)]
+        if leases:
+            self._answers[worker] = (request, leases)
+            self.record(
+                "lease",
+                ids=[lease.group_id for lease in leases],
+                attempts=[lease.attempt for lease in leases],
+                worker=worker,
+                epoch=self.epoch,
+                request=request,
+            )
+        return leases
+
+    def _startable(self, max_groups: int) -> list[int]:
+        ids = heapq.nsmallest(max_groups, self._pending)
+        last = len(ids) + min(max_groups - len(ids), self.credit)
+        while len(ids) < last:
+            if self._next not in self._set_aside:  # after a rewind it may be
+                ids.append(self._next)
+            self._next += 1
+        return ids
+
+    def _lease_one(self, group_id: int, worker: str) -> Lease:
+        self._pending.discard(group_id)
+        self._attempts[group_id] += 1
+        attempt = self._attempts[group_id]
+        self._re_leases += attempt > 1
+        self._leased[group_id] = _Held(worker, attempt, self._clock())
+        return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
+
+    def _is_held(self, lease: Lease) -> bool:
+        held = self._leased.get(lease.group_id)
+        return lease.epoch == self.epoch and held is not None and held.attempt == lease.attempt
+
+    def deliver(self, lease: Lease, worker: str = "") -> bool:
+        """True the first time a group arrives in this epoch; False for what is to be dropped.
+
+        A lease that expired still delivers, if it comes first: the data is as good.
+        """
+        group_id = lease.group_id
+        fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
+        if why := self._why_late(lease):
+            self._duplicates += 1
+            self.record("late", **fields, reason=why)
             return False
+        if group_id < self._published or group_id in self._delivered:
+            self._duplicates += 1
+            self.record("dup", **fields)
+            return False
+        self._pending.discard(group_id)
+        self._leased.pop(group_id, None)
         self._delivered.add(group_id)
+        self._arrived += 1
+        self._consecutive_set_aside = 0
+        self.record("put", **fields)
         return True
 
-    def in_order(self) -> list[int]:
-        """Delivered ids that follow the last one handed out without a gap; each is named once."""
-        ready = []
-        while self._next_delivery in self._delivered:
-            self._delivered.remove(self._next_delivery)
-            ready.append(self._next_delivery)
-            self._next_delivery += 1
-        return ready
+    def _why_late(self, lease: Lease) -> str:
+        if lease.epoch != self.epoch:
+            return f"epoch {lease.epoch} is over"
+        if lease.group_id in self._set_aside:
+            return f"it was set aside: {self._set_aside[lease.group_id]}"
+        if lease.group_id >= self._published and lease.attempt > self._attempts[lease.group_id]:
+            # Its lease was lost: the disk was full when it was written, and then the queue died.
+            return "no such lease is known"
+        return ""
 
-    def release(self, num_groups: int) -> None:
-        """Frees the slots of `num_groups` groups: their weights are on every engine."""
-        self._limit += num_groups
+    def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
+        """The group's own rollout failed. Of a lease that is over, this says nothing new."""
+        if not self._is_held(lease):
+            return
+        group_id = lease.group_id
+        del self._leased[group_id]
+        self._failures[group_id] += 1
+        self._last_reason = reason
+        self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
+        failures = self._failures[group_id]
+        if failures >= self._max_failures:
+            self._put_aside(group_id, f"failed {failures} times: {reason}")
+        else:
+            self._pending.add(group_id)
 
-    def missing(self) -> list[int]:
-        """Leased ids that have not arrived: what a step that waits is waiting for."""
-        return [
-            group_id
-            for group_id in range(self._next_delivery, self._next_lease)
-            if group_id not in self._delivered
-        ]
+    # the driver's end
+
+    def forfeit(self, worker: str, reason: str) -> list[int]:
+        """The worker died: what it had under way is leased again. Returns those ids."""
+        ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
+        self._answers.pop(worker, None)
+        if ids:
+            self._last_reason = reason
+            self.record("forfeit", worker=worker, ids=ids, reason=reason)
+            self._lose(ids, reason)
+        return ids
+
+    def expire(self, now: float) -> list[int]:
+        """Ends the leases that are older than `lease_s`, as if their workers had died."""
+        late = [i for i, held in self._leased.items() if now - held.since > self._lease_s]
+        return self.release(late, f"under way for more than {self._lease_s:g} s")
+
+    def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
+        """Ends the leases of `ids` (None: of all) early; returns those that were leased."""
+        leased = sorted(self._leased if ids is None else self._leased.keys() & set(ids))
+        if leased:
+            self._last_reason = reason
+            self.record("expire", ids=leased, reason=reason)
+            self._lose(leased, reason)
+        return leased
+
+    def _lose(self, ids: list[int], reason: str) -> None:
+        for group_id in ids:
+            del self._leased[group_id]
+            self._deaths[group_id] += 1
+            deaths = self._deaths[group_id]
+            if deaths >= self._max_deaths:
+                self._put_aside(group_id, f"{deaths} workers died or hung with it: {reason}")
+            else:
+                self._pending.add(group_id)
+
+    def _put_aside(self, group_id: int, reason: str) -> None:
+        self._set_aside[group_id] = reason
+        self._consecutive_set_aside += 1
+        self._last_reason = reason
+        self.record("set_aside", id=group_id, reason=reason)
+
+    def rewind(self, trained: TrainedGroups, reason: str) -> None:
+        """The learner went back to a checkpoint: what is above its watermark starts anew.
+
+        Groups that were set aside stay so, and failures still count: poison is poison.
+        """
+        self.epoch += 1
+        self._last_reason = reason
+        self._start_from(trained)
+        self.record(
+            "rewind",
+            epoch=self.epoch,
+            watermark=trained.watermark,
+            set_aside=_by_text(trained.set_aside),
+            reason=reason,
+        )
+
+    def commit(self, step: int, watermark: int) -> None:
+        """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
+        for counts in (self._failures, self._deaths):
+            for group_id in [i for i in counts if i < watermark]:
+                del counts[group_id]
+        self.record("commit", step=step, watermark=watermark)
+
+    # the learner's end
+
+    def ready(self, watermark: int, num_groups: int) -> Step | None:
+        """The next `num_groups` live groups from `watermark` on, if all of them are delivered.
+
+        Raises:
+            AssertionError: they are in published weights.
+        """
+        assert watermark >= self._published, (
+            f"groups from {watermark} on are asked for, and those below {self._published} are in "
+            "published weights: they would be trained twice"
+        )
+        ids: list[int] = []
+        skipped: dict[int, str] = {}
+        group_id = watermark
+        while len(ids) < num_groups:
+            if (reason := self._set_aside.get(group_id)) is not None:
+                skipped[group_id] = reason
+            elif group_id in self._delivered:
+                ids.append(group_id)
+            else:
+                return None
+            group_id += 1
+        return Step(group_ids=ids, set_aside=skipped)
+
+    def take(self, watermark: int, num_groups: int) -> Step | None:
+        """`ready`, remembered: `publish` will account for exactly these."""
+        step = self.ready(watermark, num_groups)
+        if step is not None and self._taken.get(watermark) != step:
+            self._taken[watermark] = step
+            self.record(
+                "take", **{"from": watermark, "to": step.end}, skipped=_by_text(step.set_aside)
+            )
+        return step
+
+    def missing(self, watermark: int, num_groups: int) -> list[int]:
+        """Those of the next `num_groups` live ids from `watermark` on that have not arrived."""
+        missing: list[int] = []
+        live, group_id = 0, watermark
+        while live < num_groups:
+            if group_id not in self._set_aside:
+                live += 1
+                if group_id not in self._delivered:
+                    missing.append(group_id)
+            group_id += 1
+        return missing
+
+    def publish(self, version: int, watermark: int, epoch: int | None = None) -> None:
+        """Weights that account for everything below `watermark` are on every engine.
+
+        Frees the slots of what they contain. A repeat changes nothing, nor does a call of an
+        `epoch` that is over: those weights are lost.
+        """
+        if epoch is not None and epoch != self.epoch:
+            return
+        self.version = version
+        if watermark <= self._published:
+            return
+        first = self._published
+        skipped = self._account(watermark)
+        self.record(
+            "train", version=version, **{"from": first, "to": watermark}, skipped=_by_text(skipped)
+        )
+
+    def _account(self, watermark: int) -> dict[int, str]:
+        """Moves the published watermark; returns what was set aside on the way.
+
+        What the learner took counts. Since then the queue may have died, had those groups made
+        again, and set one aside that the weights contain.
+        """
+        skipped = {i: r for i, r in self._set_aside.items() if self._published <= i < watermark}
+        for first, step in self._taken.items():
+            if step.end <= watermark:
+                skipped = {i: r for i, r in skipped.items() if not first <= i < step.end}
+                skipped |= step.set_aside
+        below = range(self._published, watermark)
+        for group_id in below:
+            if group_id not in skipped:
+                self._set_aside.pop(group_id, None)
+            self._pending.discard(group_id)
+            self._leased.pop(group_id, None)
+            self._delivered.discard(group_id)
+            self._attempts.pop(group_id, None)
+        self._trained += len(below) - len(skipped)
+        self._taken = {first: step for first, step in self._taken.items() if step.end > watermark}
+        self._published = watermark
+        self._next = max(self._next, watermark)
+        return dict(sorted(skipped.items()))
+
+    # the queue's own
+
+    def recover(self) -> None:
+        """The queue died and its payloads with it: what was delivered is to be made again.
+
+        Leases live on, and so do their workers, who will deliver.
+        """
+        now = self._clock()
+        self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
+        self._pending |= self._delivered
+        lost = sorted(self._delivered)
+        self._delivered = set()
+        above = {i: r for i, r in self._set_aside.items() if i >= self._published}
+        self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
+
+    @property
+    def credit(self) -> int:
+        """How many new groups may start."""
+        started = len(self._pending) + len(self._leased) + len(self._delivered)
+        return max(0, min(self._window - started, self._total - self._trained - started))
+
+    @property
+    def all_started(self) -> bool:
+        """Every group of the run was leased at least once."""
+        started = len(self._pending) + len(self._leased) + len(self._delivered)
+        return self._trained + started >= self._total
+
+    @property
+    def published(self) -> int:
+        """The watermark of the weights on the engines."""
+        return self._published
+
+    def status(self) -> QueueStatus:
+        now = self._clock()
+        next_step = min(self._per_step, self._total - self._trained)
+        return QueueStatus(
+            depth=len(self._delivered),
+            leased={
+                i: (held.worker, held.attempt, now - held.since)
+                for i, held in sorted(self._leased.items())
+            },
+            pending=sorted(self._pending),
+            missing=self.missing(self._published, next_step),
+            credit=self.credit,
+            set_aside=len(self._set_aside),
+            re_leases=self._re_leases,
+            delivered=self._arrived,
+            duplicates=self._duplicates,
+            consecutive_set_aside=self._consecutive_set_aside,
+            last_reason=self._last_reason,
+            published=self._published,
+            exhausted=self.all_started and not self._pending,
+            epoch=self.epoch,
+        )
+
+
+def _by_text(reasons: Mapping[int, str]) -> dict[str, str]:
+    return {str(group_id): reason for group_id, reason in reasons.items()}

@@ -42,9 +42,9 @@ from cluster.curves import (
 from cluster.demo import TEACHER, Data, schooling, write_data
 from cluster.outputs import RunDirectory
 from cluster.plots import Line, Panel, check_plots, draw_accuracy
+from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
-from cluster.run import ray_cluster
 from distill.arithmetic import ANSWER_TOKENS
 from distill.errors import ConfigError
 
@@ -143,7 +143,7 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
     out = _directory(Path(config.out).resolve())
     books = {TEACHER: 0.0} | {start.name: start.forget_carry for start in STARTS}
     race = Race(config, out, write_data(out, books, config.seed), console)
-    with ray_cluster(race.run_config(STARTS[0], OPD[0], OPD[0].grid[0], steps=1, seed=0)):
+    with connected(race.run_config(STARTS[0], OPD[0], OPD[0].grid[0], steps=1, seed=0)):
         for name in books:
             console.print(f"schooling: {name}", highlight=False)
             with _log(out / f"logs/{name}.log") as log:

@@ -3,6 +3,7 @@
 out/config.json      settings and versions       out/metrics.jsonl   an object per optimizer step
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
 out/calibration.json the handshake               out/final/          the trained model
+out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import chz
 
 from cluster.config import CommonConfig
+from cluster.lines import LineFile
 from distill.errors import CheckpointError, ConfigError
 from learner.checkpoint import Checkpoint, CheckpointStore
 
@@ -30,7 +33,10 @@ _MAY_CHANGE = {
     "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
     "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
     "weights", "probe_every", "gradient_checkpointing", "learner_workers",
-    "compile", "liger", "offload_optimizer", "trace_step",
+    "compile", "liger", "offload_optimizer", "trace_step", "hang_after_s", "max_restarts",
+    "placement", "placement_deadline_s", "policy_engines_max", "teacher_engines_max",
+    "rollout_workers_max", "rollout_cpus", "colocate", "lease_s", "max_group_failures",
+    "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
 }  # fmt: skip
 
 
@@ -43,6 +49,8 @@ class RunDirectory:
         self._attempt = secrets.token_hex(3)
         self._config = config
         self.store = CheckpointStore(self.path / "checkpoints", config.keep_checkpoints)
+        self._metrics = LineFile(self.path / "metrics.jsonl")
+        self._events = LineFile(self.path / "events.jsonl")
 
     def actor_name(self, role: str) -> str:
         """A name no other run on the cluster uses, this directory's earlier runs included."""
@@ -60,6 +68,10 @@ class RunDirectory:
     @property
     def final(self) -> Path:
         return self.path / "final"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def trace(self) -> Path:
@@ -143,15 +155,24 @@ class RunDirectory:
             },
         )
         (self.path / "summary.json").unlink(missing_ok=True)
-        kept_steps = resume_from.step if resume_from else 0
-        metrics = self.path / "metrics.jsonl"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [line for line in lines if _step_of(line) <= kept_steps]
-        _replace(metrics, "".join(line + "\n" for line in kept))
+        self.rewind_metrics(resume_from.step if resume_from else 0)
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drops the metrics of later steps: they are done again."""
+        self._metrics.flush()
+        self._metrics.close()
+        path = self._metrics.path
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        _replace(path, "".join(line + "\n" for line in kept))
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(dict(metrics)) + "\n")
+        self._metrics.append(json.dumps(dict(metrics)).encode())
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """A line of events.jsonl: what happened, when (unix seconds), and to whom."""
+        line = {"t": time.time(), "event": event, **fields}
+        self._events.append(json.dumps(line).encode())
 
     def read_metrics(self) -> list[dict[str, float]]:
         path = self.path / "metrics.jsonl"

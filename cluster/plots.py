@@ -11,7 +11,7 @@ from typing import Any
 from distill.errors import ConfigError
 
 # Okabe and Ito's palette (2008), which colour-blind readers tell apart.
-_COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
 _TICKS = (0, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 # Steps up to here are drawn at an even distance, later ones by their logarithm.
 _EVEN_STEPS = 10
@@ -36,7 +36,7 @@ class Panel:
 
 def check_plots() -> None:
     """Raises ConfigError if there is nothing to draw with; before anything starts."""
-    _figure_class()
+    figure_class()
 
 
 def draw_accuracy(path: Path, panels: Sequence[Panel]) -> None:
@@ -45,7 +45,7 @@ def draw_accuracy(path: Path, panels: Sequence[Panel]) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure = _figure_class()(figsize=(6.4 * len(panels), 4.8), layout="constrained")
+    figure = figure_class()(figsize=(6.4 * len(panels), 4.8), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         _draw_lines(axis, panel)
@@ -55,8 +55,8 @@ def draw_accuracy(path: Path, panels: Sequence[Panel]) -> None:
 
 
 def _draw_lines(axis: Any, panel: Panel) -> None:
-    assert len(panel.lines) <= len(_COLOURS), panel.lines.keys()
-    for (name, line), colour in zip(panel.lines.items(), _COLOURS, strict=False):
+    assert len(panel.lines) <= len(COLOURS), panel.lines.keys()
+    for (name, line), colour in zip(panel.lines.items(), COLOURS, strict=False):
         at_step = list(zip(*line.accuracy_by_seed, strict=True))
         middle = [median(values) for values in at_step]
         lowest, highest = [min(values) for values in at_step], [max(values) for values in at_step]
@@ -82,7 +82,7 @@ def _label(axis: Any, panel: Panel) -> None:
     axis.legend(loc="lower right")
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
     """matplotlib's Figure, which writes files without a display."""
     try:
         from matplotlib.figure import Figure  # optional, and slow to import

@@ -1,4 +1,4 @@
-"""The driver: starts Ray, drives the learner step by step, and tells the truth at the end.
+"""The driver: drives the learner step by step, keeps everyone alive, tells the truth at the end.
 
 prompts --> rollout workers --> policy engines         each group: sampled, scored, queued
                   |        \\--> teacher engines
@@ -10,40 +10,39 @@ driver --> learner.step: take -> loss -> optimizer -> publish to policy engines 
    |
    +--> metrics.jsonl, progress, W&B, checkpoints, evaluation
 
-driver    waits for: the learner's step      unblocked by: groups (see cluster/queue.py)
-          and watches every worker, so that a failure anywhere ends the wait
+driver    waits for: the step's groups         unblocked by: the rollout workers' puts
+          waits for: the learner's step        unblocked by: the learner, or its death
+
+Between two steps the learner is idle: only then are engines admitted, which need its weights. While
+the driver waits, for whatever it is, the supervisor looks at everyone (cluster/supervise.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.build import cpu_actors
-from cluster.config import CommonConfig
 from cluster.queue import QueueClosed
-from distill.errors import IsothermError
+from cluster.supervise import ActorLost, LearnerLost, RunFailed, Supervisor, reason_of
+from distill.errors import CheckpointError, EngineLost, IsothermError
+from learner.checkpoint import Checkpoint
 
-# How often a wait looks at signals and workers, seconds.
+# How often a wait looks at signals and actors, seconds.
 _POLL_S = 0.5
-# How long an actor may take to prove that it is alive when the run has failed, seconds.
+# How long an actor may take to prove that it is alive when a call has failed, seconds.
 _PING_S = 5.0
-
-
-class RunFailed(RuntimeError):
-    """The run ended early. The message says which part failed and what to do."""
+# A checkpoint that cannot be written is tried again between steps: so often, and so much later.
+_SAVE_TRIES = 10
+_SAVE_PAUSE_S = 3.0
 
 
 class Interrupted(Exception):
@@ -73,160 +72,242 @@ class Signals:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 
+    def check(self) -> None:
+        """Raises Interrupted if a signal has come in."""
+        if self.received is not None:
+            raise Interrupted(self.received)
+
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         if self.received is not None:
             raise KeyboardInterrupt
         self.received = signum
 
 
-@contextmanager
-def ray_cluster(config: CommonConfig) -> Iterator[None]:
-    """Connects to the cluster that the environment names, or starts one here and ends it again."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    already = ray.is_initialized()
-    if not already:
-        namespace = f"isotherm-{os.getpid()}-{time.time_ns()}"
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(namespace=namespace, log_to_driver=True)
-        else:
-            # A machine of few cores still runs every actor; they share its cores.
-            cpus = max(os.cpu_count() or 1, cpu_actors(config))
-            ray.init(
-                namespace=namespace,
-                num_cpus=cpus,
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
-    try:
-        yield
-    finally:
-        if not already:
-            ray.shutdown()
-
-
-@dataclass(kw_only=True)
 class Driver:
-    """Waits for actor calls while watching signals, workers, and every actor's life."""
+    """Waits for actor calls while watching signals and every actor's life.
 
-    actors: Mapping[str, Any]
-    signals: Signals
-    background: dict[Any, str] = field(default_factory=dict)
+    Args:
+        deadline_s: longest any one call may take.
+        idle: called now and then while a call is waited for; may raise.
+    """
 
-    def watch(self, name: str, reference: Any) -> None:
-        """A call that runs beside the others; if it fails, whatever is waited for fails with it."""
-        self.background[reference] = name
+    def __init__(
+        self,
+        *,
+        supervisor: Supervisor,
+        signals: Signals,
+        deadline_s: float,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._supervisor, self._signals = supervisor, signals
+        self._deadline_s, self._idle = deadline_s, idle
 
-    def call(self, what: str, reference: Any) -> Any:
+    def look(self) -> None:
+        """What every wait does now and then. Raises as `call` does."""
+        self._signals.check()
+        self._supervisor.tick()
+        self._idle()
+
+    def ask_learner(self, what: str, reference: Any) -> Any:
+        """The value of a call of the learner; if it dies or hangs, that is LearnerLost."""
+        return self.call(what, reference, lost=LearnerLost)
+
+    def call(self, what: str, reference: Any, lost: type[ActorLost] = ActorLost) -> Any:
         """The value of an actor call.
 
         Raises:
             Interrupted: a signal came in while waiting. The call goes on.
-            RunFailed: an actor died. Errors a user can act on (IsothermError) come as they are.
+            ActorLost: the actor died, or hangs.
+            LearnerLost: a learner worker died meanwhile.
+            RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
         """
+        deadline = time.monotonic() + self._deadline_s
         while True:
-            if self.signals.received is not None:
-                raise Interrupted(self.signals.received)
-            ready, _ = ray.wait([reference, *self.background], num_returns=1, timeout=_POLL_S)
-            for done in ready:
-                if done == reference:
-                    return self.value(what, reference)
-                self.value(self.background.pop(done), done)  # raises if it failed
+            self.look()
+            ready, _ = ray.wait([reference], timeout=_POLL_S)
+            if ready:
+                return self.value(what, reference, lost=lost)
+            if time.monotonic() > deadline:
+                raise lost(f"{what} did not end within {self._deadline_s:.0f} s")
 
-    def run(self, what: str, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+    def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
+        """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""
+        deadline = time.monotonic() + deadline_s
+        while not ready():
+            self.look()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
+            time.sleep(0.05)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, and looks after everyone meanwhile; raises as `call` does."""
+        end = time.monotonic() + seconds
+        self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
+
+    def run(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
         try:
-            return asyncio.run(asyncio.wait_for(coroutine, timeout))
+            return asyncio.run(asyncio.wait_for(coroutine, self._deadline_s))
         except TimeoutError as error:
-            raise RunFailed(f"{what} did not end within {timeout:.0f} s") from error
-        except RayTaskError as error:
-            raise self._explained(what, error) from error
-        except RayActorError as error:
-            raise RunFailed(_obituary(what, error, self._dead())) from error
+            raise RunFailed(f"{what} did not end within {self._deadline_s:.0f} s") from error
+        except RayError as error:
+            raise self._explained(what, error, ActorLost) from error
 
-    def value(self, what: str, reference: Any, timeout: float | None = None) -> Any:
+    def value(
+        self,
+        what: str,
+        reference: Any,
+        timeout: float | None = None,
+        lost: type[ActorLost] = ActorLost,
+    ) -> Any:
         """The value of a finished call; see `call` for what it raises."""
         try:
             return ray.get(reference, timeout=timeout)
-        except RayTaskError as error:
-            raise self._explained(what, error) from error
-        except RayActorError as error:
-            raise RunFailed(_obituary(what, error, self._dead())) from error
         except GetTimeoutError as error:
             raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
+        except RayError as error:
+            raise self._explained(what, error, lost) from error
 
-    def _explained(self, what: str, error: RayTaskError) -> Exception:
+    def _explained(self, what: str, error: RayError, lost: type[ActorLost]) -> Exception:
+        if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):
+            return lost(f"{what} failed because its actor died ({reason_of(error)})")
         cause: BaseException = error
         while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
             cause = cause.cause
         if isinstance(cause, IsothermError):
             return cause
         # What is left of a broken connection is explained by who is at its other end.
-        dead = self._dead()
-        if dead or isinstance(cause, RayError):
-            return RunFailed(_obituary(what, cause, dead))
+        if dead := dead_among(self._supervisor.vital()):
+            return LearnerLost(f"{what} failed because {', '.join(dead)} died")
+        if isinstance(cause, RayError | EngineLost):
+            return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
 
-    def _dead(self) -> list[str]:
-        """Who does not answer any more. Actors that are merely busy are not dead."""
-        pings = {actor.__ray_ready__.remote(): name for name, actor in self.actors.items()}
-        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
-        return [pings[ping] for ping in answered if _failed(ping)]
 
-
-def _obituary(what: str, error: BaseException, dead: Sequence[str]) -> str:
-    who = ", ".join(dead) or "an actor"
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    # A constructor's traceback ends with what went wrong; other deaths say it first.
-    last = isinstance(error, RayActorError) and "creation task" in lines[0]
-    reason = lines[-1 if last else 0].strip() if lines else type(error).__name__
-    return f"{what} failed because {who} died ({reason})"
+def dead_among(actors: Mapping[str, Any]) -> list[str]:
+    """Who does not answer any more. Actors that are merely busy are not dead."""
+    pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
+    if not pings:
+        return []
+    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
+    return [pings[ping] for ping in answered if _failed(ping)]
 
 
 def _failed(reference: Any) -> bool:
     try:
         ray.get(reference, timeout=0)
-    except RayError:
+    except RayActorError:
         return True
     return False
 
 
+class Trainee(Protocol):
+    """The run that `drive` drives."""
+
+    @property
+    def learner(self) -> Any:
+        """The learner's actor, the present one."""
+        ...
+
+    def before_step(self) -> float:
+        """Waits until a step has what it needs; returns the seconds it waited."""
+        ...
+
+    def on_step(self, metrics: dict[str, float]) -> None: ...
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None: ...
+
+    def on_unsaved(self, error: CheckpointError) -> None:
+        """A checkpoint could not be written; it is tried again after the next step."""
+        ...
+
+    def recover(self, lost: LearnerLost) -> int:
+        """Brings the learner back; returns the step at which it stands. Raises RunFailed if not."""
+        ...
+
+    def end_waits(self) -> None:
+        """Ends what the learner waits for."""
+        ...
+
+
 def drive(
-    *,
-    driver: Driver,
-    learner: Any,
-    first_step: int,
-    steps: int,
-    checkpoint_every: int,
-    on_step: Callable[[dict[str, float]], None],
-    end_waits: Callable[[], None],
-) -> Any:
+    run: Trainee, driver: Driver, *, first_step: int, steps: int, checkpoint_every: int
+) -> Checkpoint:
     """Runs the learner's steps and checkpoints; returns the last checkpoint.
 
     On a signal: ends the learner's waits, saves a checkpoint of the last whole step, and raises
-    Interrupted.
+    Interrupted. A lost learner is brought back, and the steps since its checkpoint are done again.
     """
-    step, saved = first_step, None
-    pending = None
+    saving = _Saving(run, driver, checkpoint_every, steps)
+    step, pending = first_step, None
     try:
-        while step < steps:
-            pending = learner.step.remote()
-            metrics = driver.call("the learner's step", pending)
-            step, pending = int(metrics["step"]), None
-            on_step(metrics)
-            if step % checkpoint_every == 0 or step == steps:
-                saved = driver.call("saving a checkpoint", learner.save.remote())
+        while True:
+            try:
+                while step < steps:
+                    waited = run.before_step()
+                    pending = run.learner.step.remote(waited)
+                    metrics = driver.ask_learner("the learner's step", pending)
+                    step, pending = int(metrics["step"]), None
+                    run.on_step(metrics)
+                    saving.after(step)
+                return saving.last()
+            except LearnerLost as lost:
+                pending = None
+                step = _recovered(run, lost)
     except Interrupted:
-        end_waits()
+        run.end_waits()
         if pending is not None and (metrics := _let_end(pending)):
-            on_step(metrics)
-        driver.value("saving a checkpoint", learner.save.remote(), timeout=600)
+            run.on_step(metrics)
+        saved = driver.value("saving a checkpoint", run.learner.save.remote(), timeout=600)
+        run.on_checkpoint(saved)
         raise
-    return saved or driver.call("saving a checkpoint", learner.save.remote())
+
+
+def _recovered(run: Trainee, lost: LearnerLost) -> int:
+    while True:
+        try:
+            return run.recover(lost)
+        except LearnerLost as again:
+            lost = again
+
+
+class _Saving:
+    """Checkpoints when they are due. A disk that is full is given time."""
+
+    def __init__(self, run: Trainee, driver: Driver, every: int, steps: int) -> None:
+        self._run, self._driver, self._every, self._steps = run, driver, every, steps
+        self._failures = 0
+        self._not_before = 0.0
+
+    def after(self, step: int) -> None:
+        due = step % self._every == 0 or self._failures
+        if step < self._steps and due and time.monotonic() >= self._not_before:
+            self._save()
+
+    def last(self) -> Checkpoint:
+        while (saved := self._save()) is None:
+            self._driver.pause(_SAVE_PAUSE_S)
+        return saved
+
+    def _save(self) -> Checkpoint | None:
+        """None if it could not be written, and may be the next time."""
+        try:
+            saved = self._driver.ask_learner("saving a checkpoint", self._run.learner.save.remote())
+        except CheckpointError as error:
+            self._failures += 1
+            if self._failures > _SAVE_TRIES:
+                raise
+            self._not_before = time.monotonic() + _SAVE_PAUSE_S
+            self._run.on_unsaved(error)
+            return None
+        self._failures = 0
+        self._run.on_checkpoint(saved)
+        return saved
 
 
 def _let_end(pending: Any) -> dict[str, float] | None:
     """Waits for an interrupted step. It trained, and counts; or it found no groups: None."""
     try:
         return ray.get(pending, timeout=600)
-    except QueueClosed:
+    except (QueueClosed, RayActorError):
         return None

@@ -49,7 +49,7 @@ class WeightProbe(Generic[Engine, Pending]):
         temperature: float,
         learner: Callable[[Sequence[TrainingRow]], list[FloatArray]],
         submit: Callable[[Engine, list[ScoreRequest]], Pending],
-        collect: Callable[[Pending], list[Score]],
+        collect: Callable[[Pending], list[Score] | None],
         learner_dtype: str,
     ) -> None:
         """
@@ -58,7 +58,7 @@ class WeightProbe(Generic[Engine, Pending]):
             info: of any of them; they serve one model.
             learner: log-probs of rows under the weights that were just pushed.
             submit: asks an engine to `score`, without waiting.
-            collect: waits for what `submit` returned; raises if the engine failed or is late.
+            collect: waits for what `submit` returned; None if the engine is gone.
             learner_dtype: what the learner computes in.
         """
         prompts = probe_prompts(info.vocab_size, info.context_length)
@@ -83,7 +83,7 @@ class WeightProbe(Generic[Engine, Pending]):
         self._asked = _Asked(version, concatenated(self._learner(self._rows)), answers)
 
     def settle(self) -> float | None:
-        """Call before the next push and at the end. The largest gap; None if nothing was asked.
+        """Call before the next push and at the end. The largest gap; None if nobody answered.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
@@ -91,10 +91,14 @@ class WeightProbe(Generic[Engine, Pending]):
         if self._asked is None:
             return None
         asked, self._asked = self._asked, None
-        return max(self._gap(asked, name, answer) for name, answer in asked.answers.items())
+        gaps = [
+            self._gap(asked, name, scores)
+            for name, answer in asked.answers.items()
+            if (scores := self._collect(answer)) is not None
+        ]
+        return max(gaps, default=None)
 
-    def _gap(self, asked: _Asked[Pending], name: str, answer: Pending) -> float:
-        scores = self._collect(answer)
+    def _gap(self, asked: _Asked[Pending], name: str, scores: Sequence[Score]) -> float:
         comparison = compare(
             name,
             concatenated([score.logprobs_by_temperature[0] for score in scores]),

@@ -21,34 +21,31 @@ cluster/weight_probe.py.
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError
 
 from cluster.acknowledge import values
 from cluster.config_on_policy import WeightsChoice
-from cluster.queue import GroupQueue
-from cluster.weight_probe import WeightProbe
 from cluster.weights_group import GroupTransport, own_address
-from distill.batching import TrainingRow
-from distill.errors import ConfigError, EngineError
-from distill.interfaces import CheckpointDirectory, Score
+from distill.errors import ConfigError, EngineError, NonFiniteError
+from distill.interfaces import CheckpointDirectory
 from distill.models import load_config
 from distill.shared_memory import SharedBlock
 from distill.tensors import PackedTensors
-from distill.types import FloatArray
-from distill.weights import Weights, gather_all, save_weights, total_bytes
+from distill.weights import Weights, gather_all, save_weights
 
 
 class Transport(Protocol):
-    """The learner's end of one way to some engines."""
+    """The learner's end of one way to some engines.
+
+    `linked` engines receive together: one that fails keeps the others waiting.
+    """
 
     engines: Mapping[str, Any]
+    linked: ClassVar[bool]
 
     def describe(self) -> str: ...
 
@@ -72,6 +69,8 @@ class Transport(Protocol):
 class SharedMemoryTransport:
     """One copy into a block of shared memory, which engines of this node read."""
 
+    linked: ClassVar[bool] = False
+
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
         self._block = SharedBlock()
@@ -81,7 +80,7 @@ class SharedMemoryTransport:
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         if (bad := weights.first_non_finite()) is not None:
-            raise EngineError(f"{bad!r} is not finite: version {version} is not pushed")
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         self._block.write(weights)
         return {
             name: engine.load_weights.remote(self._block.share(), version)
@@ -104,6 +103,8 @@ class ObjectStoreTransport:
     A learner of several workers makes the weights whole for it first: the transport of the embedded
     engine, and of models that fit one host twice.
     """
+
+    linked: ClassVar[bool] = False
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
@@ -130,6 +131,8 @@ class ObjectStoreTransport:
 
 class DiskTransport:
     """A directory of safetensors a version, under one that every node shares; the newest stays."""
+
+    linked: ClassVar[bool] = False
 
     def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
         """`model` is the checkpoint whose config the directories carry."""
@@ -238,152 +241,3 @@ def choose_transports(
 
 def _node_id(_actor: object) -> str:
     return ray.get_runtime_context().get_node_id()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushSettings:
-    """How a run pushes. `choose_transports` explains most of it.
-
-    Attributes:
-        temperature: the run's; the probe scores at it.
-        learner_dtype: what the learner computes in; how far it may be from an engine.
-        probe_every: versions between two that are probed; 0 probes none.
-        timeout_s: longest a push may take.
-    """
-
-    choice: WeightsChoice
-    served: bool
-    device: str
-    directory: str
-    model: str
-    temperature: float
-    learner_dtype: str
-    probe_every: int
-    timeout_s: float
-
-
-class Publisher:
-    """`publish(weights, version)`: returns once every engine holds them and slots are free."""
-
-    def __init__(
-        self,
-        engines: Mapping[str, Any],
-        queue: GroupQueue,
-        groups_per_step: int,
-        settings: PushSettings,
-        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
-    ) -> None:
-        """
-        Args:
-            engines: Ray handles of the policy engines, by the name to call them.
-            learner_logprobs: of rows, under the weights that were just published.
-        """
-        self._engines = engines
-        self._queue = queue
-        self._groups_per_step = groups_per_step
-        self._settings = settings
-        self._learner_logprobs = learner_logprobs
-        self._transports: list[Transport] | None = None
-        self._probe: WeightProbe[Any, Any] | None = None
-        self._published: int | None = None
-
-    def describe(self) -> str:
-        """How weights reach which engine, for people."""
-        return "; ".join(
-            f"{transport.describe()} to {', '.join(transport.engines)}"
-            for transport in self._transports or []
-        )
-
-    def __call__(self, weights: Weights, version: int) -> dict[str, float]:
-        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
-
-        Raises:
-            CalibrationError: an engine does not hold the version before.
-            EngineError: names every engine that refused the weights, died, or did not answer
-                within the deadline.
-        """
-        metrics = {}
-        if (gap := self.settle()) is not None:
-            metrics["push/probe_gap"] = gap
-        if self._transports is None:
-            self._transports = self._choose()
-        started = time.perf_counter()
-        pauses = self._pushed(self._transports, weights, version)
-        metrics |= {
-            "push/bytes": total_bytes(weights),
-            "push/seconds": time.perf_counter() - started,
-            "push/pause": max(pauses.values()),
-        }
-        if self._published is not None:  # the first publication follows no step: nothing to free
-            self._queue.release(self._groups_per_step)
-        self._published = version
-        every = self._settings.probe_every
-        if every and version % every == 0:
-            self._ask(version)
-        return metrics
-
-    def _pushed(
-        self, transports: Sequence[Transport], weights: Weights, version: int
-    ) -> dict[str, float]:
-        try:
-            pending: dict[str, Any] = {}
-            for transport in transports:
-                pending |= transport.start(weights, version)
-            pauses = values(
-                pending,
-                f"pushing weights version {version}",
-                self._settings.timeout_s,
-                lambda: next((p for t in transports if (p := t.problem())), None),
-            )
-            for transport in transports:
-                transport.finish()
-        except EngineError:
-            for transport in transports:
-                transport.abort()
-            raise
-        return pauses
-
-    def settle(self) -> float | None:
-        """Collects what the engines answered to the probe; call once more at the end of a run.
-
-        Raises:
-            CalibrationError: an engine does not hold the weights that it acknowledged.
-        """
-        return None if self._probe is None else self._probe.settle()
-
-    def _ask(self, version: int) -> None:
-        if self._probe is None:
-            first = next(iter(self._engines.items()))
-            answers = {first[0]: first[1].info.remote()}
-            [info] = values(answers, "asking for the model", self._settings.timeout_s).values()
-            self._probe = WeightProbe(
-                engines=self._engines,
-                info=info,
-                temperature=self._settings.temperature,
-                learner=self._learner_logprobs,
-                submit=lambda engine, requests: engine.score.remote(requests),
-                collect=self._collect,
-                learner_dtype=self._settings.learner_dtype,
-            )
-        self._probe.ask(version)
-
-    def _collect(self, reference: Any) -> list[Score]:
-        try:
-            return ray.get(reference, timeout=self._settings.timeout_s)
-        except GetTimeoutError:
-            raise EngineError(
-                f"a policy engine did not answer the weight probe within "
-                f"{self._settings.timeout_s:.0f} s: it hangs or is overloaded"
-            ) from None
-
-    def _choose(self) -> list[Transport]:
-        settings = self._settings
-        return choose_transports(
-            settings.choice,
-            self._engines,
-            served=settings.served,
-            device=settings.device,
-            directory=settings.directory,
-            model=settings.model,
-            timeout_s=settings.timeout_s,
-        )

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import ray
 import torch
@@ -42,7 +42,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cluster.acknowledge import values
-from distill.errors import EngineError
+from distill.errors import EngineError, NonFiniteError
 from distill.interfaces import GroupBroadcast, TensorLayout
 from distill.weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from learner.group import LOOPBACK, open_store
@@ -62,6 +62,8 @@ class GroupTransport:
         backend: nccl sends from GPU to GPU, gloo from main memory.
         timeout_s: longest a push may take.
     """
+
+    linked: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -86,11 +88,12 @@ class GroupTransport:
         """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
 
         Raises:
-            EngineError: an engine refuses these weights, or they are not finite.
+            EngineError: an engine refuses these weights.
+            NonFiniteError: they hold a NaN or an infinity.
         """
         buckets = plan_buckets(weights.layouts, self._bucket_bytes)
         if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
-            raise EngineError(f"{bad!r} is not finite: version {version} is not pushed")
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         if self._group is None:
             self._group = self._form(buckets)
         group = self._group

@@ -35,5 +35,9 @@ class EngineError(RuntimeError):
     """An engine answered wrongly or not at all: non-finite log-probs, lengths, a bad state."""
 
 
+class EngineLost(EngineError):
+    """An engine that is gone, hangs, or must be restarted. Another one may answer the request."""
+
+
 class NonFiniteError(RuntimeError):
     """The learner met a NaN or an infinity. The offending rows are on disk, where it says."""

@@ -153,6 +153,12 @@ class EngineInfo:
     temperature_scaling: str
 
 
+class Sampler(Protocol):
+    """What an episode needs of an `Engine`."""
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]: ...
+
+
 class Engine(Protocol):
     """A model that generates and scores. Every method may be called concurrently.
 
@@ -192,6 +198,14 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo:
         """Answers only if the engine is healthy."""
+        ...
+
+    async def health(self) -> None:
+        """Returns soon, and only where requests would be answered: the heartbeat.
+
+        Raises:
+            EngineLost: the engine is broken and must be restarted.
+        """
         ...
 
     async def abort(self) -> int:

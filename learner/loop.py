@@ -36,17 +36,30 @@ from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing
 
 
-class GroupSource(Protocol):
-    """Where a step's groups come from: each one once, in order of group id."""
+class Taken(Protocol):
+    """A step's groups in order of id, and the reasons of those between them that were set aside."""
 
-    def take(self, num_groups: int) -> list[TrajectoryGroup]:
-        """Blocks until all are there; raises on a deadline, or when the source is closed."""
+    @property
+    def groups_P(self) -> Sequence[TrajectoryGroup]: ...
+
+    @property
+    def set_aside(self) -> Mapping[int, str]: ...
+
+
+class GroupSource(Protocol):
+    """Where a step's groups come from: the next ones after those that are trained."""
+
+    def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
+        """Blocks until all are there; raises on a deadline, or when the source is closed.
+
+        Asked again before anything was trained, it gives the same.
+        """
         ...
 
 
-# Hands weights of a version to every policy engine; returns `push/*` metrics once all of them
-# acknowledged.
-Publish = Callable[[Weights, int], Mapping[str, float]]
+# Hands weights of a version, which account for every group below a watermark, to every policy
+# engine; returns `push/*` metrics once all of them acknowledged.
+Publish = Callable[[Weights, int, int], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,40 +121,50 @@ class PolicyLoop:
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
-        return self.publisher(self.learner.weights(self._push_dtype), self.step_count)
+        return self.publisher(
+            self.learner.weights(self._push_dtype), self.step_count, self._trained.watermark
+        )
 
-    def step(self) -> dict[str, float]:
-        """Takes one step's groups, trains on them once, publishes; returns the step's metrics."""
+    def weights(self) -> tuple[Weights, int]:
+        """The present weights as engines get them, and their version."""
+        return self.learner.weights(self._push_dtype), self.step_count
+
+    def step(self, waited_s: float = 0.0) -> dict[str, float]:
+        """Takes one step's groups, trains on them once, publishes; returns the step's metrics.
+
+        Args:
+            waited_s: for how long this step's groups have been waited for already.
+        """
         with self._trace.around(self.step_count + 1):
-            return self._step()
+            return self._step(waited_s)
 
-    def _step(self) -> dict[str, float]:
-        started = time.perf_counter()
+    def _step(self, waited_s: float) -> dict[str, float]:
+        started = time.perf_counter() - waited_s
         with self._stages("wait"):
-            groups_P = self._source.take(self._groups_per_step)
-        group_ids = [group.group_id for group in groups_P]
-        assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
-        for group_id in group_ids:  # before the weights change
-            assert group_id not in self._trained, f"group {group_id} would be trained twice"
+            taken = self._source.take(self._trained, self._groups_per_step)
+        groups_P = taken.groups_P
+        accounted = _accounted(self._trained, taken)  # before the weights change
         if self._base_is_reference:
             with self._stages("reference"):
                 groups_P = with_reference(groups_P, self.learner.base_logprobs)
         with self._stages("learn"):
             metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
-        for group_id in group_ids:
-            self._trained.add(group_id)
+        self._trained = accounted
         self.step_count += 1
         with self._stages("push"):
             metrics |= self.publish()
         seconds = time.perf_counter() - started
+        times = self._stages.take()
         return metrics | {
             "step": self.step_count,
             "weight_version": self.step_count,
-            **self._stages.take(),
+            **times,
+            "time/wait": times["time/wait"] + waited_s,
             "time/step": seconds,
             "tokens_per_s": metrics["train/tokens"] / seconds,
             "groups/first": groups_P[0].group_id,
             "groups/last": groups_P[-1].group_id,
+            "groups/set_aside": len(self._trained.set_aside),
         }
 
     def _learn(self, groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -193,6 +216,19 @@ class PolicyLoop:
             write=partial(self.learner.save, tokenizer=self._tokenizer),
             delivery=self._trained.to_json(),
         )
+
+
+def _accounted(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
+    """`trained` and what was taken; AssertionError if a group came twice or out of order."""
+    accounted = TrainedGroups(trained.watermark, trained.set_aside)
+    ids = {group.group_id for group in taken.groups_P}
+    assert len(ids) == len(taken.groups_P), f"groups {sorted(ids)} name one twice"
+    for group_id in sorted(ids | taken.set_aside.keys()):
+        if group_id in ids:
+            accounted.add(group_id)
+        else:
+            accounted.skip(group_id, taken.set_aside[group_id])
+    return accounted
 
 
 def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:

@@ -71,9 +71,9 @@ class SupervisedLoop:
             self.step_count = resume_from.step
             learner.load_trainer_state(resume_from.path)
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step on the next batch."""
-        started = time.perf_counter()
+    def step(self, waited_s: float = 0.0) -> dict[str, float]:
+        """One optimizer step on the next batch, which nothing has to be `waited_s` for."""
+        started = time.perf_counter() - waited_s
         with self._trace.around(self.step_count + 1):
             metrics = self.learner.step(self._next())
         self.step_count += 1

@@ -62,6 +62,6 @@ def tokenizer(tiny_pair: TinyPair) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.WARNING)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.WARNING)
     yield
     ray.shutdown()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -13,10 +15,22 @@ import chz
 from rich.console import Console
 
 from cluster.config import CommonConfig
+from cluster.config_on_policy import RolloutConfig
+from cluster.connect import connect
 from cluster.outputs import RunDirectory
-from cluster.run import Interrupted, Signals, ray_cluster
+from cluster.placement import Placement
+from cluster.roles import (
+    LEARNER,
+    POLICY,
+    cpus_at_most,
+    model_paths,
+    placed_roles,
+    resolve_device,
+)
+from cluster.run import Interrupted, Signals
 from cluster.tracking import Progression, WandbTracker, check_wandb
-from distill.errors import ConfigError, IsothermError
+from cluster.visible import require_same_directory, require_visible, this_node
+from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.memory import FROZEN, TRAINED, estimate_memory
 
@@ -44,6 +58,11 @@ class Session:
         self.progress.step(metrics)
         self.tracker.log(metrics)
 
+    def unsaved(self, error: CheckpointError) -> None:
+        """A checkpoint could not be written: the run goes on, for now."""
+        self.progress.note(f"WARNING: {error}. It is tried again")
+        self.directory.append_event("unsaved", why=str(error))
+
     def complete(self, checkpoint: Checkpoint) -> None:
         """Exports `final/` and writes a summary that says `finished`."""
         self.directory.finish(checkpoint)
@@ -62,6 +81,12 @@ class Session:
         )
 
 
+def connected(config: CommonConfig) -> AbstractContextManager[None]:
+    """Ray, with a namespace of the run's own; see `connect`."""
+    namespace = f"isotherm-{os.getpid()}-{time.time_ns()}"
+    return connect(namespace, math.ceil(cpus_at_most(config)))
+
+
 @contextmanager
 def session(
     config: CommonConfig,
@@ -73,7 +98,7 @@ def session(
     check_wandb(config.wandb)
     signals = Signals()
     started = time.time()
-    with directory.locked(), ray_cluster(config), signals.installed():
+    with directory.locked(), connected(config), signals.installed():
         directory.start(resume_from)
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
@@ -104,6 +129,43 @@ def session(
             raise
         finally:
             tracker.finish(status)
+
+
+@contextmanager
+def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placement]]:
+    """The device, and room on the cluster for every actor of the run, for as long as it lasts.
+
+    Raises:
+        ConfigError: the cluster is too small, or does not have room within the deadline.
+    """
+    device = resolve_device(config)
+    colocate = isinstance(config, RolloutConfig) and config.colocate
+    placement = Placement(
+        placed_roles(config, device),
+        strategy=config.placement,
+        colocate=(LEARNER, POLICY) if colocate else (),
+        name=running.directory.actor_name("place"),
+    )
+    try:
+        placement.reserve(
+            deadline_s=config.placement_deadline_s,
+            say=running.progress.note,
+            poll=running.signals.check,
+        )
+        _require_visible(config, placement, running)
+        yield device, placement
+    finally:
+        placement.release()
+
+
+def _require_visible(config: CommonConfig, placement: Placement, running: Session) -> None:
+    """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
+    models = model_paths(config)
+    for role in {LEARNER, *models}:
+        if others := [node for node in placement.nodes(role) if node != this_node()]:
+            require_visible(models.get(role, {}), others)
+            if role == LEARNER or running.resume_from or getattr(config, "weights", "") == "disk":
+                require_same_directory("out", str(running.directory.path), others)
 
 
 def already_complete(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,17 +13,24 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
-from cluster.build import RolloutActors, build_rollout, kill, resolve_device
+from cluster.build import RolloutCast
 from cluster.checks import RolloutInputs, check_rollout
 from cluster.config_on_policy import RolloutConfig
+from cluster.fleet import Fleet, trained_in
 from cluster.handles import EnginePool
 from cluster.handshake import LearnerLogprobs, handshake
 from cluster.outputs import RunDirectory
-from cluster.recipes.common import Session, already_complete, learner_line, session
-from cluster.run import Driver, drive
+from cluster.placement import Placement
+from cluster.recipes.common import Session, already_complete, learner_line, placed, session
+from cluster.roles import POLICY, describe_layout, teacher_roles
+from cluster.run import drive
+from cluster.supervise import LearnerLost
 from cluster.tracking import agreement_table
+from distill.calibration import CalibrationReport
+from distill.errors import CheckpointError
 from distill.objective import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe
+from learner.checkpoint import Checkpoint
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -34,14 +43,15 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     directory = RunDirectory(config.recipe, config)
     resume_from = directory.check()
     console.print(_plan(config, inputs, directory))
+    if config.dry_run:
+        console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
-    with session(config, directory, resume_from, console) as running:
-        run = _Run(config, inputs, running)
-        try:
-            run.to_the_end()
-        finally:
-            kill(run.actors.all.values())
+    with (
+        session(config, directory, resume_from, console) as running,
+        _run(config, inputs, running) as run,
+    ):
+        run.to_the_end()
 
 
 def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory) -> str:
@@ -77,30 +87,59 @@ def _objective_line(objective: ObjectiveConfig) -> str:
     return f"{' + '.join(terms)}, by {objective.loss}"
 
 
-class _Run:
-    """One run: actors, handshake, steps, evaluations."""
+@contextmanager
+def _run(config: RolloutConfig, inputs: RolloutInputs, running: Session) -> Iterator[_Run]:
+    """Places the run on the cluster, and ends every actor of it afterwards."""
+    with placed(config, running) as (device, placement):
+        cast = RolloutCast(config, inputs, running.directory, device, placement)
+        run = _Run(config, inputs, running, cast, placement, device)
+        try:
+            yield run
+        finally:
+            run.fleet.close()
 
-    def __init__(self, config: RolloutConfig, inputs: RolloutInputs, running: Session) -> None:
+
+class _Run:
+    """One run: actors, handshake, steps, evaluations. What `drive` drives."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        inputs: RolloutInputs,
+        running: Session,
+        cast: RolloutCast,
+        placement: Placement,
+        device: str,
+    ) -> None:
         self._config = config
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._tokenizer_probe = probe(inputs.tokenizer)
-        self._device = resolve_device(config)
+        self._device = device
         self._has_eval = bool(inputs.eval_prompts_P)
-        self.actors: RolloutActors = build_rollout(
-            config,
-            inputs,
-            running.directory,
-            running.resume_from,
-            self._device,
+        trained = trained_in(running.resume_from)
+        self._watermark = trained.watermark
+        resume_from = running.resume_from
+        self.fleet = Fleet(
+            config=config,
+            cast=cast,
+            placement=placement,
+            directory=running.directory,
+            signals=running.signals,
+            examine=self._examine,
+            say=running.progress.note,
+            trained=trained,
+            start_model=resume_from.model_dir if resume_from else config.student,
         )
-        self._driver = Driver(actors=self.actors.all, signals=running.signals)
-        for name, follower in self.actors.learners.named_followers.items():
-            self._driver.watch(name, follower.serve.remote())
+
+    @property
+    def learner(self) -> Any:
+        return self.fleet.learner
 
     def to_the_end(self) -> None:
-        actors, running = self.actors, self._running
-        if self._config.lora_adapter is not None and running.resume_from is None:
+        fleet, running, config = self.fleet, self._running, self._config
+        fleet.start(running.resume_from)
+        if config.lora_adapter is not None and running.resume_from is None:
             self._publish()  # the adapter, of which the engines' own checkpoint knows nothing
             self._shake_hands()
         else:
@@ -110,56 +149,75 @@ class _Run:
             self._evaluate_teachers()
             if running.first_step == 0:
                 self._evaluate("before")
-        for i, worker in enumerate(actors.workers):
-            self._driver.watch(f"rollout worker {i}", worker.run.remote())
+        fleet.work()
         checkpoint = drive(
-            driver=self._driver,
-            learner=actors.learner,
+            self,
+            fleet.driver,
             first_step=running.first_step,
-            steps=self._config.steps,
-            checkpoint_every=self._config.checkpoint_every,
-            on_step=self._on_step,
-            end_waits=actors.queue.close,
+            steps=config.steps,
+            checkpoint_every=config.checkpoint_every,
         )
-        self._driver.call("the last weight probe", actors.learner.settle.remote())
+        self._settle()
         if self._has_eval:
             self._evaluate("after")
         running.complete(checkpoint)
 
+    # what `drive` asks for
+
+    def before_step(self) -> float:
+        return self.fleet.wait_for_groups(self._watermark)
+
+    def on_step(self, metrics: dict[str, float]) -> None:
+        step = int(metrics["step"])
+        every = self._config.eval_every
+        self._watermark = int(metrics["groups/last"]) + 1
+        self.fleet.scaling.staleness = metrics["staleness/mean"]
+        self._running.directory.append_event(
+            "step",
+            step=step,
+            tokens_per_s=metrics["tokens_per_s"],
+            staleness=metrics["staleness/mean"],
+        )
+        try:
+            if self._has_eval and every and step % every == 0 and step < self._config.steps:
+                metrics = metrics | self._evaluate(f"step {step}")
+        finally:
+            self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.fleet.queue.actor.commit.remote(checkpoint.step, trained_in(checkpoint).watermark)
+
+    def on_unsaved(self, error: CheckpointError) -> None:
+        self._running.unsaved(error)
+
+    def recover(self, lost: LearnerLost) -> int:
+        checkpoint = self.fleet.recover(lost)
+        self._watermark = trained_in(checkpoint).watermark
+        return checkpoint.step if checkpoint else 0
+
+    def end_waits(self) -> None:
+        self.fleet.queue.actor.close.remote()
+
     def _publish(self) -> None:
-        learner = self.actors.learner
-        way = self._driver.call("publishing the first weights", learner.publish.remote())
+        way = self.fleet.driver.call("publishing the first weights", self.learner.publish.remote())
         self._running.progress.note(f"weights: {way}")
+
+    def _settle(self) -> None:
+        try:
+            self.fleet.driver.ask_learner("the last weight probe", self.learner.settle.remote())
+        except LearnerLost as lost:
+            self._running.progress.note(f"{lost}; its last checkpoint holds every step")
+
+    # the handshake
 
     def _shake_hands(self) -> None:
         """Refuses to train unless every party scores alike; writes calibration.json either way."""
-
-        learner = self.actors.learner
-
-        async def learner_logprobs(rows_D: Any) -> Any:
-            return await learner.logprobs.remote(rows_D)
-
-        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
-            return await learner.teacher_logprobs.remote(teacher, rows_D)
-
-        copies: dict[str, LearnerLogprobs] = {}
-        if self._config.objective().estimator == "full":
-            for name, engine in self.actors.first_engines.items():
-                copies[engine] = partial(copied_logprobs, name)
-        report = self._driver.run(
-            "the handshake",
-            handshake(
-                policies=_named("policy", self.actors.policy),
-                teachers={
-                    name: EnginePool([engine]) for name, engine in self.actors.scorers.items()
-                },
-                learner=learner_logprobs,
-                tokenizer=self._tokenizer_probe,
-                temperature=self._config.temperature,
-                learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
-                copies=copies,
-            ),
-            timeout=self._config.deadline_s,
+        fleet = self.fleet
+        scorers: dict[str, EnginePool] = {}
+        for role in fleet.scorers:
+            scorers |= fleet.pool(role).each()
+        report = fleet.driver.run(
+            "the handshake", self._examine(fleet.pool(POLICY).each(), scorers)
         )
         self._running.directory.write_json(
             "calibration.json", report.to_json() | {"tokenizer": asdict(self._fingerprint)}
@@ -178,45 +236,67 @@ class _Run:
             f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
         )
 
-    def _on_step(self, metrics: dict[str, float]) -> None:
-        step = int(metrics["step"])
-        every = self._config.eval_every
-        try:
-            if self._has_eval and every and step % every == 0 and step < self._config.steps:
-                metrics = metrics | self._evaluate(f"step {step}")
-        finally:
-            self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+    async def _examine(
+        self, policies: Mapping[str, EnginePool], scorers: Mapping[str, EnginePool]
+    ) -> CalibrationReport:
+        """The handshake of some engines with the learner, and with its copies of teachers."""
+        learner = self.learner
+
+        async def learner_logprobs(rows_D: Any) -> Any:
+            return await learner.logprobs.remote(rows_D)
+
+        async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
+            return await learner.teacher_logprobs.remote(teacher, rows_D)
+
+        copies: dict[str, LearnerLogprobs] = {}
+        if self._config.objective().estimator == "full":
+            for name, role in teacher_roles(self._config).items():
+                engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
+                copies |= dict.fromkeys(engines[:1], partial(copied_logprobs, name))
+        return await handshake(
+            policies=policies,
+            teachers=scorers,
+            learner=learner_logprobs,
+            tokenizer=self._tokenizer_probe,
+            temperature=self._config.temperature,
+            learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
+            copies=copies,
+        )
+
+    # evaluation
 
     def _evaluate_teachers(self) -> None:
         """What there is to reach: each teacher at the same decoder, on the same prompts."""
-        for name, pool in self.actors.teacher_pools.items():
-            who = f"teacher {name}" if name else "teacher"
-            reference = self.actors.evaluator.evaluate.remote(pool, self._config.eval_sampling())
-            self._note_evaluation(who, self._driver.call(f"evaluating the {who}", reference))
+        for role in teacher_roles(self._config).values():
+            self._note_evaluation(role, self._decoded(role, f"evaluating the {role}"))
 
     def _evaluate(self, when: str) -> dict[str, float]:
         """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
         started = time.perf_counter()
-        evaluator, actors = self.actors.evaluator, self.actors
-        decoded = evaluator.evaluate.remote(actors.policy, self._config.eval_sampling())
-        reverse_kl = None
-        if actors.teachers:
-            reverse_kl = evaluator.reverse_kl.remote(
-                actors.policy, actors.teacher_pools, self._config.train_sampling()
+        metrics = self._decoded(POLICY, "evaluation")
+        if teachers := teacher_roles(self._config):
+            metrics["eval/reverse_kl"] = self.fleet.persist(
+                "evaluation",
+                lambda: self.fleet.evaluator.reverse_kl.remote(
+                    self._pool(POLICY),
+                    {name: self._pool(role) for name, role in teachers.items()},
+                    self._config.train_sampling(),
+                ),
             )
-        metrics = self._driver.call("evaluation", decoded)
-        if reverse_kl is not None:
-            metrics["eval/reverse_kl"] = self._driver.call("evaluation", reverse_kl)
         metrics["time/eval"] = time.perf_counter() - started
         self._note_evaluation(when, metrics)
         return metrics
+
+    def _decoded(self, role: str, what: str) -> dict[str, float]:
+        sampling = self._config.eval_sampling()
+        return self.fleet.persist(
+            what, lambda: self.fleet.evaluator.evaluate.remote(self._pool(role), sampling)
+        )
+
+    def _pool(self, role: str) -> EnginePool:
+        return self.fleet.pool(role, patience_s=self._config.hang_after_s)
 
     def _note_evaluation(self, when: str, metrics: dict[str, float]) -> None:
         self._running.summary[f"eval {when}"] = metrics
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._running.progress.note(f"evaluation, {when}: {shown}")
-
-
-def _named(role: str, pool: EnginePool) -> dict[str, EnginePool]:
-    """Each engine of a pool under the name that it has in every other message."""
-    return {f"{role} engine {i}": engine for i, engine in enumerate(pool.each())}

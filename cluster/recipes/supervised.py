@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from typing import Any
+
 from rich.console import Console
 
-from cluster.build import build_supervised, kill, resolve_device
+from cluster.build import LearnerActors, learner_role, supervised_learners
 from cluster.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
-from cluster.recipes.common import Session, already_complete, learner_line, session
+from cluster.placement import Placement
+from cluster.recipes.common import Session, already_complete, learner_line, placed, session
+from cluster.roles import describe_layout
 from cluster.run import Driver, drive
+from cluster.seat import LearnerSeat, MakeLearners
+from cluster.supervise import LearnerLost, Supervisor
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint
 
 
 def run_sft(config: SftConfig, console: Console) -> None:
@@ -39,6 +49,8 @@ def _run(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
         f"{directory.path} (learner: {learner_line(config, config.model)})"
     )
+    if config.dry_run:
+        console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
     with session(config, directory, resume_from, console) as running:
@@ -46,26 +58,81 @@ def _run(
 
 
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session) -> None:
-    actors = build_supervised(
-        config,
-        inputs,
-        running.directory,
-        running.resume_from,
-        resolve_device(config),
-    )
-    driver = Driver(actors=actors.all, signals=running.signals)
-    try:
-        for name, follower in actors.named_followers.items():
-            driver.watch(name, follower.serve.remote())
+    with placed(config, running) as (device, placement):
+        make = partial(_make, config, inputs, running.directory, device, placement)
+        run = _Run(config, running, make)
+        try:
+            run.to_the_end()
+        finally:
+            run.supervisor.end_all()
+
+
+def _make(
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    return supervised_learners(config, inputs, directory, resume_from, device, placement, attempt)
+
+
+class _Run:
+    """A learner alone, kept alive. What `drive` drives."""
+
+    def __init__(self, config: SupervisedConfig, running: Session, make: MakeLearners) -> None:
+        self._config, self._running = config, running
+        self.supervisor = Supervisor(
+            say=running.progress.note,
+            record=running.directory.append_event,
+            buried=lambda _member, _why: None,
+            hang_after_s=config.hang_after_s,
+            max_restarts=config.max_restarts,
+        )
+        self._driver = Driver(
+            supervisor=self.supervisor, signals=running.signals, deadline_s=config.deadline_s
+        )
+        role = learner_role(config)
+        self._seat = LearnerSeat(make, role, self.supervisor, running.directory)
+
+    @property
+    def learner(self) -> Any:
+        return self._seat.leader
+
+    def to_the_end(self) -> None:
+        config, running = self._config, self._running
+        self._seat.fill(running.resume_from)
+        self._driver.until("the learner to start", self._seat.started, config.deadline_s)
+        self.supervisor.under_way = True
         checkpoint = drive(
-            driver=driver,
-            learner=actors.leader,
+            self,
+            self._driver,
             first_step=running.first_step,
             steps=config.steps,
             checkpoint_every=config.checkpoint_every,
-            on_step=running.record,
-            end_waits=lambda: None,
         )
-    finally:
-        kill(actors.all.values())
-    running.complete(checkpoint)
+        running.complete(checkpoint)
+
+    def before_step(self) -> float:
+        return 0.0
+
+    def on_step(self, metrics: dict[str, float]) -> None:
+        self._running.record(metrics)
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        pass
+
+    def on_unsaved(self, error: CheckpointError) -> None:
+        self._running.unsaved(error)
+
+    def recover(self, lost: LearnerLost) -> int:
+        since = time.monotonic()
+        checkpoint = self._seat.recover(lost, self._driver, self._running.progress.note)
+        self._driver.until("the learner to start", self._seat.started, self._config.deadline_s)
+        self._seat.recovered(time.monotonic() - since)
+        return checkpoint.step if checkpoint else 0
+
+    def end_waits(self) -> None:
+        pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -14,11 +16,20 @@ from distill.prompts import Prompt, PromptStream
 from distill.rewards import RewardFunction, exact_match
 from distill.types import TokenArray
 
+# One thread: see `SingleTurnEnv`.
+_REWARDS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+
 
 class SingleTurnEnv:
     """Pays `reward(response, answer)`, 0 where the prompt has no answer, and the prompt's bonuses.
 
     The response is the text of the sample without special tokens.
+
+    A process computes one reward at a time, in a thread of its own: a reward may take long and need
+    not be thread-safe, and what else the process does goes on meanwhile. So n rollout workers
+    check n responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
+    as there are cores for them; those that wait (for a sandbox, a server) want more workers
+    without CPUs, or an environment of their own whose `step` awaits.
     """
 
     def __init__(
@@ -34,17 +45,20 @@ class SingleTurnEnv:
     async def step(self, sample: Sample) -> StepResult:
         bonuses = self._prompt.bonuses
         return StepResult(
-            reward=self._judge(sample),
+            reward=await self._judge(sample),
             bonuses_T=phrase_bonuses(sample.tokens_T, self._tokenizer, bonuses)
             if bonuses
             else None,
         )
 
-    def _judge(self, sample: Sample) -> float:
-        if self._prompt.answer is None:
+    async def _judge(self, sample: Sample) -> float:
+        answer = self._prompt.answer
+        if answer is None:
             return 0.0
         text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        return self._reward(text, self._prompt.answer)
+        return await asyncio.get_running_loop().run_in_executor(
+            _REWARDS, self._reward, text, answer
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

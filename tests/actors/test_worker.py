@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from actors.worker import RolloutWorker
+from distill.delivery import Lease
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
-from distill.errors import ConfigError, EngineError
+from distill.errors import EngineError
 from distill.interfaces import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.sampling import TrainSampling
 from distill.types import TokenArray, TrajectoryGroup
@@ -62,15 +64,24 @@ class Sink:
     leased: int = 0
     most_under_way: int = 0
     done: list[TrajectoryGroup] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    closes: bool = True
 
-    async def lease(self, max_groups: int) -> Sequence[int]:
+    async def lease(self, max_groups: int) -> Sequence[Lease]:
+        if self.leased == self.groups and not self.closes:
+            await asyncio.Event().wait()
         first = self.leased
         self.leased = min(self.groups, first + max_groups)
-        self.most_under_way = max(self.most_under_way, self.leased - len(self.done))
-        return range(first, self.leased)
+        under_way = self.leased - len(self.done) - len(self.failed)
+        self.most_under_way = max(self.most_under_way, under_way)
+        return [Lease(group_id=i, attempt=1, epoch=1) for i in range(first, self.leased)]
 
-    async def put(self, group: TrajectoryGroup) -> None:
+    async def put(self, lease: Lease, group: TrajectoryGroup) -> None:
+        assert lease.group_id == group.group_id
         self.done.append(group)
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        self.failed[lease.group_id] = reason
 
 
 def run(
@@ -138,11 +149,12 @@ def test_a_reference_alone_takes_the_teachers_time() -> None:
     assert "time/teacher" in group.metrics
 
 
-def test_a_group_of_an_unknown_teacher_ends_the_run() -> None:
+def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:
     sink = Sink(groups=4)
-    with pytest.raises(ConfigError, match=r"'odd'.*even, maths"):
-        run(sink, teachers={"even": PrefixEngine(1), "maths": PrefixEngine(2)}, max_groups=1)
-    assert [group.group_id for group in sink.done] == [0]
+    run(sink, teachers={"even": PrefixEngine(1), "maths": PrefixEngine(2)}, max_groups=1)
+    assert [group.group_id for group in sink.done] == [0, 2] and sink.failed.keys() == {1, 3}
+    for reason in sink.failed.values():
+        assert re.match(r"ConfigError: .*'odd'.*even, maths.* \(.*teacher\.py:\d+\)$", reason)
 
 
 class FailingTeacher(PrefixEngine):
@@ -160,11 +172,58 @@ class HangingPolicy(PrefixEngine):
 
 
 @pytest.mark.parametrize("reference", [None, PrefixEngine(3)])
-def test_a_failing_engine_ends_the_run_with_its_own_error(reference: Engine | None) -> None:
-    with pytest.raises(EngineError, match="the teacher fell over"):
-        run(
-            Sink(groups=4),
-            teachers={"": FailingTeacher(1)},
-            reference=reference,
-            policy=HangingPolicy(0),
-        )
+def test_a_failing_engine_fails_its_groups_with_its_own_error(reference: Engine | None) -> None:
+    sink = Sink(groups=2)
+    run(sink, teachers={"": FailingTeacher(1)}, reference=reference)
+    assert not sink.done
+    assert [reason.split(" (")[0] for reason in sink.failed.values()] == [
+        "EngineError: the teacher fell over"
+    ] * 2
+
+
+def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
+    return RolloutWorker(
+        policy=policy, teachers={}, sink=sink, dataset=Dataset(), sampling=SAMPLING, seed=1,
+        max_groups=2,
+    )  # fmt: skip
+
+
+def test_what_is_under_way_can_be_seen_and_given_up() -> None:
+    sink = Sink(groups=3, closes=False)
+
+    async def watch() -> None:
+        worker = worker_of(sink, HangingPolicy(0))
+        running = asyncio.create_task(worker.run())
+
+        def stages() -> dict[int, str]:
+            return {group.lease.group_id: group.stage for group in worker.under_way}
+
+        while stages() != {1: "sampling", 2: "sampling"}:
+            await asyncio.sleep(0)
+        worker.forget(epoch=1)  # they are of this epoch
+        await asyncio.sleep(0.01)
+        assert len(worker.under_way) == 2
+        worker.forget(epoch=2)
+        while worker.under_way:
+            await asyncio.sleep(0)
+        assert not running.done()
+        worker.drain()
+        await running
+
+    asyncio.run(asyncio.wait_for(watch(), 30))
+    assert [group.group_id for group in sink.done] == [0] and not sink.failed
+
+
+def test_a_drained_worker_ends_what_it_began() -> None:
+    sink = Sink(groups=100)
+
+    async def drain() -> None:
+        worker = worker_of(sink, POLICY)
+        running = asyncio.create_task(worker.run())
+        while not sink.done:
+            await asyncio.sleep(0)
+        worker.drain()
+        await running
+
+    asyncio.run(asyncio.wait_for(drain(), 30))
+    assert len(sink.done) == sink.leased < 100

@@ -2,7 +2,7 @@
 
 And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
 memory and time; of the learner's step: where its time goes, and what would change that; of one
-learner worker and two: speed, memory, saving, gathering.
+learner worker and two: speed, memory, saving, gathering; of the queue: groups a second.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
 from tests.bench.memory import measure_memory, memory_table
 from tests.bench.pair import make_pair
+from tests.bench.queue import measure_queue, queue_table
 from tests.bench.scaling import measure_scaling, scaling_tables
 from tests.bench.stages import measure_stages
 from tests.bench.transports import measure_transports, transports_tables
@@ -104,6 +105,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     memory = measure_memory(config.temperature)
     learner = measure_learner(work / "learner", config.temperature)
     scaling = measure_scaling(work / "scaling", config.temperature)
+    queue = measure_queue(work)
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
@@ -117,6 +119,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         "memory": memory,
         "learner": learner,
         "scaling": scaling,
+        "queue": queue,
         "jobs": jobs,
         "peer": peer,
         "settings": chz.asdict(config),
@@ -164,6 +167,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
         console.print(table)
+    console.print(queue_table(report["queue"]))
     console.print(estimators_table(report["estimators"]))
     console.print(memory_table(report["memory"]))
     for table in learner_tables(report["learner"]):

@@ -118,9 +118,7 @@ def _measure(transport: Transport, whole: Weights, sharded: Weights) -> dict[str
         taken = [memcpy_seconds(total_bytes(whole))]
         for i, weights in enumerate((sharded, whole)):
             started = time.perf_counter()
-            acknowledged = values(
-                transport.start(weights, 2 * turn + i), "a push", 60, transport.problem
-            )
+            acknowledged = values(transport.start(weights, 2 * turn + i), "a push", 60)
             transport.finish()
             taken = [time.perf_counter() - started, max(acknowledged.values()), *taken]
         if turn < WARMUP:

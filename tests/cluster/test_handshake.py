@@ -23,7 +23,7 @@ from actors.embedded_engine import EmbeddedEngine
 from cluster import calibrate
 from cluster.handles import EnginePool
 from cluster.handshake import LearnerLogprobs, handshake
-from cluster.recipes.on_policy import _named, _Run
+from cluster.recipes.on_policy import _Run
 from distill.batching import TrainingRow
 from distill.calibration import CalibrationReport
 from distill.errors import CalibrationError
@@ -95,6 +95,9 @@ class Spoilt:
 
     async def load_weights(self, weights: Any, version: int) -> None:
         await self.engine.load_weights(weights, version)
+
+    async def health(self) -> None:
+        await self.engine.health()
 
     async def abort(self) -> int:
         return await self.engine.abort()
@@ -312,8 +315,8 @@ def test_bfloat16_agrees_within_its_own_allowance(parties: Parties, tiny_pair: T
 
 
 def test_a_stale_engine_of_a_pool_is_found_and_named(parties: Parties) -> None:
-    pool = EnginePool([Handle(parties.policy), Handle(parties.stale_policy)])
-    report = parties.shake(policies=_named("policy", pool), teachers={})
+    pool = named_pool("policy", parties.policy, parties.stale_policy)
+    report = parties.shake(policies=pool.each(), teachers={})
     assert failed(report) == {
         ("policy engine 1 decode", "learner"),
         ("policy engine 1 prefill", "learner"),
@@ -333,8 +336,8 @@ def test_stale_weights_are_not_blamed_on_a_temperature_near_one(
 
 
 def test_a_second_teacher_is_asked_too(parties: Parties) -> None:
-    pool = EnginePool([Handle(parties.teacher), Handle(Spoilt(parties.teacher, prefill=ignored))])
-    report = parties.shake(teachers=_named("teacher", pool))
+    pool = named_pool("teacher", parties.teacher, Spoilt(parties.teacher, prefill=ignored))
+    report = parties.shake(teachers=pool.each())
     assert {c.party for c in report.failures} == {"teacher engine 1 prefill"}
 
 
@@ -433,6 +436,10 @@ class Handle:
         return SimpleNamespace(remote=getattr(self._plain, method))
 
 
+def named_pool(role: str, *engines: Any) -> EnginePool:
+    return EnginePool(role, {f"{role} engine {i}": Handle(e) for i, e in enumerate(engines)})
+
+
 class RecordingDirectory:
     def __init__(self) -> None:
         self.written: dict[str, Any] = {}
@@ -458,21 +465,25 @@ def opd_run(
         require_handshake=require_handshake,
         learner_dtype="auto",
         objective=lambda: objective or ObjectiveConfig(),
+        teacher_models=lambda: {"": None},
     )
     run._device = "cpu"
     run._tokenizer_probe = parties.tokenizer
     run._fingerprint = parties.fingerprint
-    run._driver = SimpleNamespace(run=lambda what, coroutine, timeout: asyncio.run(coroutine))
     run._running = SimpleNamespace(
         console=Console(file=printed, width=400),
         directory=RecordingDirectory(),
         progress=SimpleNamespace(note=lambda text: print(text, file=printed)),
         printed=printed,
     )
-    run.actors = SimpleNamespace(
-        policy=EnginePool([Handle(parties.policy)]),
-        scorers={"teacher engine 0": Handle(teacher)},
-        first_engines={"": "teacher engine 0"},
+    pools = {
+        "policy": named_pool("policy", parties.policy),
+        "teacher": named_pool("teacher", teacher),
+    }
+    run.fleet = SimpleNamespace(
+        driver=SimpleNamespace(run=lambda what, coroutine: asyncio.run(coroutine)),
+        pool=pools.__getitem__,
+        scorers=["teacher"],
         learner=Handle(
             SimpleNamespace(
                 logprobs=parties.learner_logprobs,

@@ -1,137 +1,490 @@
-"""Leases, arrivals and releases in any order: in order, once, in the window, not too stale."""
+"""Leases, arrivals, failures and deaths in any order: in order, once, in the window, nothing stuck.
+
+The machine keeps its journal as a run does, and now and then replaces the ledger by what the
+journal says, as a queue that was killed does.
+"""
 
 from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.ledger import Ledger
-from distill.delivery import TrainedGroups
+from cluster.audit import audit
+from cluster.journal import Journal, read_journal, replay
+from cluster.ledger import Ledger, QueueStatus
+from distill.delivery import Lease, TrainedGroups
+from distill.errors import DataError
+
+LEASE_S = 100.0
+WORKERS = st.sampled_from(["a", "b", "c"])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A run, played in any order; `version` is the number of publications so far."""
+    """A run, played in any order; `version` is the number of steps in the weights."""
 
     @initialize(
         per_step=st.integers(1, 3),
         max_staleness=st.integers(0, 2),
         steps=st.integers(0, 6),
         steps_before=st.integers(0, 2),
+        poison_before=st.booleans(),
     )
-    def start(self, per_step: int, max_staleness: int, steps: int, steps_before: int) -> None:
+    def start(
+        self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool
+    ) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.path = Path(self.directory.name) / "ledger.jsonl"
+        self.journal = Journal(self.path)
         self.per_step, self.max_staleness = per_step, max_staleness
-        self.version = self.version_before = steps_before
-        self.first = per_step * steps_before
-        self.total = self.first + per_step * steps
-        self.ledger = Ledger(
-            trained=TrainedGroups(self.first),
-            groups_per_step=per_step,
-            max_staleness=max_staleness,
-            total_groups=self.total,
+        self.now = 0.0
+        self.trained = TrainedGroups()
+        if poison_before and steps_before:
+            self.trained.skip(0, "poison")
+        while len(self.trained) < per_step * steps_before:
+            self.trained.add(self.trained.watermark)
+        self.version = steps_before
+        self.total = per_step * (steps_before + steps)
+        self.settings = {
+            "groups_per_step": per_step,
+            "max_staleness": max_staleness,
+            "total_groups": self.total,
+            "lease_s": LEASE_S,
+            "max_failures": 2,
+            "max_deaths": 4,
+        }
+        self.journal.record(
+            "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
         )
+        self.ledger = Ledger(
+            trained=self.trained,
+            epoch=1,
+            clock=lambda: self.now,
+            record=self.journal.record,
+            **self.settings,
+        )
+        self.committed = [(self.version, copy(self.trained))]
+        self.published = self.trained.watermark
+        self.forget()
+
+    def forget(self) -> None:
+        """What a rewind undoes."""
+        self.leases: dict[int, list[Lease]] = {}  # of this epoch
         self.leased_at: dict[int, int] = {}
-        self.arrived: set[int] = set()
-        self.handed_out: list[int] = []
-        self.trained: list[int] = []
+        self.held: set[int] = set()  # delivered, payload not lost
+        self.taken: tuple[list[int], dict[int, str]] | None = None
 
-    @rule(max_groups=st.integers(1, 5))
-    def lease(self, max_groups: int) -> None:
-        leased = self.ledger.lease(max_groups)
-        assert len(leased) <= max_groups
-        for group_id in leased:
-            assert group_id == self.first + len(self.leased_at)  # each once, in order
-            self.leased_at[group_id] = self.version
+    # workers
 
-    @precondition(lambda self: self.missing())
+    @rule(worker=WORKERS, max_groups=st.integers(1, 5), again=st.booleans())
+    def lease(self, worker: str, max_groups: int, again: bool) -> None:
+        self.request = getattr(self, "request", 0) + 1
+        leases = self.ledger.lease(worker, max_groups, f"{worker}{self.request}")
+        assert len(leases) <= max_groups
+        ids = [lease.group_id for lease in leases]
+        assert len(set(ids)) == len(ids)
+        fresh = [group_id for group_id in ids if group_id not in self.leases]
+        assert ids == sorted(set(ids) - set(fresh)) + sorted(fresh)  # pending ones come first
+        for lease in leases:
+            group_id = lease.group_id
+            assert group_id not in self.held and group_id >= self.published
+            assert lease.attempt == 1 + len(self.leases.setdefault(group_id, []))
+            assert lease.epoch == self.ledger.epoch
+            self.leases[group_id].append(lease)
+            self.leased_at.setdefault(group_id, self.version)
+        if again and leases:  # Ray repeats a call whose answer was lost
+            assert self.ledger.lease(worker, max_groups, f"{worker}{self.request}") == leases
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        group_id = data.draw(st.sampled_from(self.missing()))
-        assert self.ledger.deliver(group_id)
-        self.arrived.add(group_id)
+        """By any lease that there ever was in this epoch, expired or not."""
+        group_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = data.draw(st.sampled_from(self.leases[group_id]))
+        wanted = (
+            group_id >= self.published
+            and group_id not in self.held
+            and group_id not in self.set_aside()
+        )
+        assert self.ledger.deliver(lease, "a") == wanted
+        assert not self.ledger.deliver(lease, "a")
+        if wanted:
+            self.held.add(group_id)
 
-    @precondition(lambda self: self.arrived)
+    @rule(group_id=st.integers(0, 30), attempt=st.integers(1, 2), back=st.integers(1, 2))
+    def deliver_for_an_old_epoch(self, group_id: int, attempt: int, back: int) -> None:
+        lease = Lease(group_id=group_id, attempt=attempt, epoch=self.ledger.epoch - back)
+        assert not self.ledger.deliver(lease, "a")
+        self.ledger.fail(lease, "old")
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
-    def deliver_again(self, data: st.DataObject) -> None:
-        assert not self.ledger.deliver(data.draw(st.sampled_from(sorted(self.arrived))))
+    def fail(self, data: st.DataObject) -> None:
+        group_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = data.draw(st.sampled_from(self.leases[group_id]))
+        current = group_id in self.status().leased and lease == self.leases[group_id][-1]
+        before = self.status()
+        self.ledger.fail(lease, "it raised")
+        after = self.status()
+        assert (group_id in after.leased) == (group_id in before.leased and not current)
+        if current:
+            assert (group_id in after.pending) != (group_id in self.set_aside())
+            assert "it raised" in after.last_reason
+
+    # their deaths
+
+    @rule(worker=WORKERS)
+    def die(self, worker: str) -> None:
+        expected = [i for i, held in self.status().leased.items() if held[0] == worker]
+        assert self.ledger.forfeit(worker, "killed") == expected
+        assert not set(expected) & set(self.status().leased)
+        assert self.ledger.forfeit(worker, "killed") == []
+
+    @rule(seconds=st.sampled_from([10.0, 60.0, 200.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        old = [i for i, held in self.status().leased.items() if held[2] > LEASE_S]
+        assert self.ledger.expire(self.now) == old
+        assert all(held[2] <= LEASE_S for held in self.status().leased.values())
+
+    # the learner
 
     @rule()
-    def hand_out(self) -> None:
-        ready = self.ledger.in_order()
-        self.handed_out += ready
-        following = self.first + len(self.handed_out)
-        assert following not in self.arrived  # nothing that could go was held back
+    def take(self) -> None:
+        watermark = self.trained.watermark
+        step = self.ledger.take(watermark, self.per_step)
+        assert step == self.ledger.take(watermark, self.per_step)
+        aside, expected, group_id = self.set_aside(), [], watermark
+        while len(expected) < self.per_step:
+            if group_id not in aside:
+                expected.append(group_id)
+            group_id += 1
+        if set(expected) <= self.held:
+            assert step is not None and step.group_ids == expected
+            assert step.set_aside == {i: aside[i] for i in range(watermark, group_id) if i in aside}
+            self.taken = (step.group_ids, step.set_aside)
+        else:
+            assert step is None
+            missing = self.ledger.missing(watermark, self.per_step)
+            assert missing == [i for i in expected if i not in self.held]
 
-    @precondition(lambda self: len(self.handed_out) - len(self.trained) >= self.per_step)
-    @rule()
-    def train_and_publish(self) -> None:
-        step = self.handed_out[len(self.trained) :][: self.per_step]
-        for group_id in step:
-            assert self.version - self.leased_at[group_id] <= self.max_staleness
-        self.trained += step
+    @precondition(lambda self: self.taken)
+    @rule(again=st.booleans())
+    def train_and_publish(self, again: bool) -> None:
+        assert self.taken is not None
+        group_ids, skipped = self.taken
+        self.taken = None
+        for group_id in range(self.trained.watermark, group_ids[-1] + 1):
+            if group_id in skipped:
+                self.trained.skip(group_id, skipped[group_id])
+            else:
+                # it may have been leased again since, by a queue that lost it: the first one counts
+                assert self.version - self.leased_at[group_id] <= self.max_staleness
+                self.trained.add(group_id)
         self.version += 1
-        self.ledger.release(self.per_step)
+        for _ in range(1 + again):
+            self.ledger.publish(self.version, self.trained.watermark, self.ledger.epoch)
+        self.published = self.trained.watermark
+        self.held = {i for i in self.held if i >= self.published}
 
-    def missing(self) -> list[int]:
-        return sorted(self.leased_at.keys() - self.arrived)
+    @rule()
+    def a_lost_learners_publication_changes_nothing(self) -> None:
+        before = self.status()
+        self.ledger.publish(99, self.published + 5, self.ledger.epoch - 1)
+        self.ledger.publish(self.version, self.published, self.ledger.epoch)
+        assert self.status() == before
+
+    @rule()
+    def commit(self) -> None:
+        if self.published == self.trained.watermark:
+            self.committed.append((self.version, copy(self.trained)))
+            self.ledger.commit(self.version, self.trained.watermark)
+
+    @rule()
+    def lose_the_learner(self) -> None:
+        version, trained = self.committed[-1]
+        aside = self.set_aside()
+        self.version, self.trained = version, copy(trained)
+        epoch = self.ledger.epoch
+        self.ledger.rewind(self.trained, "the learner died")
+        assert self.ledger.epoch == epoch + 1
+        self.published = self.trained.watermark
+        self.forget()
+        assert {i: r for i, r in aside.items() if i >= self.published}.items() <= (
+            self.set_aside().items()
+        )  # poison stays poison
+
+    # the queue
+
+    @rule(cut=st.booleans())
+    def lose_the_queue(self, cut: bool) -> None:
+        self.journal.close()
+        if cut:
+            with self.path.open("ab") as file:
+                file.write(b'{"t": 1, "event": "pu')
+        before = self.status()
+        played = replay(self.path, lambda: self.now)
+        assert played.ledger is not None and played.run == "r" and not played.ended
+        self.ledger = played.ledger
+        after = self.status()
+        for name in QueueStatus.__slots__:
+            if name != "leased":  # whose ages are those of the replay
+                assert getattr(after, name) == getattr(before, name), name
+        assert [v[:2] for v in after.leased.values()] == [v[:2] for v in before.leased.values()]
+        self.journal = Journal(self.path)
+        self.ledger.record = self.journal.record
+        self.ledger.recover()
+        assert self.status().depth == 0
+        assert set(self.status().pending) == set(before.pending) | self.held
+        self.held = set()
+
+    # what always holds
+
+    def status(self) -> QueueStatus:
+        return self.ledger.status()
+
+    def set_aside(self) -> dict[int, str]:
+        return dict(self.ledger._set_aside)
 
     @invariant()
-    def order_window_and_accounts(self) -> None:
-        assert self.handed_out == list(range(self.first, self.first + len(self.handed_out)))
-        assert set(self.handed_out) <= self.arrived
-        in_flight = len(self.leased_at) - len(self.trained)
-        assert in_flight <= self.per_step * (self.max_staleness + 1)
-        assert all(group_id < self.total for group_id in self.leased_at)
-        assert self.ledger.missing() == self.missing()
-        assert self.ledger.exhausted == (len(self.leased_at) == self.total - self.first)
+    def window_and_accounts(self) -> None:
+        status = self.status()
+        started = [*status.pending, *status.leased, *sorted(self.held)]
+        assert len(started) == len(set(started))
+        assert status.depth == len(self.held)
+        assert len(started) <= self.per_step * (self.max_staleness + 1)
+        assert len(started) + status.credit <= self.per_step * (self.max_staleness + 1)
+        assert not set(started) & self.set_aside().keys()
+        live_trained = self.published - sum(i < self.published for i in self.set_aside())
+        assert live_trained + len(started) <= self.total
+        assert status.published == self.published
 
     def teardown(self) -> None:
-        """From wherever it stopped, the run can go on to its end: nothing is lost or stuck."""
-        while len(self.trained) < self.total - self.first:
-            before = len(self.trained)
-            self.lease(5)
-            for group_id in reversed(self.missing()):
-                assert self.ledger.deliver(group_id)
-                self.arrived.add(group_id)
-            self.hand_out()
-            while len(self.handed_out) - len(self.trained) >= self.per_step:
-                self.train_and_publish()
-            assert len(self.trained) > before
-        assert self.trained == list(range(self.first, self.total))
-        assert self.ledger.exhausted and self.ledger.lease(1) == []
+        """From wherever it stopped, the run goes on to its end: nothing is lost or stuck."""
+        if not hasattr(self, "ledger"):
+            return
+        while len(self.trained) < self.total:
+            before = self.trained.watermark
+            while self.ledger.lease("z", 5, ""):
+                pass
+            for group_id, held in reversed(self.status().leased.items()):
+                lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
+                self.leased_at.setdefault(group_id, self.version)
+                assert self.ledger.deliver(lease, held[0])
+                self.held.add(group_id)
+            self.take()
+            self.train_and_publish(False)
+            assert self.trained.watermark > before
+        assert len(self.trained) == self.total
+        status = self.status()
+        assert (status.depth, status.credit, status.leased, status.pending) == (0, 0, {}, [])
+        assert self.ledger.all_started and self.ledger.lease("z", 1) == []
+        self.journal.record("end")
+        self.journal.close()
+        found = audit(self.path)
+        assert found.problems == []
+        assert found.trained == self.total
+        assert found.watermark == self.trained.watermark
+        assert found.set_aside == dict(self.trained.set_aside)
+        self.directory.cleanup()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
 
 
-def new(trained: TrainedGroups | None = None) -> Ledger:
+def copy(trained: TrainedGroups) -> TrainedGroups:
+    return TrainedGroups.from_json(trained.to_json())
+
+
+def new(trained: TrainedGroups | None = None, **changes: Any) -> Ledger:
     return Ledger(
-        trained=trained or TrainedGroups(), groups_per_step=2, max_staleness=0, total_groups=8
+        **{
+            "trained": trained or TrainedGroups(),
+            "groups_per_step": 2,
+            "max_staleness": 0,
+            "total_groups": 8,
+            "lease_s": LEASE_S,
+            "epoch": 1,
+        }
+        | changes
     )
+
+
+def lease(ledger: Ledger, count: int, worker: str = "a") -> list[int]:
+    return [lease.group_id for lease in ledger.lease(worker, count)]
 
 
 def test_the_fastest_group_waits_for_the_slowest() -> None:
     ledger = new()
-    assert ledger.lease(9) == [0, 1]
-    assert ledger.lease(9) == []  # synchronous: the next step waits for the publication
-    assert ledger.deliver(1) and ledger.in_order() == []
-    assert ledger.missing() == [0]
-    assert ledger.deliver(0) and ledger.in_order() == [0, 1] and ledger.in_order() == []
-    ledger.release(2)
-    assert ledger.lease(1) == [2]
+    first, second = ledger.lease("a", 9)
+    assert (first.group_id, second.group_id) == (0, 1)
+    assert ledger.lease("a", 9) == []  # synchronous: the next step waits for the publication
+    assert ledger.deliver(second) and ledger.take(0, 2) is None
+    assert ledger.missing(0, 2) == [0]
+    assert ledger.deliver(first)
+    step = ledger.take(0, 2)
+    assert step is not None and step.group_ids == [0, 1] and step.set_aside == {}
+    ledger.publish(1, 2)
+    assert lease(ledger, 1) == [2]
 
 
-def test_an_arrival_that_was_never_leased_is_a_bug() -> None:
+def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() -> None:
+    ledger = new(total_groups=2)
+    for attempt in (1, 2, 3):
+        [poison, *others] = ledger.lease("a", 9)
+        assert (poison.group_id, poison.attempt) == (0, attempt)
+        assert [other.group_id for other in others] == ([1] if attempt == 1 else [])
+        ledger.fail(poison, "KeyError: 'answer'")
+    assert ledger.status().set_aside == ledger.status().consecutive_set_aside == 1
+    assert ledger.status().last_reason == "failed 3 times: KeyError: 'answer'"
+    [further] = ledger.lease("a", 9)
+    assert further.group_id == 2
+    for group_id in (1, 2):
+        assert ledger.deliver(Lease(group_id=group_id, attempt=1, epoch=1))
+    assert ledger.status().consecutive_set_aside == 0
+    step = ledger.take(0, 2)
+    assert step is not None and step.group_ids == [1, 2]
+    assert step.set_aside == {0: "failed 3 times: KeyError: 'answer'"}
+    ledger.publish(1, 3)
+    assert ledger.all_started and ledger.lease("a", 9) == []
+
+
+def test_a_death_counts_for_less_than_a_failure() -> None:
+    ledger = new(max_failures=3, max_deaths=4)
+    for _ in range(3):
+        lease(ledger, 9)
+        assert ledger.forfeit("a", "killed") == [0, 1]
+    assert ledger.status().set_aside == 0
+    lease(ledger, 1)
+    assert ledger.forfeit("a", "killed") == [0]
+    assert ledger.status().set_aside == 1
+    assert ledger.status().last_reason == "4 workers died or hung with it: killed"
+    assert lease(ledger, 9) == [1, 2]
+
+
+def test_a_late_arrival_that_comes_first_wins() -> None:
+    now = 0.0
+    ledger = new(clock=lambda: now)
+    [early, _] = ledger.lease("a", 9)
+    now = LEASE_S + 1
+    assert ledger.expire(now) == [0, 1]
+    [again] = ledger.lease("b", 1)
+    assert (again.group_id, again.attempt) == (0, 2)
+    assert ledger.deliver(early, "a") and not ledger.deliver(again, "b")
+    assert ledger.status().duplicates == 1 and ledger.status().re_leases == 1
+
+
+def test_the_learners_step_stands_though_the_queue_lost_it_and_set_one_aside() -> None:
+    """The weights contain a group that failed when it was made again: it counts as trained."""
+    ledger = new(max_failures=1)
+    for one in ledger.lease("a", 9):
+        ledger.deliver(one)
+    assert ledger.take(0, 2) is not None
+    ledger.recover()
+    [again, _] = ledger.lease("a", 9)
+    ledger.fail(again, "no longer")
+    assert ledger.status().set_aside == 1
+    ledger.publish(1, 2)
+    assert ledger.status().set_aside == 0
+    assert lease(ledger, 9) == [2, 3]
+
+
+def test_a_resumed_run_starts_after_what_its_weights_account_for() -> None:
+    assert lease(new(TrainedGroups(4)), 9) == [4, 5]
+    resumed = new(TrainedGroups(5, {3: "poison"}))
+    assert lease(resumed, 1) == [5]
+    with pytest.raises(AssertionError, match="would be trained twice"):
+        resumed.take(4, 2)
+
+
+def test_what_was_never_leased_is_not_believed() -> None:
     ledger = new()
-    ledger.lease(1)
-    for group_id in (1, -1):
-        with pytest.raises(AssertionError, match=f"group {group_id} was never leased"):
-            ledger.deliver(group_id)
+    assert not ledger.deliver(Lease(group_id=1, attempt=1, epoch=1))
+    assert ledger.status().duplicates == 1
 
 
-def test_a_resumed_run_starts_after_what_its_weights_contain() -> None:
-    assert new(TrainedGroups(4)).lease(9) == [4, 5]
-    with pytest.raises(AssertionError):
-        new(TrainedGroups(2, beyond=[5]))  # checkpoints are of whole steps
+# the journal
+
+
+def test_the_journal_says_what_happened(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "ledger.jsonl"
+    journal = Journal(path)
+    ledger = new(record=journal.record)
+    [first, second] = ledger.lease("a", 9, "x-1")
+    ledger.deliver(first, "a")
+    ledger.fail(second, "boom", "a")
+    journal.sync()
+    journal.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.pop("t") > 1e9 for line in lines] == [True] * 3
+    assert lines == [
+        {"event": "lease", "ids": [0, 1], "attempts": [1, 1], "worker": "a", "epoch": 1,
+         "request": "x-1"},
+        {"event": "put", "id": 0, "attempt": 1, "worker": "a", "epoch": 1},
+        {"event": "fail", "id": 1, "attempt": 1, "worker": "a", "reason": "boom"},
+    ]  # fmt: skip
+
+
+def test_a_line_that_was_cut_short_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"t": 1.0, "event": "end"}\n{"t": 2.0, "ev')
+    assert [event["t"] for event in read_journal(path)] == [1.0]
+    journal = Journal(path)
+    journal.record("end")
+    journal.close()
+    assert len(list(read_journal(path))) == 2
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(DataError, match=r"ledger\.jsonl cannot be read"):
+        list(read_journal(path))
+    for nonsense in ("x\n", "3\n", '{"t": 1}\n'):
+        path.write_text('{"t": 1, "event": "end"}\n' + nonsense)
+        with pytest.raises(DataError, match="line 2: not an event"):
+            list(read_journal(path))
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("room", "complaint"), [(0, os.strerror(errno.EFBIG)), (10, "it took a part")]
+)
+def test_a_full_disk_holds_up_nothing_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int, complaint: str
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    journal = Journal(path)
+    journal.record("end", n=0)
+    whole = path.stat().st_size
+    with caplog.at_level(logging.WARNING), disk_of(whole + room):
+        for n in (1, 2, 3):
+            journal.record("end", n=n)
+        journal.sync()
+        assert path.stat().st_size == whole  # no half lines
+        assert [event["n"] for event in read_journal(path)] == [0]
+    assert complaint in caplog.text and caplog.text.count("its lines wait") == 1
+    journal.record("end", n=4)
+    assert [event["n"] for event in read_journal(path)] == [0, 1, 2, 3, 4]

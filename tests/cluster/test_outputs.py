@@ -26,6 +26,10 @@ MAY_CHANGE = {
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
     "weights": "disk", "probe_every": 0, "gradient_checkpointing": True, "learner_workers": 2,
     "compile": True, "offload_optimizer": True, "trace_step": 1,
+    "hang_after_s": 9.0, "max_restarts": 3, "placement": "spread", "placement_deadline_s": 9.0,
+    "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
+    "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
+    "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
@@ -78,7 +82,9 @@ def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
         shutil.copytree(model_dir, path / "model")
         (path / "trainer.pt").write_bytes(b"state")
 
-    return directory.store.save(step=step, write=write, delivery={"watermark": step, "beyond": []})
+    return directory.store.save(
+        step=step, write=write, delivery={"watermark": step, "set_aside": {}}
+    )
 
 
 def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:

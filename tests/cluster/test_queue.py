@@ -1,37 +1,55 @@
-"""The queue as its two ends see it, on real Ray."""
+"""The queue as its three ends see it, on real Ray, its actor killed in between."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
-from cluster.ledger import Ledger
+from cluster.audit import audit
+from cluster.journal import read_journal
 from cluster.queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
-from distill.delivery import TrainedGroups
+from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
-from distill.types import TrajectoryGroup
 from tests.samples import group
 
 NewQueue = Callable[..., GroupQueue]
 
+# Only against hangs.
+DEADLINE_S = 300.0
+
 
 @pytest.fixture
-def new_queue(ray_cluster: None) -> Iterator[NewQueue]:
+def journal(tmp_path: Path) -> str:
+    return str(tmp_path / "ledger.jsonl")
+
+
+@pytest.fixture
+def new_queue(ray_cluster: None, journal: str) -> Iterator[NewQueue]:
     made: list[GroupQueue] = []
 
-    def new(*, per_step: int = 2, max_staleness: int = 1, timeout_s: float = 60) -> GroupQueue:
-        ledger = Ledger(
-            trained=TrainedGroups(),
-            groups_per_step=per_step,
-            max_staleness=max_staleness,
-            total_groups=8,
-        )
-        window = per_step * (max_staleness + 1)
-        made.append(GroupQueue(ledger, window, timeout_s, {"num_cpus": 0}))
+    def new(**changes: Any) -> GroupQueue:
+        settings = {
+            "trained": TrainedGroups(),
+            "groups_per_step": 2,
+            "max_staleness": 1,
+            "total_groups": 8,
+            "lease_s": 600.0,
+            "journal": journal,
+            "timeout_s": DEADLINE_S,
+            "actor_options": {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1},
+        }
+        made.append(GroupQueue(**settings | changes))
         return made[-1]
 
     yield new
@@ -39,97 +57,324 @@ def new_queue(ray_cluster: None) -> Iterator[NewQueue]:
         ray.kill(queue.actor)
 
 
-def lease(queue: GroupQueue, count: int) -> list[int]:
-    return asyncio.run(WorkerEnd(queue).lease(count))
+def lease(queue: GroupQueue, count: int, worker: str = "a") -> list[Lease]:
+    return asyncio.run(WorkerEnd(queue, worker).lease(count))
 
 
-def put(queue: GroupQueue, *group_ids: int) -> None:
-    for group_id in group_ids:
-        asyncio.run(WorkerEnd(queue).put(group(group_id)))
+def put(queue: GroupQueue, *leases: Lease, worker: str = "a") -> None:
+    async def all_at_once() -> None:
+        end = WorkerEnd(queue, worker)
+        await asyncio.gather(*(end.put(one, group(one.group_id)) for one in leases))
+
+    asyncio.run(all_at_once())
 
 
-def ids(groups: list[TrajectoryGroup]) -> list[int]:
-    return [made.group_id for made in groups]
+def fail(queue: GroupQueue, one: Lease, reason: str) -> None:
+    asyncio.run(WorkerEnd(queue, "a").fail(one, reason))
+
+
+def ids(made: Taken | list[Lease]) -> list[int]:
+    groups = made.groups_P if isinstance(made, Taken) else made
+    return [one.group_id for one in groups]
+
+
+def account(trained: TrainedGroups, taken: Taken) -> None:
+    """What the learner does once a step is trained."""
+    for group_id in sorted([*ids(taken), *taken.set_aside]):
+        if group_id in taken.set_aside:
+            trained.skip(group_id, taken.set_aside[group_id])
+        else:
+            trained.add(group_id)
+
+
+def kill_queue(queue: GroupQueue) -> int:
+    pid = ray.get(queue.actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def is_true(reference: Any) -> bool:
+    return ray.get(reference, timeout=DEADLINE_S)
 
 
 def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     queue = new_queue()
-    assert lease(queue, 9) == [0, 1, 2, 3]
-    waiting = queue.actor.take.remote(2, 60)
-    put(queue, 3, 1, 1, 3)  # repeats are dropped while parked,
-    put(queue, 0)
-    assert ids(ray.get(waiting)) == [0, 1]
-    put(queue, 0, 1, 2)  # and after they were taken
-    taken = queue.take(2)
-    assert ids(taken) == [2, 3] and queue.empty()
+    leases = lease(queue, 9)
+    assert ids(leases) == [0, 1, 2, 3]
+    trained = TrainedGroups()
+    waiting = queue.poll(0, 2)
+    put(queue, leases[3], leases[1], leases[1], leases[3])
+    put(queue, leases[0])
+    assert is_true(waiting)
+    taken = queue.take(trained, 2)
+    assert ids(taken) == ids(queue.take(trained, 2)) == [0, 1]  # the same answer
+    account(trained, taken)
+    queue.publish(1, trained.watermark)
+    put(queue, leases[0], leases[1], leases[2])  # repeats are dropped after they were trained, too
+    taken = queue.take(trained, 2)
+    assert ids(taken) == [2, 3] and len(queue) == 2
+    account(trained, taken)
+    queue.publish(2, trained.watermark)
+    assert queue.empty() and queue.status().duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
-    assert taken[0].trajectories_G[0].segments[0].tokens_T.tolist() == expected.tokens_T.tolist()
+    assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
+        expected.tokens_T.tolist()
+    )
 
 
-def test_slots_are_free_once_released(new_queue: NewQueue) -> None:
+def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
     queue = new_queue(max_staleness=0)
-    assert lease(queue, 1) == [0]
-    assert lease(queue, 9) == [1]
-    waiting = queue.actor.lease.remote(9, 60)
-    put(queue, 0, 1)
-    queue.take(2)
+    leases = lease(queue, 1) + lease(queue, 9)
+    assert ids(leases) == [0, 1]
+    waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
+    put(queue, *leases)
+    queue.take(TrainedGroups(), 2)
     assert ray.wait([waiting], timeout=0.2)[0] == []  # taken is not published
-    queue.release(2)
-    assert ray.get(waiting) == [2, 3]
+    queue.publish(1, 2)
+    queue.publish(1, 2)
+    assert ids(ray.get(waiting).leases) == [2, 3]
+    assert queue.status().credit == 0
 
 
-def test_a_run_that_is_all_leased_says_so_at_once(new_queue: NewQueue) -> None:
-    queue = new_queue(per_step=4)
-    assert lease(queue, 9) == list(range(8))
-    assert lease(queue, 1) == []
+def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
+    queue = new_queue(groups_per_step=4, timeout_s=0.1)
+    assert ids(lease(queue, 9)) == list(range(8))
+
+    async def wait_for_another() -> list[Lease]:
+        waiting = asyncio.create_task(WorkerEnd(queue, "b").lease(9))
+        done, _ = await asyncio.wait([waiting], timeout=1.0)
+        assert not done  # not even by its deadline
+        lost = await asyncio.to_thread(queue.forfeit, "a", "killed")
+        assert lost == list(range(8))
+        return await waiting
+
+    again = asyncio.run(wait_for_another())
+    assert ids(again) == list(range(8)) and {one.attempt for one in again} == {2}
+
+
+def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
+    new_queue: NewQueue,
+) -> None:
+    queue = new_queue(lease_s=0.5, max_deaths=1000)
+    hung = lease(queue, 1)
+    while not queue.status().pending:  # found in passing, by whoever asks
+        time.sleep(0.2)
+    again = lease(queue, 1, "b")
+    assert (ids(again), again[0].attempt) == ([0], 2)
+    assert queue.expire_now([0, 5], "no beat for 3 s") == [0]
+    assert queue.status().last_reason == "no beat for 3 s"
+    put(queue, *hung)
+    put(queue, *again, worker="b")
+    status = queue.status()
+    assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
+
+
+def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> None:
+    queue = new_queue(max_failures=2, total_groups=2, timeout_s=5)
+    trained = TrainedGroups()
+    first, second = lease(queue, 9)
+    fail(queue, first, "KeyError")
+    fail(queue, first, "KeyError")  # Ray's repetition
+    [again] = lease(queue, 9)
+    fail(queue, again, "KeyError")
+    [third] = lease(queue, 9)
+    put(queue, third, second)
+    taken = queue.take(trained, 2)
+    assert ids(taken) == [1, 2] and taken.set_aside == {0: "failed 2 times: KeyError"}
+    account(trained, taken)
+    queue.publish(1, trained.watermark)
+    assert trained.to_json()["watermark"] == 3 and len(trained) == 2
+    assert queue.status().set_aside == 1
 
 
 @pytest.mark.parametrize("item", [None, "done", [group(0)], 3])
-def test_it_carries_groups_and_nothing_else(new_queue: NewQueue, item: object) -> None:
+def test_it_carries_groups_and_nothing_else(new_queue: NewQueue, item: Any) -> None:
     queue = new_queue()
-    lease(queue, 1)
+    [one] = lease(queue, 1)
     with pytest.raises(DataError, match=f"carries TrajectoryGroup, not {type(item).__name__}"):
-        ray.get(queue.actor.put.remote(item))
+        asyncio.run(WorkerEnd(queue, "a").put(one, item))
+    with pytest.raises(DataError, match="group 1 was put on the lease of 0"):
+        asyncio.run(WorkerEnd(queue, "a").put(one, group(1)))
+
+
+def test_nothing_passes_by_the_ledger(new_queue: NewQueue) -> None:
+    queue = new_queue()
+    for way in (lambda: queue.put(group(0)), queue.get, queue.get_nowait):
+        with pytest.raises(DataError, match=r"enter the queue by WorkerEnd\.put, on a lease"):
+            way()
 
 
 def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
     queue = new_queue(timeout_s=0.1)
-    lease(queue, 9)
-    put(queue, 0, 2)
-    with pytest.raises(QueueTimeout, match=r"waited 0 s for groups \[1, 3\] from the rollout work"):
-        queue.take(2)
+    leases = lease(queue, 9)
+    put(queue, leases[0], leases[2])
+    with pytest.raises(QueueTimeout, match=r"waited 0 s for groups \[1\] from the rollout work"):
+        queue.take(TrainedGroups(), 2)
     with pytest.raises(QueueTimeout, match="waited 0 s for the learner to publish and free slots"):
         lease(queue, 1)
-    put(queue, 1)  # a wait that ended took nothing with it
-    assert ids(queue.take(3)) == [0, 1, 2]
+    assert not is_true(queue.poll(0, 2))
+    put(queue, leases[1])  # a wait that ended took nothing with it
+    assert ids(queue.take(TrainedGroups(), 3)) == [0, 1, 2]
 
 
 def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     queue = new_queue()
-    lease(queue, 9)
-    taking, leasing = queue.actor.take.remote(1, 60), queue.actor.lease.remote(1, 60)
-    assert ray.wait([taking, leasing], timeout=0.2)[0] == []
+    leases = lease(queue, 9)
+    taking = queue.actor.take.remote(TrainedGroups(), 1, 60.0)
+    waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll(0, 1)]
+    assert ray.wait(waits, timeout=0.2)[0] == []
     queue.close()
-    assert ray.get(leasing) == []
+    assert ray.get(waits[1]).leases == [] and ray.get(waits[1]).closed
+    assert ray.get(taking).closed and ray.get(waits[2]) is False
+    put(queue, leases[0])
     with pytest.raises(QueueClosed):
-        ray.get(taking)
-    put(queue, 0)
-    with pytest.raises(QueueClosed):
-        queue.take(1)
+        queue.take(TrainedGroups(), 1)
+    assert lease(queue, 1) == []
+    kill_queue(queue)
+    assert lease(queue, 1) == []  # and it stays closed
 
 
-def test_both_ends_cross_processes(new_queue: NewQueue) -> None:
+def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
     queue = pickle.loads(pickle.dumps(new_queue()))
 
     @ray.remote(num_cpus=0)
     def work(end: WorkerEnd) -> list[int]:
         async def two_groups() -> list[int]:
             leased = await end.lease(2)
-            for group_id in reversed(leased):
-                await end.put(group(group_id))
-            return leased
+            for one in reversed(leased):
+                await end.put(one, group(one.group_id))
+            return ids(leased)
 
         return asyncio.run(two_groups())
 
-    assert ray.get(work.remote(WorkerEnd(queue))) == [0, 1]
-    assert ids(queue.take(2)) == [0, 1]
+    assert ray.get(work.remote(WorkerEnd(queue, "a"))) == [0, 1]
+    assert ids(queue.take(TrainedGroups(), 2)) == [0, 1]
+
+
+# what dies
+
+
+def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, journal: str) -> None:
+    queue = new_queue()
+    trained = TrainedGroups()
+    put(queue, *lease(queue, 2))
+    account(trained, queue.take(trained, 2))
+    queue.publish(1, 2)
+    queue.commit(1, 2)
+    saved = TrainedGroups.from_json(trained.to_json())
+    old = lease(queue, 2)
+    put(queue, *old)
+    account(trained, queue.take(trained, 2))
+    queue.publish(2, 4)
+    late = lease(queue, 1)
+
+    queue.rewind(saved, "the learner died")
+    queue.publish(2, 4)  # was on its way when the learner died
+    put(queue, *late)
+    status = queue.status()
+    assert (status.published, status.depth, status.duplicates, status.epoch) == (2, 0, 1, 2)
+    for version in (2, 3, 4):
+        leases = lease(queue, 2)
+        assert {one.epoch for one in leases} == {2}
+        put(queue, *leases)
+        account(saved, queue.take(saved, 2))
+        queue.publish(version, saved.watermark)
+    queue.close()
+    found = audit(journal, steps=4)
+    assert found.problems == [] and found.again == 2 and found.rewinds == 1
+
+
+def test_a_new_job_starts_a_new_epoch(new_queue: NewQueue, journal: str) -> None:
+    queue = new_queue(total_groups=2)
+    leases = lease(queue, 2)
+    put(queue, *leases)
+    account(trained := TrainedGroups(), queue.take(TrainedGroups(), 2))
+    queue.publish(1, 2)
+    following = new_queue(trained=trained, total_groups=4)
+    again = lease(following, 9)
+    assert [(one.group_id, one.epoch) for one in again] == [(2, 2), (3, 2)]
+    put(following, *leases)
+    assert following.status().duplicates == 2
+
+
+def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) -> None:
+    queue = new_queue()
+    leases = lease(queue, 3, "a")
+    put(queue, leases[1])
+    before = queue.status()
+    kill_queue(queue)
+    after = queue.status()
+    assert {i: held[:2] for i, held in after.leased.items()} == {0: ("a", 1), 2: ("a", 1)}
+    assert after.pending == [1] and after.depth == 0  # its payload died
+    assert (after.credit, after.delivered) == (before.credit, before.delivered)
+    assert ids(lease(queue, 1, "b")) == [1]
+    put(queue, leases[0], leases[1], leases[2])  # from their old leases, which live
+    assert ids(queue.take(TrainedGroups(), 2)) == [0, 1]
+    assert [e["event"] for e in read_journal(journal)].count("recover") == 1
+
+
+@ray.remote(num_cpus=0)
+class Producer:
+    """A rollout worker without a model: leases, waits a little, fails now and then, puts."""
+
+    def __init__(self, end: WorkerEnd, seed: int) -> None:
+        self._end, self._random = end, random.Random(seed)
+
+    async def run(self) -> int:
+        async with asyncio.TaskGroup() as tasks:
+            made = 0
+            while leases := await self._end.lease(3):
+                for one in leases:
+                    tasks.create_task(self._produce(one))
+                made += len(leases)
+        return made
+
+    async def _produce(self, one: Lease) -> None:
+        await asyncio.sleep(self._random.uniform(0, 0.05))
+        if (one.attempt == 1 and self._random.random() < 0.1) or one.group_id % 50 == 7:
+            await self._end.fail(one, "an unlucky group")
+        else:
+            await self._end.put(one, group(one.group_id))
+
+
+def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) -> None:
+    steps, per_step, kills = 60, 4, 4
+    queue = new_queue(groups_per_step=per_step, max_staleness=2, total_groups=steps * per_step)
+    producers = [Producer.remote(WorkerEnd(queue, f"worker {i}"), i) for i in range(3)]
+    running = [producer.run.remote() for producer in producers]
+    trained, order = TrainedGroups(), []
+    killed: list[int] = []
+    version, stop = 0, threading.Event()
+
+    def kill_now_and_then() -> None:
+        while len(killed) < kills and not stop.is_set():
+            reached = version
+            killed.append(kill_queue(queue))
+            while version < min(reached + 6, steps) and not stop.wait(0.05):
+                pass  # so that each death meets another step
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        for version in range(1, steps + 1):
+            taken = queue.take(trained, per_step)
+            order += ids(taken)
+            account(trained, taken)
+            queue.publish(version, trained.watermark)
+            queue.commit(version, trained.watermark)
+    finally:
+        stop.set()
+        killer.join(DEADLINE_S)
+    queue.close()
+    assert sum(ray.get(running, timeout=DEADLINE_S)) >= steps * per_step
+    for producer in producers:
+        ray.kill(producer)
+
+    assert order == sorted(set(order)) and len(order) == steps * per_step  # each exactly once
+    poison = {i for i in range(trained.watermark) if i % 50 == 7}
+    assert trained.set_aside.keys() == poison
+    assert set(order) | poison == set(range(trained.watermark))  # and none was lost
+    found = audit(journal, steps=steps)
+    assert found.problems == [] and found.ended
+    assert found.recoveries == len(set(killed)) == kills
+    assert found.set_aside == dict(trained.set_aside)

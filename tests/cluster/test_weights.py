@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import RayActorError
 from rich.console import Console
 
 import cluster.acknowledge
@@ -21,22 +22,27 @@ from actors.embedded_engine import EmbeddedEngine
 from actors.sglang_hosted import HostedSglangEngine
 from actors.sglang_server import sglang_installed
 from cluster.config_on_policy import OpdConfig
+from cluster.publisher import Publisher, PushSettings
 from cluster.recipes.on_policy import run_on_policy
 from cluster.weights import (
     DiskTransport,
     GroupTransport,
     ObjectStoreTransport,
-    Publisher,
-    PushSettings,
     SharedMemoryTransport,
     choose_transports,
 )
-from distill.errors import CalibrationError, ConfigError, EngineError
+from distill.errors import (
+    CalibrationError,
+    ConfigError,
+    EngineError,
+    EngineLost,
+    NonFiniteError,
+)
 from distill.interfaces import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.models import load_causal_lm, read_weights
 from distill.sampling import TrainSampling
 from distill.tensors import PackedTensors
-from distill.weights import HeldWeights, gather_all, plan_buckets
+from distill.weights import HeldWeights, Weights, gather_all, plan_buckets
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
@@ -50,13 +56,13 @@ BUCKET_BYTES = 16 << 10
 
 
 class Queue:
-    """Counts the slots that were freed."""
+    """Remembers what was published."""
 
     def __init__(self) -> None:
-        self.released: list[int] = []
+        self.published: list[tuple[int, int]] = []
 
-    def release(self, num_groups: int) -> None:
-        self.released.append(num_groups)
+    def publish(self, version: int, watermark: int) -> None:
+        self.published.append((version, watermark))
 
 
 class Liar(EmbeddedEngine):
@@ -123,7 +129,12 @@ def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **change
         "model": learner.model.name_or_path, "temperature": T, "probe_every": 1,
         "timeout_s": TIMEOUT_S, "learner_dtype": "float32",
     } | changes  # fmt: skip
-    return Publisher(engines, queue, 4, PushSettings(**settings), learner.logprobs)
+    return Publisher(engines, queue, PushSettings(**settings), learner.logprobs)
+
+
+def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]:
+    """A publication of weights with four groups a version."""
+    return publish(weights, version, 4 * version)
 
 
 def versions(engines: Mapping[str, Any]) -> list[int]:
@@ -133,14 +144,14 @@ def versions(engines: Mapping[str, Any]) -> list[int]:
 def test_a_push_reaches_every_engine_and_then_frees_slots(engines, learner: Learner) -> None:
     pair, queue = engines(EmbeddedEngine, EmbeddedEngine), Queue()
     publish = publisher(pair, learner, queue)
-    first = publish(learner.weights(), 0)
-    assert queue.released == [] and "push/probe_gap" not in first
+    first = sent(publish, learner.weights(), 0)
+    assert queue.published == [(0, 0)] and "push/probe_gap" not in first
     assert publish.describe() == ("shared memory to policy engine 0, policy engine 1")
     for version in (1, 2):
         learn(learner)
-        metrics = publish(learner.weights(), version)
+        metrics = sent(publish, learner.weights(), version)
         assert versions(pair) == [version] * 2
-        assert queue.released == [4] * version
+        assert queue.published[-1] == (version, 4 * version)
         assert metrics["push/bytes"] == sum(p.nbytes for p in learner.model.parameters())
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert 0 <= metrics["push/probe_gap"] < 1e-5
@@ -156,7 +167,7 @@ def test_every_so_many_versions_are_probed(
     publish = publisher(engines(EmbeddedEngine), learner, Queue(), probe_every=every)
     found = []
     for version in range(5):
-        metrics = publish(learner.weights(), version)
+        metrics = sent(publish, learner.weights(), version)
         found += [version - 1] if "push/probe_gap" in metrics else []
     found += [4] if publish.settle() is not None else []
     assert found == asked
@@ -164,11 +175,11 @@ def test_every_so_many_versions_are_probed(
 
 def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Learner) -> None:
     publish = publisher(engines(EmbeddedEngine, Liar), learner, Queue())
-    publish(learner.weights(), 0)
+    sent(publish, learner.weights(), 0)
     learn(learner)
-    publish(learner.weights(), 1)
+    sent(publish, learner.weights(), 1)
     with pytest.raises(CalibrationError, match="policy engine 1 does not hold weights version 1"):
-        publish(learner.weights(), 2)
+        sent(publish, learner.weights(), 2)
 
 
 def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -> None:
@@ -176,46 +187,73 @@ def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -
     publish = publisher(only, learner, Queue())
     tensors = gather_all(learner.weights())
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("inf"))
-    with pytest.raises(EngineError, match=r"'model.norm.weight' is not finite"):
-        publish(HeldWeights(tensors), 1)
+    with pytest.raises(NonFiniteError, match=r"'model.norm.weight' is not finite"):
+        sent(publish, HeldWeights(tensors), 1)
     assert versions(only) == [0]
 
 
-@pytest.mark.parametrize(
-    "how, message",
-    [
-        ("refuses", "policy engine 1: no room for them"),
-        ("dies", "policy engine 1 died"),
-        ("hangs", r"no answer from policy engine 1 in 1 s"),
-    ],
-)
-def test_an_engine_in_trouble_is_named(engines, learner: Learner, how: str, message: str) -> None:
-    queue, troubled = Queue(), actor(Troubled, how)
-    both = engines(EmbeddedEngine) | {"policy engine 1": troubled}
-    publish = publisher(both, learner, queue, probe_every=0, choice="object_store")
-    ray.get(both["policy engine 0"].info.remote())  # it has started: the deadline is the other's
-    publish._published = 0
-    publish._settings = PushSettings(
-        **{name: getattr(publish._settings, name) for name in PushSettings.__slots__}
-        | {"timeout_s": 1.0 if how == "hangs" else TIMEOUT_S}
-    )
-    with pytest.raises(EngineError, match=message) as error:
-        publish(learner.weights(), 1)
-    assert "policy engine 0" not in str(error.value)
-    assert queue.released == [], "rollouts would start on old weights"
-    ray.kill(troubled)
-
-
-def test_all_engines_in_trouble_are_named_and_a_hanging_one_not_waited_for(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["refuses", "dies", "hangs"])
+def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_freed(
+    engines, learner: Learner, how: str
 ) -> None:
-    monkeypatch.setattr(cluster.acknowledge, "GRACE_S", 0.5)
-    sick = {how: actor(Troubled, how) for how in ("refuses", "hangs")}
-    publish = publisher(sick, learner, Queue(), choice="object_store", timeout_s=3600)
-    with pytest.raises(EngineError, match=r"refuses: no room for them; no answer from hangs$"):
-        publish(learner.weights(), 1)
+    queue, troubled = Queue(), actor(Troubled, how)
+    healthy = engines(EmbeddedEngine)
+    ray.get(healthy["policy engine 0"].info.remote())  # it has started: the deadline is the other's
+    timeout_s = 1.0 if how == "hangs" else TIMEOUT_S
+    both = healthy | {"policy engine 1": troubled}
+    publish = publisher(both, learner, queue, choice="object_store", timeout_s=timeout_s)
+    metrics = sent(publish, learner.weights(), 1)
+    assert versions(healthy) == [1] and metrics["push/engines"] == 1
+    assert queue.published == [(1, 4)]
+    with pytest.raises(RayActorError):
+        ray.get(troubled.__ray_ready__.remote(), timeout=TIMEOUT_S)
+    learn(learner)
+    assert sent(publish, learner.weights(), 2)["push/engines"] == 1
+    assert versions(healthy) == [2]
+    publish.settle()
+
+
+def test_weights_that_no_engine_takes_are_an_error(learner: Learner) -> None:
+    sick = {how: actor(Troubled, how) for how in ("refuses", "declines")}
+    queue = Queue()
+    publish = publisher(sick, learner, queue, choice="object_store")
+    with pytest.raises(EngineError, match=r"refuses: no room for them; declines: no room for the"):
+        sent(publish, learner.weights(), 1)
+    assert queue.published == []
     for engine in sick.values():
         ray.kill(engine)
+
+
+def test_when_every_engine_is_dead_the_version_counts_all_the_same(learner: Learner) -> None:
+    queue = Queue()
+    publish = publisher({"dies": actor(Troubled, "dies")}, learner, queue, choice="object_store")
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 0
+    assert queue.published == [(1, 4)]
+
+
+def test_an_engine_that_joins_gets_the_present_weights(engines, learner: Learner) -> None:
+    first = engines(EmbeddedEngine)
+    publish = publisher(first, learner, Queue())
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    sent(publish, learner.weights(), 1)
+    both = engines(EmbeddedEngine)
+    joining = {"policy engine 1": both["policy engine 1"]}
+    publish.admit(joining, learner.weights(), 1)
+    assert versions(both) == [1, 1]
+    learn(learner)
+    assert sent(publish, learner.weights(), 2)["push/engines"] == 2
+    assert versions(both) == [2, 2]
+    assert publish.settle() < 1e-4
+    publish.dismiss(["policy engine 0"])
+    learn(learner)
+    sent(publish, learner.weights(), 3)
+    assert versions(both) == [2, 3]
+    troubled = actor(Troubled, "refuses")
+    with pytest.raises(EngineError, match="policy engine 2: no room for them"):
+        publish.admit({"policy engine 2": troubled}, learner.weights(), 3)
+    assert sent(publish, learner.weights(), 4)["push/engines"] == 1
+    ray.kill(troubled)
 
 
 def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path: Path) -> None:
@@ -223,7 +261,7 @@ def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path
     publish = publisher(pair, learner, Queue(), choice="disk", directory=str(directory))
     for version in range(3):
         learn(learner)
-        publish(learner.weights(), version)
+        sent(publish, learner.weights(), version)
         assert [path.name for path in directory.iterdir()] == [f"version-{version:06d}"]
         assert versions(pair) == [version] * 2
     assert publish.settle() is not None
@@ -242,7 +280,7 @@ def test_a_disk_that_cannot_be_written(engines, learner: Learner, tmp_path: Path
     only = engines(EmbeddedEngine)
     publish = publisher(only, learner, Queue(), choice="disk", directory=str(tmp_path / "a file"))
     with pytest.raises(EngineError, match=r"cannot write weights version 3 .*object_store"):
-        publish(learner.weights(), 3)
+        sent(publish, learner.weights(), 3)
     assert versions(only) == [0]
 
 
@@ -386,7 +424,7 @@ def test_every_transport_into_a_server(
     )  # fmt: skip
     for version in range(3):
         learn(learner)
-        metrics = publish(learner.weights(), version)
+        metrics = sent(publish, learner.weights(), version)
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
                    for sample in samples(server))  # fmt: skip
@@ -399,7 +437,7 @@ def test_every_transport_into_a_server(
 def test_a_group_sends_several_buckets_again_and_again(by_group, learner, server: Any) -> None:
     for version in range(1, 6):
         learn(learner)
-        metrics = by_group(learner.weights(), version)
+        metrics = sent(by_group, learner.weights(), version)
         assert metrics.get("push/probe_gap", 0) < 1e-4
     assert by_group.settle() < 1e-4
     assert versions({"server": server}) == [5]
@@ -410,16 +448,16 @@ def test_what_an_engine_refuses_never_hangs_the_learner(
     by_group, learner: Learner, server: Any, when: str
 ) -> None:
     if when == "in the group":
-        by_group(learner.weights(), 1)
+        sent(by_group, learner.weights(), 1)
     version = versions({"server": server})[0]
     tensors = gather_all(learner.weights()) | {"model.norm.weight": torch.ones(7)}
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"policy engine 0: 'model.norm.weight' has shape \(7,\)"):
-        by_group(HeldWeights(tensors), 9)
+        sent(by_group, HeldWeights(tensors), 9)
     assert time.monotonic() - started < TIMEOUT_S / 2
     assert versions({"server": server}) == [version]
     assert len(samples(server)) == 2
-    by_group(learner.weights(), 10)  # by a new group
+    sent(by_group, learner.weights(), 10)  # by a new group
     assert by_group.settle() < 1e-4
 
 
@@ -431,38 +469,63 @@ def spoilt(learner: Learner) -> HeldWeights:
 
 
 def test_weights_that_are_not_finite_are_not_sent(by_group, learner: Learner, server: Any) -> None:
-    with pytest.raises(EngineError, match=r"'model.norm.weight' is not finite"):
-        by_group(spoilt(learner), 1)
+    with pytest.raises(NonFiniteError, match=r"'model.norm.weight' is not finite"):
+        sent(by_group, spoilt(learner), 1)
     assert versions({"server": server}) == [0]
 
 
 @pytest.mark.parametrize("survives", [0, 1])
-def test_a_broadcast_that_breaks_off(
+def test_a_broadcast_that_breaks_off_is_made_good(
     by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
 ) -> None:
-    """`survives` buckets arrive: none, and the engine keeps its weights; one, and it is torn."""
-    by_group(learner.weights(), 1)
+    """`survives` buckets arrive: none, and the engine keeps its weights; one, and it is torn. By a
+    new group it gets them whole."""
+    sent(by_group, learner.weights(), 1)
     by_group.settle()
-    broadcast, sent = torch.distributed.broadcast, []
+    broadcast, broken = torch.distributed.broadcast, []
 
     def break_off(*arguments: Any, **named: Any) -> None:
-        if len(sent) == survives:
+        if len(broken) == survives:
+            broken.append("now")
             raise RuntimeError("the network is down")
-        sent.append(1)
+        broken.append("later") if len(broken) < survives else None
         broadcast(*arguments, **named)
 
     monkeypatch.setattr(torch.distributed, "broadcast", break_off)
     learn(learner)
-    with pytest.raises(EngineError, match="the network is down") as error:
-        by_group(learner.weights(), 2)
+    assert sent(by_group, learner.weights(), 2)["push/engines"] == 1
+    assert broken[-1] == "now"
+    assert versions({"server": server}) == [2]
+    assert by_group.settle() < 1e-4
+
+
+@pytest.mark.parametrize("survives", [0, 1])
+def test_a_broadcast_that_breaks_off_again_and_again(
+    by_group, learner: Learner, server: Any, monkeypatch: pytest.MonkeyPatch, survives: int
+) -> None:
+    sent(by_group, learner.weights(), 1)
+    by_group.settle()
+    transport = by_group._transports[0]
+    broadcast, made = torch.distributed.broadcast, []
+
+    def break_off(*arguments: Any, **named: Any) -> None:
+        if len(made) == survives:
+            raise RuntimeError("the network is down")
+        made.append(1)
+        broadcast(*arguments, **named)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", break_off)
+    learn(learner)
+    answers = by_group._attempt([transport], learner.weights(), 2)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    assert "the network is down" in answers.complaint()
     if survives:
-        assert "restart the engine" in str(error.value)
-        with pytest.raises(EngineError, match="parts of two versions"):
+        assert "restart the engine" in answers.failures["policy engine 0"]
+        with pytest.raises(EngineLost, match="parts of two versions"):
             samples(server)
     else:
-        assert "goes on with the weights it had" in str(error.value)
+        assert "goes on with the weights it had" in answers.failures["policy engine 0"]
         assert all((sample.versions_T == 1).all() for sample in samples(server))
-    by_group(learner.weights(), 3)
+    sent(by_group, learner.weights(), 3)
     assert by_group.settle() < 1e-4
     assert len(samples(server)) == 2

@@ -1,8 +1,9 @@
-"""The set of trained groups is a set, however it is stored."""
+"""What the weights account for: a watermark, and what was set aside below it."""
 
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 from hypothesis import given
@@ -12,37 +13,59 @@ from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError
 
 
-@given(order=st.permutations(range(12)), count=st.integers(0, 12))
-def test_it_remembers_what_a_set_remembers(order: list[int], count: int) -> None:
-    trained, plain = TrainedGroups(), set()
-    for group_id in order[:count]:
-        assert group_id not in trained
-        trained.add(group_id)
-        plain.add(group_id)
+@given(poison=st.lists(st.booleans(), max_size=12))
+def test_it_remembers_what_a_set_remembers(poison: list[bool]) -> None:
+    trained, plain, reasons = TrainedGroups(), set(), {}
+    for group_id, poisonous in enumerate(poison):
+        if poisonous:
+            reasons[group_id] = f"reason {group_id}"
+            trained.skip(group_id, reasons[group_id])
+        else:
+            plain.add(group_id)
+            trained.add(group_id)
         trained = TrainedGroups.from_json(json.loads(json.dumps(trained.to_json())))
-        assert {i for i in range(14) if i in trained} == plain
+        trained = pickle.loads(pickle.dumps(trained))  # it goes to the queue
+        assert {i for i in range(-2, 14) if i in trained} == plain
         assert len(trained) == len(plain)
-        gap = next(i for i in range(14) if i not in plain)
-        assert trained.to_json() == {
-            "watermark": gap,
-            "beyond": sorted(i for i in plain if i > gap),
-        }
+        assert trained.watermark == group_id + 1
+        assert trained.set_aside == reasons
 
 
-@given(order=st.permutations(range(6)), again=st.integers(0, 5))
-def test_a_group_is_never_trained_twice(order: list[int], again: int) -> None:
-    trained = TrainedGroups()
-    for group_id in order:
-        trained.add(group_id)
+def test_what_is_written() -> None:
+    trained = TrainedGroups(17)
+    trained.skip(17, "its environment raised KeyError")
+    trained.add(18)
+    written = {"watermark": 19, "set_aside": {"17": "its environment raised KeyError"}}
+    assert trained.to_json() == written
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_a_group_is_never_trained_twice(again: int) -> None:
+    trained = TrainedGroups(3, {1: "poison"})
     with pytest.raises(AssertionError, match=f"group {again} would be trained twice"):
         trained.add(again)
+    with pytest.raises(AssertionError, match=f"group {again} would be trained twice"):
+        trained.skip(again, "poison")
+    assert trained.to_json() == TrainedGroups(3, {1: "poison"}).to_json()
 
 
-def test_in_order_it_stays_small() -> None:
-    trained = TrainedGroups()
-    for group_id in range(1000):
-        trained.add(group_id)
-    assert trained.to_json() == {"watermark": 1000, "beyond": []}
+def test_nor_is_one_left_out() -> None:
+    trained = TrainedGroups(3)
+    with pytest.raises(AssertionError, match="group 4 is out of order: 3 is next"):
+        trained.add(4)
+    with pytest.raises(AssertionError, match="group 5 is out of order: 3 is next"):
+        trained.skip(5, "poison")
+
+
+def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
+    given_reasons = {1: "poison"}
+    trained = TrainedGroups(3, given_reasons)
+    given_reasons[2] = "more"
+    assert dict(trained.set_aside) == {1: "poison"}
+    with pytest.raises(TypeError):
+        trained.set_aside[2] = "more"  # type: ignore[index]
+    with pytest.raises(AssertionError, match="not all below 3"):
+        TrainedGroups(3, {3: "poison"})
 
 
 @pytest.mark.parametrize(
@@ -50,13 +73,16 @@ def test_in_order_it_stays_small() -> None:
     [
         {},
         {"watermark": 3},
-        {"watermark": "three", "beyond": []},
-        {"watermark": 3, "beyond": None},
-        {"watermark": 3, "beyond": ["x"]},
+        {"watermark": "three", "set_aside": {}},
+        {"watermark": None, "set_aside": {}},
+        {"watermark": 3, "set_aside": None},
+        {"watermark": 3, "set_aside": [1]},
+        {"watermark": 3, "set_aside": {"x": "reason"}},
+        {"watermark": 3, "set_aside": {"1": None}},
         {"num_rows": 8},
-        {"watermark": 3, "beyond": [2]},
-        {"watermark": 3, "beyond": [3]},
-        {"watermark": -1, "beyond": []},
+        {"watermark": 3, "set_aside": {"3": "reason"}},
+        {"watermark": 3, "set_aside": {"-1": "reason"}},
+        {"watermark": -1, "set_aside": {}},
     ],
 )
 def test_unreadable_states_are_refused(value: dict) -> None:

@@ -62,6 +62,18 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+def events(out: Path, kind: str) -> list[dict[str, Any]]:
+    """Lines of events.jsonl of one kind."""
+    path = out / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def process_of(who: str, out: Path) -> int:
+    """The process id of an actor, by its name in messages; the newest, if it was made again."""
+    return [event["pid"] for event in events(out, "start") if event["who"] == who][-1]
+
+
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Waits for a condition of a running process; fails with its output if it ends first."""
     deadline = time.monotonic() + DEADLINE_S

@@ -10,12 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.audit import audit
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     DEADLINE_S,
     finish,
     metrics,
     opd_arguments,
+    process_of,
     run,
     start,
     trained_groups,
@@ -94,31 +96,52 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
     assert_whole(out, done + 2)
 
 
-@pytest.mark.parametrize("victim", ["policy", "learner", "rollout"])
-def test_an_actor_killed_ends_the_run_and_is_named(
+@pytest.mark.parametrize("victim", ["policy engine 0", "learner", "rollout worker 0"])
+def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     tiny_pair: TinyPair, tmp_path: Path, victim: str
 ) -> None:
-    titles = {"policy": "EmbeddedEngine", "learner": "LearnerActor", "rollout": "RolloutWorker"}
-    names = {"policy": "policy engine 0", "learner": "learner", "rollout": "rollout worker 0"}
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, steps=12, checkpoint_every=2)
+    arguments = opd_arguments(tiny_pair, out, steps=12, checkpoint_every=2, max_restarts=0)
     process = start_until_step([*arguments, "steps=500"], out, 3)
-    actors = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if f"ray::{titles[victim]}" in " ".join(child.cmdline())
-    ]
-    assert actors, "the actor's process was not found"
-    os.kill(min(actors, key=lambda child: child.create_time()).pid, signal.SIGKILL)
+    os.kill(process_of(victim, out), signal.SIGKILL)
     code, output = finish(process)
     assert code == 1, output
-    assert f"{names[victim]} died" in output or "teacher engine 0 died" in output
+    last = next(line for line in output.splitlines() if line.startswith("error:"))
+    assert victim in last and "died" in last and "max_restarts" in last, output
     assert summary(out)["status"] == "failed"
 
     steps = len(metrics(out)) + 2
     code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
     assert code == 0, output
     assert_whole(out, steps)
+    assert audit(out / "ledger.jsonl").problems == []
+
+
+def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """One bad prompt costs a group; a reward that is broken costs the run, and says why."""
+    unanswered = tmp_path / "eval.jsonl"
+    unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, steps=5, max_staleness=0, eval_prompts=unanswered,
+        reward="tests.e2e.rewards:refuses_zero",
+    )  # fmt: skip
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    life = audit(out / "ledger.jsonl")
+    assert life.problems == [] and life.trained == 20
+    [reason] = life.set_aside.values()
+    assert "ValueError: a prompt that answers 0" in reason
+    assert metrics(out)[-1]["groups/set_aside"] == 1
+
+    out = tmp_path / "broken"
+    arguments = opd_arguments(
+        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken"
+    )
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 1 and "ZeroDivisionError" in output.splitlines()[-1], output
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(

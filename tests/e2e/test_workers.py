@@ -14,6 +14,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from cluster.audit import audit
 from cluster.config_on_policy import OpdConfig
 from cluster.config_supervised import DpoConfig
 from cluster.recipes.on_policy import run_on_policy
@@ -21,9 +22,11 @@ from cluster.recipes.supervised import run_dpo
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     DEADLINE_S,
+    events,
     finish,
     metrics,
     opd_arguments,
+    process_of,
     run,
     start,
     trained_groups,
@@ -95,23 +98,51 @@ def test_preferences_on_two_workers_with_the_base_as_reference(
         assert steps[-1]["dpo/margin"] > 1e-3
 
 
-def test_a_dead_worker_ends_the_run_by_name(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_a_dead_worker_takes_all_back_to_the_checkpoint(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=40, eval_size=1, learner_workers=2)
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 5, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    [follower] = [child for child in children if "LearnerFollower" in child.cmdline()[0]]
-    os.kill(follower.pid, signal.SIGKILL)
+    os.kill(process_of("learner worker 1", out), signal.SIGKILL)
     code, output = finish(process)
-    assert code == 1 and "learner worker 1" in output.splitlines()[-1], output
+    assert code == 0 and "learner worker 1" in output, output
+    assert [event["who"] for event in events(out, "restart")] == ["learner"]
     _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)
     assert not alive
-
-    code, output = run("cluster.train", "recipe=opd", *arguments[:-1], "learner_workers=1")
-    assert code == 0 and "resuming from" in output, output
     assert [step["step"] for step in metrics(out)] == list(range(1, 41))
     assert trained_groups(out) == list(range(160))
+    assert audit(out / "ledger.jsonl").problems == []
+
+    arguments = [a for a in arguments if not a.startswith(("steps=", "learner_workers="))]
+    code, output = run("cluster.train", "recipe=opd", *arguments, "steps=42")
+    assert code == 0 and "resuming from" in output, output
+    assert trained_groups(out) == list(range(168))
+
+
+def test_a_supervised_run_survives_its_learner(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Struck or not, it ends with the same weights."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = []
+    for name in ("struck", "whole"):
+        out = tmp_path / name
+        process = start(
+            "cluster.train", "recipe=sft", f"model={tiny_pair.student}", f"data={data}",
+            f"out={out}", "steps=600", "batch_size=4", "checkpoint_every=5", "lr=1e-3",
+        )  # fmt: skip
+        if name == "struck":
+            wait_until(lambda out=out: len(metrics(out)) >= 7, process)
+            os.kill(process_of("learner", out), signal.SIGKILL)
+        code, output = finish(process)
+        assert code == 0, output
+        assert [step["step"] for step in metrics(out)] == list(range(1, 601))
+        assert len(events(out, "restart")) == (name == "struck")
+        made.append(logits(AutoModelForCausalLM.from_pretrained(out / "final")))
+    torch.testing.assert_close(*made, atol=1e-5, rtol=1e-5)
 
 
 def test_one_step_is_traced_and_engines_get_what_they_hold(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.batching import TrainingRow
+from distill.delivery import TrainedGroups
 from distill.objective import ObjectiveConfig
 from distill.types import TrajectoryGroup
 from distill.weights import Weights, gather_all
@@ -74,21 +75,35 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
+@dataclass(frozen=True)
+class Handed:
+    """What a take gives."""
+
+    groups_P: list[TrajectoryGroup]
+    set_aside: dict[int, str]
+
+
 class World:
     """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
 
-    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+    def __init__(
+        self, groups: Sequence[TrajectoryGroup], set_aside: Mapping[int, str] | None = None
+    ) -> None:
+        """`set_aside` comes with the first groups that are taken."""
         self.groups = list(groups)
+        self.set_aside = dict(set_aside or {})
         self.events: list[str] = []
         self.published: list[tuple[int, dict[str, bytes]]] = []
 
-    def take(self, num_groups: int) -> list[TrajectoryGroup]:
+    def take(self, _trained: TrainedGroups, num_groups: int) -> Handed:
         taken, self.groups = self.groups[:num_groups], self.groups[num_groups:]
         assert len(taken) == num_groups, "the loop asks for more than a step's groups"
         self.events.append(f"take {[made.group_id for made in taken]}")
-        return taken
+        set_aside, self.set_aside = self.set_aside, {}
+        return Handed(groups_P=taken, set_aside=set_aside)
 
-    def publish(self, weights: Weights, version: int) -> dict[str, float]:
+    def publish(self, weights: Weights, version: int, watermark: int) -> dict[str, float]:
+        self.watermark = watermark
         self.events.append(f"publish {version}")
         copied = {name: t.numpy().tobytes() for name, t in gather_all(weights).items()}
         self.published.append((version, copied))

@@ -59,7 +59,7 @@ def save(learner: Learner, tokenizer: PreTrainedTokenizerBase):
         return store.save(
             step=step,
             write=partial(learner.save, tokenizer=wide or tokenizer),
-            delivery={"watermark": 4 * step, "beyond": [4 * step + 2]},
+            delivery={"watermark": 4 * step, "set_aside": {"2": f"after {step}"}},
         )
 
     return save_step
@@ -80,7 +80,7 @@ def test_what_is_saved_comes_back(
     made = save(store, 3)
     found = CheckpointStore(store.root, keep=2).latest()
     assert found == made
-    assert (found.step, found.delivery) == (3, {"watermark": 12, "beyond": [14]})
+    assert (found.step, found.delivery) == (3, {"watermark": 12, "set_aside": {"2": "after 3"}})
     model = AutoModelForCausalLM.from_pretrained(found.model_dir)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, learner.model.get_parameter(name)), name

@@ -70,7 +70,23 @@ def test_a_group_trained_twice_stops_the_run_before_the_weights(
         loop.step()
     assert weights(loop.learner) == before and loop.step_count == 1
     assert world.events[-1] == f"take {second}"
-    assert loop.save().delivery == {"watermark": 2, "beyond": []}
+    assert loop.save().delivery == {"watermark": 2, "set_aside": {}}
+
+
+def test_groups_set_aside_are_accounted_for(new_loop: NewLoop) -> None:
+    world = World([group(i) for i in (0, 2, 4, 5)], set_aside={1: "its reward failed"})
+    loop = new_loop(world, OBJECTIVE)
+    metrics = loop.step()
+    assert world.watermark == 3 and metrics["groups/set_aside"] == 1
+    assert loop.save().delivery == {"watermark": 3, "set_aside": {"1": "its reward failed"}}
+    with pytest.raises(AssertionError, match="out of order"):
+        loop.step()  # nobody says what became of group 3
+
+
+def test_what_was_waited_for_counts(new_loop: NewLoop) -> None:
+    metrics = new_loop(World([group(i) for i in range(2)]), OBJECTIVE).step(waited_s=100)
+    assert 100 <= metrics["time/wait"] <= metrics["time/step"]
+    assert metrics["tokens_per_s"] == metrics["train/tokens"] / metrics["time/step"]
 
 
 def test_a_failed_step_counts_no_group(new_loop: NewLoop) -> None:
@@ -80,7 +96,7 @@ def test_a_failed_step_counts_no_group(new_loop: NewLoop) -> None:
     with pytest.raises(NonFiniteError):
         loop.step()
     assert loop.step_count == 0 and world.published == []
-    assert loop.save().delivery == {"watermark": 0, "beyond": []}
+    assert loop.save().delivery == {"watermark": 0, "set_aside": {}}
 
 
 def test_a_resumed_loop_is_the_same_loop(new_loop: NewLoop) -> None:
@@ -91,7 +107,7 @@ def test_a_resumed_loop_is_the_same_loop(new_loop: NewLoop) -> None:
     loop = new_loop(World(groups[:4]), OBJECTIVE)
     made = [loop.step() for _ in range(2)]
     checkpoint = loop.save()
-    assert (checkpoint.step, checkpoint.delivery) == (2, {"watermark": 4, "beyond": []})
+    assert (checkpoint.step, checkpoint.delivery) == (2, {"watermark": 4, "set_aside": {}})
     resumed = new_loop(World(groups[4:]), OBJECTIVE, resume_from=checkpoint)
     made += [resumed.step() for _ in range(2)]
 

@@ -160,14 +160,14 @@ def test_groups_of_one_reward_are_left_out(
     assert [sources(parts) for parts in watched.updates] == [[rows_of(1)]]
     assert (metrics["train/groups"], metrics["train/tokens"]) == (1, groups[1].num_actions)
     assert metrics["reward/constant_groups"] == pytest.approx(2 / 3)  # of all that were sampled
-    assert loop.save().delivery == {"watermark": 3, "beyond": []}
+    assert loop.save().delivery == {"watermark": 3, "set_aside": {}}
 
 
 def test_with_every_group_left_out_the_run_goes_on(new_loop: NewLoop) -> None:
     """No update: not even momentum or the schedule moves. The version is published all the same."""
     dull = [with_rewards(GROUPS[i], *[1.0] * len(GROUPS[i].trajectories_G)) for i in (0, 1, 4, 5)]
-    world = World([*GROUPS[2:4], *(replace(made, group_id=i) for i, made in enumerate(dull[:2]))])
-    world.groups += GROUPS[4:6]
+    bright = [*GROUPS[2:4], *dull[:2], *GROUPS[4:6]]
+    world = World([replace(made, group_id=i) for i, made in enumerate(bright)])
     loop = new_loop(world, FILTERED)
     loop.step()  # gives AdamW its momentum
     before, state = weights(loop.learner), trainer_state(loop.learner)
@@ -177,7 +177,7 @@ def test_with_every_group_left_out_the_run_goes_on(new_loop: NewLoop) -> None:
     assert world.published[-1] == (2, before) and metrics["weight_version"] == 2
     for name in ("train/groups", "train/tokens", "train/updates", "tokens_per_s"):
         assert metrics[name] == 0, name
-    assert loop.save().delivery == {"watermark": 4, "beyond": []}
+    assert loop.save().delivery == {"watermark": 4, "set_aside": {}}
     assert loop.step()["train/groups"] == 2 and weights(loop.learner) != before
 
 

@@ -1,0 +1,411 @@
+"""How many policy engines, teacher engines and rollout workers a run wants. No Ray, no clock.
+
+    observe (a window of the run) -> Decision (members wanted of each pool, and why)
+
+**Grow** when the learner waits for groups: the pool of the stage where most groups are. A learner
+that waits for a share w of its time is supplied with 1 - w of what it could take, so the pool
+becomes 1 / (1 - w) of what it is, at least one more and at most twice as many. It is the ratio by
+which Kubernetes' Horizontal Pod Autoscaler scales (desired = ceil(current * metric / target)).
+
+**Shrink** when the learner does not wait and workers stand idle for want of credit: by one, the
+pool with the fewest groups a member. At the run's end, when nothing is left to be started, to the
+number of groups that a pool may still see.
+
+What keeps it from flapping:
+
+- A condition has to hold without a break, and with the same members, for `up_after_s` (30 s, as
+  Ray Serve's `upscale_delay_s`) or `down_after_s` (300 s, as Kubernetes' stabilisation window for
+  scaling down; Ray Serve's `downscale_delay_s` is 600 s). Too many members cost money, too few
+  cost the learner, which is the dearest part of a run; hence the haste in one direction only.
+  As in Ray Serve (`autoscaling_policy.py`) one window without the condition starts the count again.
+- Between `wait_low` and `wait_high` nothing changes. One member of six or more is less than
+  `wait_high` of a pool, so such a pool never pays for one shrink with a growth.
+- In a smaller pool it can, and starvation does not tell by how much supply exceeds demand. So a
+  size that was too small is remembered for `memory_s`, and twice as long each time that it was
+  tried again too early: Kubernetes' choice of the largest recommendation within the window, with
+  a back-off.
+- One decision changes pools at a time, and the next comes `cooldown_s` later: members take so
+  long to start (SGLang 15 to 70 s), and one change at a time can be judged by its effect.
+- A growth that brought less than a quarter of what it promised is not repeated for `memory_s`, or
+  until another growth has helped: what a synchronous run (max_staleness=0) waits for is the length
+  of a rollout, which no number of engines shortens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from distill.errors import ConfigError
+
+PoolName = Literal["policy", "teacher", "rollout"]
+
+# Supply below this share of demand counts as this: ratios stay finite.
+_LEAST_SUPPLY = 0.01
+# Where a pool's groups are.
+_STAGES: dict[PoolName, str] = {
+    "policy": "being sampled",
+    "teacher": "being scored",
+    "rollout": "in their environments",
+}
+# Of the gain that a growth promises, the share that it must bring.
+_GAIN = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The least and the most members of a pool.
+
+    Raises:
+        ConfigError: they are not 0 <= minimum <= maximum.
+    """
+
+    name: PoolName
+    minimum: int
+    maximum: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.minimum <= self.maximum:
+            raise ConfigError(
+                f"pool {self.name}: minimum={self.minimum} and maximum={self.maximum} must be "
+                "0 <= minimum <= maximum"
+            )
+
+    def clamp(self, size: int) -> int:
+        return max(self.minimum, min(size, self.maximum))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A window of the run. Shares are in [0, 1]; groups under way are means over the window."""
+
+    seconds: float  # length of the window
+    learner_wait: float  # share of it that the learner stood waiting for groups
+    credit_starved: float  # share of it without credit, fewer groups under way than finished
+    sampling: float  # groups in a policy engine
+    environment: float  # groups in their environment or reward, outside any engine
+    scoring: float  # groups in a teacher engine
+    queue_depth: int  # finished groups at its end that are not in published weights yet
+    staleness: float  # mean of the last step, versions
+    sizes: Mapping[str, int]  # members by pool, those that are starting among them
+    ready: Mapping[str, int]  # members by pool that work
+    exhausted: bool = False  # every group of the run has been leased
+
+    @property
+    def under_way(self) -> dict[PoolName, float]:
+        """Groups by the pool whose work they wait for."""
+        return {"policy": self.sampling, "teacher": self.scoring, "rollout": self.environment}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """`targets`: members wanted, of every pool. `reasons`: of the pools that change just now.
+
+    `held`: why a pool stays as it is that would change if it could.
+    """
+
+    targets: Mapping[PoolName, int]
+    reasons: Mapping[PoolName, str]
+    held: Mapping[PoolName, str]
+
+
+class _Evidence:
+    """The latest windows in a row that said the same, as many as make up `needed_s` seconds."""
+
+    def __init__(self, needed_s: float) -> None:
+        self._needed_s = needed_s
+        self._windows: deque[Observation] = deque()
+
+    def clear(self) -> None:
+        self._windows.clear()
+
+    def add(self, observation: Observation) -> None:
+        self._windows.append(observation)
+        while self._seconds - self._windows[0].seconds >= self._needed_s and len(self._windows) > 1:
+            self._windows.popleft()
+
+    @property
+    def is_enough(self) -> bool:
+        return bool(self._windows) and self._seconds >= self._needed_s
+
+    @property
+    def wait(self) -> float:
+        """Mean share of the time that the learner waited."""
+        return self._mean(lambda window: window.learner_wait)
+
+    @property
+    def supply(self) -> float:
+        """What the learner was given, of what it could have taken."""
+        return max(1 - self.wait, _LEAST_SUPPLY)
+
+    def groups(self, pool: PoolName) -> float:
+        return self._mean(lambda window: window.under_way[pool])
+
+    @property
+    def _seconds(self) -> float:
+        return sum(window.seconds for window in self._windows)
+
+    def _mean(self, value: Callable[[Observation], float]) -> float:
+        return sum(value(window) * window.seconds for window in self._windows) / self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a pool should be, and why; its present size if something forbids another."""
+
+    pool: PoolName
+    size: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of a pool's sizes. Times are seconds of the run."""
+
+    too_few: int = -1  # with so many members the learner waited
+    until: float = 0.0  # for so long no shrink goes down to `too_few`
+    times: int = 0  # growths in a row that undid a shrink
+    shrunk_at: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """The last one, to be judged: what the learner was given before, and the promised factor."""
+
+    pool: PoolName
+    supply: float
+    factor: float
+
+    def helped(self, supply: float) -> bool:
+        return supply / self.supply >= 1 + _GAIN * (self.factor - 1)
+
+
+class Autoscaler:
+    """Remembers what it saw and said; see the module's docstring for its rules.
+
+    Args:
+        pools: those that may change. Others are left alone, whatever their stage holds.
+        up_after_s: how long the learner waits before a pool grows.
+        down_after_s: how long workers are starved before one shrinks; at least `up_after_s`.
+        cooldown_s: least time between two decisions that change anything.
+        memory_s: how long a size that was too small is not tried again.
+        wait_high: a learner that waits for more than this share is short of groups.
+        wait_low: one that waits for less has enough of them.
+        starved_high: workers without credit for more than this share are too many.
+        settling_windows: after a change of members so many windows say nothing: groups that the
+            members of before had begun are in them.
+
+    Raises:
+        ConfigError: a time is negative, or a threshold is out of order.
+    """
+
+    def __init__(
+        self,
+        pools: Iterable[Pool],
+        *,
+        up_after_s: float = 30,
+        down_after_s: float = 300,
+        cooldown_s: float = 60,
+        memory_s: float = 1800,
+        wait_high: float = 0.2,
+        wait_low: float = 0.02,
+        starved_high: float = 0.5,
+        settling_windows: int = 0,
+    ) -> None:
+        if not 0 <= up_after_s <= down_after_s:
+            raise ConfigError(
+                f"up_after_s={up_after_s:g} and down_after_s={down_after_s:g} must be "
+                "0 <= up_after_s <= down_after_s: growing is the more urgent of the two"
+            )
+        if min(cooldown_s, memory_s) < 0:
+            raise ConfigError(
+                f"cooldown_s={cooldown_s:g} and memory_s={memory_s:g} must be at least 0"
+            )
+        if not 0 <= wait_low < wait_high < 1:
+            raise ConfigError(
+                f"wait_low={wait_low:g} and wait_high={wait_high:g} must be "
+                "0 <= wait_low < wait_high < 1"
+            )
+        if not 0 <= starved_high < 1:
+            raise ConfigError(f"starved_high={starved_high:g} must be in [0, 1)")
+        self._pools: dict[PoolName, Pool] = {pool.name: pool for pool in pools}
+        self._cooldown_s = cooldown_s
+        self._memory_s = memory_s
+        self._wait_high = wait_high
+        self._wait_low = wait_low
+        self._starved_high = starved_high
+        self._settling_windows, self._unsettled = settling_windows, 0
+
+        self._now = 0.0
+        self._changed_at = -math.inf
+        self._targets: dict[PoolName, int] = {}
+        self._ready: dict[str, int] = {}
+        self._short = _Evidence(up_after_s)
+        self._ample = _Evidence(down_after_s)
+        self._memory: dict[PoolName, _Memory] = {name: _Memory() for name in self._pools}
+        self._growth: _Growth | None = None
+        self._futile: dict[PoolName, float] = {}  # until when
+
+    def observe(self, observation: Observation) -> Decision:
+        """What the pools should be after this window. `sizes` and `ready` name every pool.
+
+        The first observation's sizes, brought within their limits, are the first targets.
+        """
+        self._now += observation.seconds
+        self._gather(observation)
+        if not self._targets:
+            self._targets = {name: observation.sizes[name] for name in self._pools}
+            wishes = self._within_limits()
+        elif observation.exhausted:
+            wishes = self._end(observation)
+        elif self._short.is_enough:
+            wishes = self._grow(observation)
+        elif self._ample.is_enough:
+            wishes = self._shrink(observation)
+        else:
+            wishes = []
+        return self._decide(wishes)
+
+    def _gather(self, observation: Observation) -> None:
+        ready = dict(observation.ready)
+        if ready != self._ready:  # what was seen of other members says nothing of these
+            self._short.clear()
+            self._ample.clear()
+            self._unsettled = self._settling_windows if self._ready else 0
+            self._ready = ready
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        if observation.learner_wait > self._wait_high:
+            self._short.add(observation)
+        else:
+            self._short.clear()
+            self._growth = None
+        if (
+            observation.learner_wait < self._wait_low
+            and observation.credit_starved > self._starved_high
+        ):
+            self._ample.add(observation)
+        else:
+            self._ample.clear()
+
+    def _decide(self, wishes: Sequence[_Wish]) -> Decision:
+        """Grants all wishes or, while the last change is fresh, none."""
+        granted: dict[PoolName, str] = {}
+        held: dict[PoolName, str] = {
+            wish.pool: wish.reason for wish in wishes if not self._changes(wish)
+        }
+        for wish in filter(self._changes, wishes):
+            if self._now - self._changed_at < self._cooldown_s:
+                held[wish.pool] = f"{wish.reason}; held: another change is too recent"
+            else:
+                self._remember(wish)
+                self._targets[wish.pool] = wish.size
+                granted[wish.pool] = wish.reason
+        if granted:
+            self._changed_at = self._now
+            self._short.clear()
+            self._ample.clear()
+        return Decision(targets=dict(self._targets), reasons=granted, held=held)
+
+    def _changes(self, wish: _Wish) -> bool:
+        return wish.size != self._targets[wish.pool]
+
+    def _within_limits(self) -> list[_Wish]:
+        return [
+            _Wish(name, pool.clamp(self._targets[name]), "its size is outside its limits")
+            for name, pool in self._pools.items()
+            if pool.clamp(self._targets[name]) != self._targets[name]
+        ]
+
+    def _end(self, observation: Observation) -> list[_Wish]:
+        """A group may come back to the policy from its environment; its worker holds it all along;
+        it is scored last."""
+        groups = observation.under_way
+        total = math.ceil(sum(groups.values()))
+        sampled = math.ceil(observation.sampling + observation.environment)
+        needed = {"policy": sampled, "teacher": total, "rollout": total}
+        return [
+            _Wish(
+                name,
+                min(self._targets[name], pool.clamp(needed[name])),
+                f"nothing is left to be started, and {needed[name]} groups may still come here",
+            )
+            for name, pool in self._pools.items()
+        ]
+
+    def _grow(self, observation: Observation) -> list[_Wish]:
+        self._judge_last_growth(observation)
+        name = max(_STAGES, key=self._urgency)
+        groups, wait = self._short.groups(name), self._short.wait
+        pool = self._pools.get(name)
+        if pool is None or not groups:
+            return []  # no group is under way, or it is in a stage that is not ours to change
+        why = (
+            f"the learner waits {wait:.0%} of the time, and most groups ({groups:.1f} on average) "
+            f"are {_STAGES[name]}"
+        )
+        now = self._targets[name]
+        if now >= pool.maximum:
+            return [_Wish(name, now, f"{why}; held: maximum={pool.maximum}")]
+        if self._is_futile(name):
+            return [_Wish(name, now, f"{why}; held: the last growth did not help")]
+        if observation.ready[name] < now:
+            return [_Wish(name, now, f"{why}; held: only {observation.ready[name]} of {now} work")]
+        size = max(now + 1, min(math.ceil(now / self._short.supply), 2 * now))
+        return [_Wish(name, pool.clamp(size), why)]
+
+    def _urgency(self, name: PoolName) -> tuple[bool, float]:
+        groups = self._short.groups(name)
+        return groups > 0 and not self._is_futile(name), groups
+
+    def _is_futile(self, name: PoolName) -> bool:
+        return self._now < self._futile.get(name, -math.inf)
+
+    def _judge_last_growth(self, observation: Observation) -> None:
+        """Once all its members work."""
+        grown = self._growth
+        if grown is None or observation.ready[grown.pool] < self._targets[grown.pool]:
+            return
+        if grown.helped(self._short.supply):
+            self._futile.clear()  # what did not help before may have been held up elsewhere
+        else:
+            self._futile[grown.pool] = self._now + self._memory_s
+        self._growth = None
+
+    def _shrink(self, observation: Observation) -> list[_Wish]:
+        """Of the pools that may, the one with the fewest groups a member."""
+        able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
+        if not able:
+            return []
+        name = min(able, key=lambda pool: self._ample.groups(pool) / self._targets[pool])
+        return [
+            _Wish(
+                name,
+                self._targets[name] - 1,
+                f"the learner waits {self._ample.wait:.0%} of the time, "
+                f"{observation.queue_depth} finished groups are queued, workers lack credit, and "
+                f"this pool has the fewest groups ({self._ample.groups(name):.1f} on average) "
+                "a member",
+            )
+        ]
+
+    def _may_shrink(self, name: PoolName) -> bool:
+        smaller, memory = self._targets[name] - 1, self._memory[name]
+        known_too_few = smaller <= memory.too_few and self._now < memory.until
+        return smaller >= self._pools[name].minimum and not known_too_few
+
+    def _remember(self, wish: _Wish) -> None:
+        """What a change teaches; before it is made."""
+        memory, now = self._memory[wish.pool], self._targets[wish.pool]
+        if wish.size < now:
+            memory.shrunk_at = self._now
+        elif self._short.is_enough:
+            undone = self._now - memory.shrunk_at < self._memory_s
+            memory.times = memory.times + 1 if undone else 0
+            memory.too_few = now
+            memory.until = self._now + self._memory_s * 2**memory.times
+            self._growth = _Growth(wish.pool, self._short.supply, wish.size / max(now, 1))

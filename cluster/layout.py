@@ -1,0 +1,111 @@
+"""What a run will take, by role: the plan that `dry_run=True` prints. It starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learner.memory import MemoryEstimate, readable
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """Members of one kind. `cpus` and `gpus` are of one; `memory` in bytes of one, if known."""
+
+    name: str
+    count: int
+    most: int
+    cpus: float
+    gpus: float = 0
+    memory: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All roles, how they are placed, and what a push of weights moves."""
+
+    roles: Sequence[RolePlan]
+    strategy: str
+    colocate: Sequence[str] = ()
+    push: str = ""
+
+
+def render(layout: Layout) -> str:
+    """A table of the roles, and the sums beneath it: for a start, and grown to the most."""
+    header = ("role", "count", "each", "in all", "memory of one")
+    rows = [header, *(_row(role) for role in layout.roles)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    for line, role in zip(range(1, len(lines)), layout.roles, strict=True):
+        lines[line] = f"{lines[line]}  {role.note}".rstrip()
+    together = f", {' and '.join(layout.colocate)} on one node" if layout.colocate else ""
+    lines.append(f"placed   {layout.strategy}{together}")
+    if layout.push:
+        lines.append(f"push     {layout.push}")
+    lines.append(f"needs    {_totals(layout)}")
+    return "\n".join(lines)
+
+
+def engine_memory(estimate: MemoryEstimate | None, dtype: str, ranks: int = 1) -> int | None:
+    """Bytes of weights that one GPU of an engine holds; its caches come on top."""
+    return None if estimate is None else estimate.parameters * _BYTES[dtype] // ranks
+
+
+def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:
+    """Bytes of one worker's share of weights, gradients and moments; activations come on top."""
+    return None if estimate is None else -(-estimate.bytes // workers)
+
+
+def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:
+    """What a push moves: every parameter, in the engines' precision, to each engine."""
+    if estimate is None:
+        return f"every parameter in {dtype} to {_engines(engines)} after each step; size unknown"
+    size = estimate.parameters * _BYTES[dtype]
+    return (
+        f"{readable(size)} ({estimate.parameters / 1e6:.1f} M parameters in {dtype}) to "
+        f"{_engines(engines)} after each step: {readable(size * engines)}"
+    )
+
+
+def _engines(count: int) -> str:
+    return f"{count} policy engine{'s' * (count != 1)}"
+
+
+def _row(role: RolePlan) -> tuple[str, ...]:
+    return (
+        role.name,
+        _span(role.count, role.most),
+        _resources(role.cpus, role.gpus),
+        _resources(role.cpus * role.count, role.gpus * role.count),
+        "unknown" if role.memory is None else readable(role.memory) if role.memory else "small",
+    )
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least}..{most}"
+
+
+def _resources(cpus: float, gpus: float) -> str:
+    amounts = [f"{amount:g} {name}" for amount, name in ((cpus, "CPU"), (gpus, "GPU")) if amount]
+    return ", ".join(amounts) or "-"
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _totals(layout: Layout) -> str:
+    start = _sum(layout, [role.count for role in layout.roles])
+    grown = _sum(layout, [role.most for role in layout.roles])
+    return start if start == grown else f"{start} to start; grown to the most, {grown}"
+
+
+def _sum(layout: Layout, counts: Sequence[int]) -> str:
+    sized = list(zip(layout.roles, counts, strict=True))
+    return _resources(
+        sum(role.cpus * count for role, count in sized),
+        sum(role.gpus * count for role, count in sized),
+    )

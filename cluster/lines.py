@@ -1,0 +1,100 @@
+"""Files of JSON lines that grow while a run goes on, whole line by whole line.
+
+A process that is killed loses no line that it appended. On a disk that takes no more, lines wait in
+memory for the next append; the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 16
+
+
+class LineFile:
+    """Appends lines to a file, unbuffered. Opened by the first; pickles as its path."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._descriptor: int | None = None
+        self._size = 0
+        self._waiting = bytearray()
+        self._complained = False
+
+    def __reduce__(self) -> tuple[type[LineFile], tuple[Path]]:
+        return LineFile, (self.path,)
+
+    def append(self, line: bytes, *, later: bool = False) -> None:
+        """`line` without the newline; `later` leaves it to the next flush."""
+        self._waiting += line + b"\n"
+        if not later:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits, as far as the disk takes it."""
+        if not self._waiting:
+            return
+        try:
+            descriptor = self._open()
+            written = os.write(descriptor, self._waiting)
+            whole = self._waiting.rfind(b"\n", 0, written) + 1
+            del self._waiting[:whole]
+            self._size += whole
+            if whole < written:  # a part of a line
+                os.ftruncate(descriptor, self._size)
+        except OSError as error:
+            self._complain(error)
+            return
+        if self._waiting:
+            self._complain("it took a part")
+        else:
+            self._complained = False
+
+    def sync(self) -> None:
+        """What was written survives the machine."""
+        self.flush()
+        try:
+            os.fsync(self._open())
+        except OSError as error:
+            self._complain(error)
+
+    def close(self) -> None:
+        """The next append opens the file again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        """The descriptor, at the end of the last whole line: one that was cut short is cut off."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            self._size = _end_of_last_line(self._descriptor, size)
+            if self._size < size:
+                os.ftruncate(self._descriptor, self._size)
+        return self._descriptor
+
+    def _complain(self, error: OSError | str) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.warning(
+                "%s cannot be written (%s): its lines wait in memory; free some space",
+                self.path,
+                error,
+            )
+
+
+def _end_of_last_line(descriptor: int, size: int) -> int:
+    end = size
+    while end:
+        start = max(0, end - _CHUNK)
+        if (found := os.pread(descriptor, end - start, start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0

@@ -1,0 +1,205 @@
+"""Who is in a run: the roles, how many of each, what one takes, and what they are called."""
+
+from __future__ import annotations
+
+import ray
+
+from actors.config import EngineConfig, choose_dtype
+from actors.sglang_external import is_url
+from actors.sglang_flags import tensor_parallel_size
+from cluster.config import CommonConfig
+from cluster.config_on_policy import OpdConfig, RolloutConfig
+from cluster.config_supervised import SupervisedConfig
+from cluster.layout import Layout, RolePlan, engine_memory, learner_memory, push_line, render
+from cluster.placement import Role
+from distill.errors import ConfigError
+from distill.models import resolve_device as device_here
+from learner.memory import FROZEN, TRAINED, estimate_memory
+
+POLICY, REFERENCE, ROLLOUT = "policy", "reference", "rollout"
+LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
+
+
+def teacher_role(teacher: str) -> str:
+    """The role, and the pool, of a teacher by its name."""
+    return f"teacher {teacher}" if teacher else "teacher"
+
+
+def teacher_roles(config: RolloutConfig) -> dict[str, str]:
+    """The role of each teacher, by its name."""
+    return {name: teacher_role(name) for name in config.teacher_models()}
+
+
+def learner_title(index: int) -> str:
+    return f"learner worker {index}" if index else "learner"
+
+
+def worker_title(index: int) -> str:
+    return f"rollout worker {index}"
+
+
+def placed_roles(config: CommonConfig, device: str) -> list[Role]:
+    """What every role of the run takes, at its smallest size."""
+    compute = _compute(config, device)
+    roles = [Role(name=LEARNER, count=config.learner_workers, resources=compute)]
+    if not isinstance(config, RolloutConfig):
+        return roles
+
+    def of_engine(engine: EngineConfig) -> dict[str, float]:
+        return _engine_resources(config, engine)
+
+    policy = of_engine(config.policy_engine(config.student, device, ""))
+    roles.append(Role(name=POLICY, count=config.policy_engines, resources=policy))
+    if isinstance(config, OpdConfig):
+        for name, role in teacher_roles(config).items():
+            teacher = of_engine(config.teacher_engine(name, device, ""))
+            roles.append(Role(name=role, count=config.teacher_engines, resources=teacher))
+    if config.reference is not None:
+        reference = of_engine(config.reference_engine(device, ""))
+        roles.append(Role(name=REFERENCE, count=1, resources=reference))
+    if config.rollout_cpus:
+        resources = {"CPU": config.rollout_cpus}
+        roles.append(Role(name=ROLLOUT, count=config.rollout_workers, resources=resources))
+    return roles
+
+
+def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest size of each pool, by its role."""
+    bounds = {
+        POLICY: (config.policy_engines, config.policy_engines_max or config.policy_engines),
+        ROLLOUT: (config.rollout_workers, config.rollout_workers_max or config.rollout_workers),
+    }
+    if isinstance(config, OpdConfig):
+        largest = config.teacher_engines_max or config.teacher_engines
+        for role in teacher_roles(config).values():
+            bounds[role] = (config.teacher_engines, largest)
+    return bounds
+
+
+def cpus_at_most(config: CommonConfig) -> float:
+    """The CPUs that a run takes when every pool is as large as it may be."""
+    largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
+    return sum(
+        largest.get(role.name, role.count) * role.resources.get("CPU", 0)
+        for role in placed_roles(config, "cpu")
+    )
+
+
+def _bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
+    return pool_bounds(config) if isinstance(config, RolloutConfig) else {}
+
+
+def resolve_device(config: CommonConfig) -> str:
+    """cpu or cuda, by what the connected Ray cluster has.
+
+    Raises:
+        ConfigError: cuda was asked for and the cluster has no GPU.
+    """
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
+    if not gpus or config.device == "cpu":
+        for name in ("offload_optimizer", "liger"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name}=True is for CUDA, and the learner is on a CPU; leave it out"
+                )
+        return "cpu"
+    if config.learner_workers > 1 and config.gpus_per_actor < 1:
+        raise ConfigError(
+            f"gpus_per_actor={config.gpus_per_actor} with learner_workers="
+            f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
+        )
+    return "cuda"
+
+
+def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
+    """A server somewhere else takes nothing here; a tensor-parallel one takes whole GPUs."""
+    if engine.external:
+        return {}
+    resources = _compute(config, engine.device)
+    ranks = tensor_parallel_size(engine.server_flags)
+    if engine.kind == "sglang" and engine.device == "cuda" and ranks > 1:
+        resources["GPU"] = ranks
+    return resources
+
+
+def _compute(config: CommonConfig, device: str) -> dict[str, float]:
+    return {"CPU": 1.0, "GPU": config.gpus_per_actor} if device == "cuda" else {"CPU": 1.0}
+
+
+def describe_layout(config: CommonConfig) -> str:
+    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing."""
+    device = device_here(config.device)
+    largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
+    plans = []
+    for role in placed_roles(config, device):
+        memory, note = _memory(config, role.name, device)
+        plans.append(
+            RolePlan(
+                name=role.name,
+                count=role.count,
+                most=largest.get(role.name, role.count),
+                cpus=role.resources.get("CPU", 0),
+                gpus=role.resources.get("GPU", 0),
+                memory=memory,
+                note=note,
+            )
+        )
+    push = ""
+    if isinstance(config, RolloutConfig):
+        dtype = choose_dtype(config.dtype, device)
+        push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
+    colocate = (LEARNER, POLICY) if getattr(config, "colocate", False) else ()
+    return render(Layout(roles=plans, strategy=config.placement, colocate=colocate, push=push))
+
+
+def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
+    """The checkpoints that each role loads, by the setting that names them."""
+    if not isinstance(config, RolloutConfig):
+        paths = {
+            name: path
+            for name in ("model", "reference", "lora_adapter")
+            if (path := getattr(config, name, None)) is not None
+        }
+        return {LEARNER: paths}
+    student = {"student": config.student}
+    adapter = {"lora_adapter": config.lora_adapter} if config.lora_adapter else {}
+    teachers = {
+        teacher_role(name): {f"teachers.{name}" if name else "teacher": teacher.model}
+        for name, teacher in config.teacher_models().items()
+        if not is_url(teacher.model)
+    }
+    learner = student | adapter
+    if config.objective().estimator == "full":
+        learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
+    reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
+    return {LEARNER: learner, POLICY: student} | teachers | reference
+
+
+def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
+    """Bytes of one member, as far as they are known before it starts, and of what."""
+    if role == LEARNER:
+        model = config.model if isinstance(config, SupervisedConfig) else _student(config)
+        estimate = estimate_memory(model, TRAINED if config.lora() is None else FROZEN)
+        return learner_memory(estimate, config.learner_workers), "and activations"
+    if role == ROLLOUT or not isinstance(config, RolloutConfig):
+        return 0, ""
+    if role == POLICY:
+        model = config.student
+    elif role == REFERENCE:
+        model = config.reference or ""
+    else:
+        named = {teacher_role(name): each.model for name, each in config.teacher_models().items()}
+        model = named[role]
+    if is_url(model):
+        return 0, "a server that runs elsewhere"
+    flags = getattr(config, "policy_server_flags" if role == POLICY else "teacher_server_flags", "")
+    dtype = choose_dtype(config.dtype, device)
+    ranks = tensor_parallel_size(flags) if device == "cuda" else 1
+    return engine_memory(estimate_memory(model), dtype, ranks), "and caches"
+
+
+def _student(config: CommonConfig) -> str:
+    assert isinstance(config, RolloutConfig)
+    return config.student

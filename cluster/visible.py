@@ -1,0 +1,123 @@
+"""Whether the nodes of a run see the files that its settings name: asked before it starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from distill.errors import ConfigError
+
+_SHARED = (
+    "put it on storage that every node mounts at the same path (NFS, a shared disk), or in the "
+    "nodes' image"
+)
+
+
+def require_visible(
+    paths: Mapping[str, str], nodes: Sequence[str], *, deadline_s: float = 60.0
+) -> None:
+    """Raises ConfigError if a path (by the setting that names it) is missing on one of the nodes.
+
+    Only what exists here as a path is looked for there: hub names and URLs are left alone. `nodes`
+    are Ray's node ids.
+    """
+    local = {
+        name: str(Path(path).absolute()) for name, path in paths.items() if Path(path).exists()
+    }
+    if not local:
+        return
+    seen_by = _ask(_exist, (list(local.values()),), nodes, ", ".join(local), deadline_s)
+    for node, seen in seen_by.items():
+        for (name, path), exists in zip(local.items(), seen, strict=True):
+            if not exists:
+                raise ConfigError(
+                    f"{name}={path} does not exist on the Ray node {_ip(node)}, which needs it: "
+                    f"{_SHARED}"
+                )
+
+
+def require_same_directory(
+    name: str, directory: str, nodes: Sequence[str], *, deadline_s: float = 60.0
+) -> None:
+    """Raises ConfigError if `directory` is not, on every node, the very directory that is here.
+
+    A path that exists everywhere may still be a disk of each node's own: a random word is written
+    here and read there. The directory must exist.
+    """
+    word = secrets.token_hex(16)
+    file = Path(directory).absolute() / f".visible-{secrets.token_hex(4)}"
+    file.write_text(word)
+    try:
+        read_by = _ask(_read, (str(file),), nodes, name, deadline_s)
+    finally:
+        file.unlink(missing_ok=True)
+    for node, read in read_by.items():
+        if read != word:
+            raise ConfigError(
+                f"{name}={directory} is another directory on the Ray node {_ip(node)} than on the "
+                f"driver's (or cannot be read there), and both write to it: {_SHARED}"
+            )
+
+
+def this_node() -> str:
+    """The id of the driver's node."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def _exist(paths: list[str]) -> list[bool]:
+    return [os.path.exists(path) for path in paths]
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def _ask(
+    function: Any, arguments: tuple[Any, ...], nodes: Iterable[str], what: str, deadline_s: float
+) -> dict[str, Any]:
+    """What the function returns on each node.
+
+    Raises:
+        ConfigError: a node did not answer within the deadline: it is lost, or its mount hangs.
+    """
+    task = ray.remote(function)
+    asked = {
+        node: task.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote(*arguments)
+        for node in dict.fromkeys(nodes)
+    }
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
+    answers = {}
+    for node, reference in asked.items():
+        try:
+            answers[node] = ray.get(reference, timeout=0)
+        except GetTimeoutError as error:
+            ray.cancel(reference, force=True)
+            raise ConfigError(
+                f"the Ray node {_ip(node)} did not look for {what} within {deadline_s:.0f} s; is "
+                "its storage mounted and answering?"
+            ) from error
+        except RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"the Ray node {_ip(node)} could not look for {what}: {reason}. The run's code and "
+                "packages must be there, too: submit it as a job with --working-dir, in one image"
+            ) from error
+    return answers
+
+
+def _ip(node: str) -> str:
+    return next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)

@@ -1,0 +1,205 @@
+"""How many groups a second go through the queue: lease -> put -> take -> publish, on real Ray.
+
+The workers are made up: each is an asyncio task with its own `WorkerEnd`, which puts the same
+ready-made group on every lease; all else is as in a run, the journal on disk included. All of them
+share one producer process, so that what grows from row to row is the number of workers only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from cluster.audit import audit
+from cluster.payload import pack, unpack
+from cluster.queue import GroupQueue, WorkerEnd
+from distill.delivery import Lease, TrainedGroups
+from distill.types import TrajectoryGroup
+from tests.samples import segment, trajectory
+
+MEMBERS, PROMPT, RESPONSE = 8, 128, 384
+WORKERS = (1, 4, 16, 64)
+# As in a run of 64 prompts a step with one step ahead.
+PER_STEP, MAX_STALENESS = 64, 1
+STEPS, WARMUP_STEPS = 30, 4
+DEADLINE_S = 300.0
+
+
+def made_group(group_id: int = 0) -> TrajectoryGroup:
+    """8 trajectories of 512 tokens, with a teacher's log-probs at T and unscaled."""
+    return TrajectoryGroup(
+        group_id=group_id,
+        trajectories_G=tuple(
+            trajectory(segment(PROMPT, RESPONSE, seed=g), reward=float(g % 2))
+            for g in range(MEMBERS)
+        ),
+    )
+
+
+class Producer:
+    """Simulated rollout workers, which share the slots among them as those of a run do."""
+
+    def __init__(self, queue: GroupQueue, workers: int) -> None:
+        self._ends = [WorkerEnd(queue, f"worker {i}") for i in range(workers)]
+        window = PER_STEP * (MAX_STALENESS + 1)
+        self._each = -(-window // workers)
+        self._group = made_group()
+
+    async def run(self) -> int:
+        """Returns how many groups were made."""
+        return sum(await asyncio.gather(*map(self._work, self._ends)))
+
+    async def _work(self, end: WorkerEnd) -> int:
+        made = 0
+        while leases := await end.lease(self._each):
+            await asyncio.gather(*(self._put(end, lease) for lease in leases))
+            made += len(leases)
+        return made
+
+    async def _put(self, end: WorkerEnd, lease: Lease) -> None:
+        await end.put(lease, replace(self._group, group_id=lease.group_id))
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds()
+
+
+def cpu_seconds(_: object = None) -> float:
+    """User and system time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure_queue(scratch: Path) -> dict[str, Any]:
+    """`workers`: `measure_workers` by their number; `payload_bytes` of one group; and
+    its `pack_us`, `unpack_us`, `pickle_us`, `unpickle_us`."""
+    group = made_group()
+    payload, pickled = pack(group), pickle.dumps(group, protocol=5)
+    directory = Path(tempfile.mkdtemp(prefix="queue-", dir=scratch))
+    with _ray():
+        workers = {
+            str(n): measure_workers(n, str(directory / f"ledger-{n}.jsonl")) for n in WORKERS
+        }
+    return {
+        "payload_bytes": len(payload),
+        "pack_us": 1e6 * _median_seconds(lambda: pack(group)),
+        "unpack_us": 1e6 * _median_seconds(lambda: unpack(payload)),
+        "pickle_us": 1e6 * _median_seconds(lambda: pickle.dumps(group, protocol=5)),
+        "unpickle_us": 1e6 * _median_seconds(lambda: pickle.loads(pickled)),
+        "workers": workers,
+    }
+
+
+def measure_workers(workers: int, journal: str) -> dict[str, float]:
+    """`groups_per_s`, and microseconds of CPU a group in each process: `worker_us`, `queue_us`,
+    `learner_us` (Ray's own processes not included). Checks that none was lost."""
+    queue = GroupQueue(
+        trained=TrainedGroups(),
+        groups_per_step=PER_STEP,
+        max_staleness=MAX_STALENESS,
+        total_groups=(WARMUP_STEPS + STEPS) * PER_STEP,
+        lease_s=DEADLINE_S,
+        journal=journal,
+        timeout_s=DEADLINE_S,
+        actor_options={"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1},
+    )
+    producer: Any = ray.remote(Producer).options(num_cpus=0).remote(queue, workers)
+    running = producer.run.remote()
+    trained = TrainedGroups()
+
+    def used() -> list[float]:
+        return [
+            ray.get(producer.cpu_seconds.remote()),
+            ray.get(queue.actor.__ray_call__.remote(cpu_seconds)),
+            cpu_seconds(),
+        ]
+
+    for step in range(1, WARMUP_STEPS + STEPS + 1):
+        if step == WARMUP_STEPS + 1:
+            before, started = used(), time.perf_counter()
+        taken = queue.take(trained, PER_STEP)
+        for group in taken.groups_P:
+            trained.add(group.group_id)
+        queue.publish(step, trained.watermark)
+    seconds = time.perf_counter() - started
+    spent = [1e6 * (b - a) for a, b in zip(before, used(), strict=True)]
+    queue.close()
+    assert ray.get(running, timeout=DEADLINE_S) == (WARMUP_STEPS + STEPS) * PER_STEP
+    for actor in (producer, queue.actor):
+        ray.kill(actor)
+    assert not audit(journal, steps=WARMUP_STEPS + STEPS).problems
+    groups = STEPS * PER_STEP
+    names = ("worker_us", "queue_us", "learner_us")
+    return {"groups_per_s": groups / seconds} | {
+        name: microseconds / groups for name, microseconds in zip(names, spent, strict=True)
+    }
+
+
+def _median_seconds(run: Any) -> float:
+    seconds = []
+    for _ in range(200):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
+
+
+@contextmanager
+def _ray() -> Iterator[None]:
+    already = ray.is_initialized()
+    if not already:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+        )
+    try:
+        yield
+    finally:
+        if not already:
+            ray.shutdown()
+
+
+def queue_table(report: dict[str, Any]) -> Table:
+    """`measure_queue` for people."""
+    table = Table(
+        title=f"the queue: groups of {MEMBERS} x {PROMPT + RESPONSE} tokens, "
+        f"{report['payload_bytes'] / 1e3:.0f} kB, {PER_STEP} a step",
+        caption=f"packing {report['pack_us']:.0f} us (a pickle {report['pickle_us']:.0f}), "
+        f"unpacking {report['unpack_us']:.0f} us ({report['unpickle_us']:.0f}) a group; all "
+        f"processes share {os.cpu_count()} cores",
+    )
+    table.add_column("workers", justify="right")
+    for header in ("groups/s", "us a group", "us of worker's CPU", "of queue's", "of learner's"):
+        table.add_column(header, justify="right")
+    for workers, row in report["workers"].items():
+        table.add_row(
+            workers,
+            f"{row['groups_per_s']:.0f}",
+            f"{1e6 / row['groups_per_s']:.0f}",
+            *(f"{row[name]:.0f}" for name in ("worker_us", "queue_us", "learner_us")),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    found = measure_queue(Path(sys.argv[1]))
+    print(json.dumps(found))
+    Console(width=120).print(queue_table(found))

@@ -1,0 +1,302 @@
+"""A true journal is proved; every lie in one is found, and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.audit import Audit, audit, main
+from cluster.journal import Journal, replay
+from cluster.ledger import Ledger
+from distill.delivery import Lease, TrainedGroups
+from distill.errors import DataError
+
+SETTINGS = {
+    "groups_per_step": 2,
+    "max_staleness": 1,
+    "total_groups": 8,
+    "lease_s": 60.0,
+    "max_failures": 1,
+    "max_deaths": 2,
+}
+
+
+class Run:
+    """A run's ledger and journal; ids are leased by one worker and delivered in order."""
+
+    def __init__(self, path: Path, run: str = "r", trained: TrainedGroups | None = None) -> None:
+        self.trained = trained or TrainedGroups()
+        epoch = replay(path).epoch + 1
+        self.journal = Journal(path)
+        self.journal.record(
+            "start", run=run, epoch=epoch, settings=SETTINGS, **self.trained.to_json()
+        )
+        self.ledger = Ledger(
+            trained=self.trained, epoch=epoch, record=self.journal.record, **SETTINGS
+        )
+
+    def make(self) -> list[Lease]:
+        leases = self.ledger.lease("a", 9)
+        for one in leases:
+            self.ledger.deliver(one, "a")
+        return leases
+
+    def step(self, version: int) -> None:
+        self.make()
+        step = self.ledger.take(self.trained.watermark, 2)
+        assert step is not None
+        for group_id in range(self.trained.watermark, step.end):
+            if group_id in step.set_aside:
+                self.trained.skip(group_id, step.set_aside[group_id])
+            else:
+                self.trained.add(group_id)
+        self.ledger.publish(version, step.end)
+
+
+def one_job(path: Path) -> Run:
+    """Four steps, a poisonous group, a death, a repeat; a checkpoint after two."""
+    run = Run(path)
+    first, second, *others = run.ledger.lease("a", 9)
+    run.ledger.fail(first, "KeyError", "a")
+    run.ledger.forfeit("a", "killed")
+    run.ledger.deliver(second, "a")
+    for one in run.ledger.lease("b", 9):
+        run.ledger.deliver(one, "b")
+    run.ledger.deliver(others[0], "a")
+    for version in (1, 2):
+        run.step(version)
+    run.ledger.commit(2, run.trained.watermark)
+    for version in (3, 4):
+        run.step(version)
+    run.journal.record("end")
+    return run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.jsonl"
+
+
+def test_a_clean_job_is_proved(path: Path) -> None:
+    one_job(path)
+    found = audit(path, steps=4)
+    assert found == Audit(
+        problems=[],
+        trained=8,
+        watermark=9,
+        set_aside={0: "failed 1 times: KeyError"},
+        steps=4,
+        committed=5,
+        again=0,
+        jobs=1,
+        rewinds=0,
+        recoveries=0,
+        re_leases={"after a failure": 1, "when a worker died": 3},
+        duplicates=1,
+        ended=True,
+    )
+    assert found.lines()[-1] == "exactly once: proved"
+
+
+def test_a_run_of_many_deaths_is_proved(path: Path) -> None:
+    """The queue, the learner and the job die; what counts is what the last weights contain."""
+    run = one_job(path)
+    del run  # the job was killed after its end: from the checkpoint of step 2 again
+    run = Run(path, "s", TrainedGroups(5, {0: "failed 1 times: KeyError"}))
+    run.step(3)
+    run.ledger.rewind(TrainedGroups(5, {0: "failed 1 times: KeyError"}), "the learner was lost")
+    run.trained = TrainedGroups(5, {0: "failed 1 times: KeyError"})
+    run.make()
+    run.ledger.recover()
+    run.step(3)
+    run.step(4)
+    found = audit(path, steps=4)
+    assert found.problems == []
+    assert (found.trained, found.watermark) == (8, 9)
+    assert (found.jobs, found.rewinds, found.recoveries) == (2, 1, 1)
+    # 5 to 8 by the first job and again by the last; in between 5 and 6 once more
+    assert found.again == 2 + 2 + 2
+    assert found.re_leases["when the queue died"] == 4
+    assert not found.ended and "did not end" in " ".join(found.lines())
+
+
+Event = dict[str, Any]
+
+
+def first(events: list[Event], kind: str) -> Event:
+    return next(event for event in events if event["event"] == kind)
+
+
+def nth_train(events: list[Event], n: int) -> Event:
+    return [event for event in events if event["event"] == "train"][n]
+
+
+def without_put(events: list[Event]) -> None:
+    events.remove(next(e for e in events if e["event"] == "put" and e["id"] == 3))
+
+
+def without_lease(events: list[Event]) -> None:
+    for event in events:
+        if event["event"] == "lease" and 4 in event["ids"]:
+            at = event["ids"].index(4)
+            del event["ids"][at], event["attempts"][at]
+
+
+def skip_a_step(events: list[Event]) -> None:
+    events.remove(nth_train(events, 1))
+
+
+def train_twice(events: list[Event]) -> None:
+    events.insert(events.index(nth_train(events, 2)), dict(nth_train(events, 1), version=3))
+    nth_train(events, 3)["version"] = 4
+
+
+def swap_steps(events: list[Event]) -> None:
+    second, third = nth_train(events, 1), nth_train(events, 2)
+    for name in ("from", "to"):
+        second[name], third[name] = third[name], second[name]
+
+
+def swap_versions(events: list[Event]) -> None:
+    second, third = nth_train(events, 1), nth_train(events, 2)
+    second["version"], third["version"] = third["version"], second["version"]
+
+
+def accept_twice(events: list[Event]) -> None:
+    at = next(i for i, e in enumerate(events) if e["event"] == "put" and e["id"] == 3)
+    events.insert(at, dict(events[at]))
+
+
+def skip_a_good_one(events: list[Event]) -> None:
+    nth_train(events, 1)["skipped"] = {"3": "nobody knows"}
+
+
+def forget_the_poison(events: list[Event]) -> None:
+    events.remove(first(events, "set_aside"))
+
+
+def commit_the_future(events: list[Event]) -> None:
+    first(events, "commit")["watermark"] = 7
+
+
+def start_ahead(events: list[Event]) -> None:
+    events.append(
+        {**events[0], "run": "s", "epoch": 2, "watermark": 11, "set_aside": {"0": "failed"}}
+    )
+
+
+def start_within_a_step(events: list[Event]) -> None:
+    reasons = {"0": "failed 1 times: KeyError"}
+    events.append({**events[0], "run": "s", "epoch": 2, "watermark": 4, "set_aside": reasons})
+
+
+def start_with_other_poison(events: list[Event]) -> None:
+    events.append({**events[0], "run": "s", "epoch": 2, "watermark": 5, "set_aside": {"1": "x"}})
+
+
+def an_epoch_is_missing(events: list[Event]) -> None:
+    reasons = {"0": "failed 1 times: KeyError"}
+    events.append({**events[0], "run": "s", "epoch": 3, "watermark": 5, "set_aside": reasons})
+
+
+def put_of_another_epoch(events: list[Event]) -> None:
+    next(e for e in events if e["event"] == "put" and e["id"] == 3)["epoch"] = 7
+
+
+def lease_of_the_trained(events: list[Event]) -> None:
+    events.append(dict(first(events, "lease"), ids=[2], attempts=[5]))
+
+
+def lease_twice(events: list[Event]) -> None:
+    at = events.index(first(events, "lease"))
+    events.insert(at, dict(events[at]))
+
+
+def drop_the_first(events: list[Event]) -> None:
+    put = next(e for e in events if e["event"] == "put" and e["id"] == 3)
+    put["event"] = "dup"
+
+
+def take_before_it_came(events: list[Event]) -> None:
+    at = next(i for i, e in enumerate(events) if e["event"] == "put" and e["id"] == 3)
+    later = next(i for i, e in enumerate(events) if e["event"] == "train" and e["from"] == 3)
+    events.insert(later - 1, events.pop(at))
+
+
+def lose_the_start(events: list[Event]) -> None:
+    del events[0]
+
+
+def an_unknown_event(events: list[Event]) -> None:
+    events.append({"t": 1.0, "event": "magic"})
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        (without_put, "group 3 was trained, and never arrived in this epoch"),
+        (without_lease, "group 4 arrived (attempt 1) without a lease"),
+        (skip_a_step, "groups 3 to 4 were lost: never trained"),
+        (train_twice, "group 4 was trained twice"),
+        (swap_steps, "groups 3 to 4 were lost: never trained"),
+        (swap_versions, "version 2 was published after version 3: out of order"),
+        (accept_twice, "group 3 was accepted twice"),
+        (skip_a_good_one, "group 3 was skipped, and not set aside for 'nobody knows'"),
+        (skip_a_good_one, "version 2 trains 1 groups, not 2"),
+        (forget_the_poison, "group 0 was skipped, and not set aside for 'failed 1 times: KeyErr"),
+        (commit_the_future, "the checkpoint of step 2 accounts for groups below 7, and only"),
+        (start_ahead, "a new job starts from 11, and only groups below 9 were seen to be trained"),
+        (start_within_a_step, "a new job starts from 4, which is within a step"),
+        (start_with_other_poison, "a new job starts from 5 with groups [1] set aside, and the"),
+        (an_epoch_is_missing, "epoch 3 follows epoch 1"),
+        (put_of_another_epoch, "put of epoch 7 in epoch 1"),
+        (lease_of_the_trained, "group 2 was leased though the weights contain it"),
+        (lease_twice, "attempt 1 of group 0 was leased twice"),
+        (drop_the_first, "group 3 was dropped as a repeat, and never arrived"),
+        (take_before_it_came, "group 3 was taken, and is not there"),
+        (lose_the_start, "the journal does not begin with a start"),
+        (an_unknown_event, "'magic' is no event of a ledger"),
+    ],
+)
+def test_every_lie_is_found(path: Path, lie: Callable[[list[Event]], None], problem: str) -> None:
+    one_job(path)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    before = json.dumps(events)
+    lie(events)
+    assert json.dumps(events) != before
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = audit(path)
+    assert any(problem in said for said in found.problems), found.problems
+    assert "NOT proved" in " ".join(found.lines())
+
+
+def test_a_run_that_should_be_longer(path: Path) -> None:
+    one_job(path)
+    assert audit(path, steps=5).problems == ["8 groups were trained; 5 steps of 2 are 10"]
+    assert audit(path, steps=2, groups_per_step=4).problems == []
+
+
+def test_the_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = f"out={path.parent}"
+    assert main([out]) == 2
+    assert "ledger.jsonl cannot be read" in capsys.readouterr().err
+    path.write_text("")
+    assert main([out]) == 2
+    assert "is empty" in capsys.readouterr().err
+    one_job(path)
+    assert main([out]) == 0 == main([out, "steps=4", "groups_per_step=2"])
+    printed = capsys.readouterr().out
+    assert "exactly once: proved" in printed
+    assert "group 0: failed 1 times: KeyError" in printed
+    assert main([out, "steps=5"]) == 1
+    said = capsys.readouterr()
+    assert "5 steps of 2 are 10" in said.out and "does not prove" in said.err
+    assert main([out, "groups_per_step=2"]) == 2
+    assert main([out, "steps=0"]) == 2
+    path.write_text('{"t": 1.0, "event": "start"}\n')
+    with pytest.raises(DataError, match="an event without its fields"):
+        audit(path)

@@ -1,0 +1,446 @@
+"""When pools grow and shrink: the rules one by one, any stream of windows, and a closed loop."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.autoscale import Autoscaler, Decision, Observation, Pool, PoolName
+from distill.errors import ConfigError
+
+NAMES: tuple[PoolName, ...] = ("policy", "teacher", "rollout")
+WINDOW_S = 5.0
+# Of the closed loop, where hours are simulated.
+LONG_WINDOW_S = 15.0
+
+
+def pools(minimum: int = 1, maximum: int = 8) -> list[Pool]:
+    return [Pool(name=name, minimum=minimum, maximum=maximum) for name in NAMES]
+
+
+def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
+    """A window in which nothing is amiss: the learner waits a little, no worker is starved."""
+    sizes = sizes or dict.fromkeys(NAMES, 2)
+    return Observation(
+        **{
+            "seconds": WINDOW_S,
+            "learner_wait": 0.1,
+            "credit_starved": 0.0,
+            "sampling": 4,
+            "environment": 1,
+            "scoring": 2,
+            "queue_depth": 3,
+            "staleness": 1.0,
+            "sizes": sizes,
+            "ready": sizes,
+        }
+        | changes
+    )
+
+
+class Rig:
+    """An autoscaler whose decisions are carried out at once."""
+
+    def __init__(self, sizes: int = 2, limits: list[Pool] | None = None, **times: float) -> None:
+        self.sizes: dict[str, int] = dict.fromkeys(NAMES, sizes)
+        times = {"up_after_s": 10, "down_after_s": 30, "cooldown_s": 20, "memory_s": 300} | times
+        self.scaler = Autoscaler(limits or pools(), **times)
+
+    def see(self, times: int = 1, **changes: Any) -> list[Decision]:
+        return [self._see(changes) for _ in range(times)]
+
+    def _see(self, changes: dict[str, Any]) -> Decision:
+        decision = self.scaler.observe(seen(dict(self.sizes), **changes))
+        self.sizes = {**self.sizes, **decision.targets}
+        return decision
+
+
+SHORT = {"learner_wait": 0.5}
+AMPLE = {"learner_wait": 0.0, "credit_starved": 0.9}
+
+
+def test_nothing_changes_while_nothing_is_amiss() -> None:
+    rig = Rig()
+    for decision in rig.see(200):
+        assert decision.targets == dict.fromkeys(NAMES, 2)
+        assert not decision.reasons and not decision.held
+
+
+@pytest.mark.parametrize(
+    ("stage", "pool"), [("sampling", "policy"), ("scoring", "teacher"), ("environment", "rollout")]
+)
+def test_a_waiting_learner_grows_the_pool_where_the_groups_are(stage: str, pool: PoolName) -> None:
+    rig = Rig()
+    first, second = rig.see(2, **SHORT, **{stage: 30})
+    assert not first.reasons and list(second.reasons) == [pool]
+    assert "the learner waits 50%" in second.reasons[pool] and "30.0" in second.reasons[pool]
+    assert rig.sizes == dict.fromkeys(NAMES, 2) | {pool: 4}
+
+
+@pytest.mark.parametrize(
+    ("size", "wait", "grown"),
+    [(4, 0.25, 6), (4, 0.21, 6), (1, 0.3, 2), (4, 0.5, 8), (4, 0.9, 8), (10, 0.3, 15), (2, 1.0, 4)],
+)
+def test_the_step_is_what_is_short_and_at_most_as_much_again(
+    size: int, wait: float, grown: int
+) -> None:
+    rig = Rig(sizes=size, limits=pools(maximum=100))
+    rig.see(2, learner_wait=wait)
+    assert rig.sizes["policy"] == grown
+
+
+def test_one_window_without_the_condition_starts_the_count_again() -> None:
+    rig = Rig()
+    for _ in range(20):
+        rig.see(1, **SHORT)
+        rig.see(1)
+        rig.see(5, **AMPLE)
+    assert rig.sizes == dict.fromkeys(NAMES, 2)
+
+
+def test_the_maximum_holds_and_says_so() -> None:
+    rig = Rig(limits=pools(maximum=3))
+    rig.see(2, **SHORT)
+    assert rig.sizes["policy"] == 3
+    rig.see(1)
+    last = rig.see(10, **SHORT)[-1]
+    assert rig.sizes["policy"] == 3 and "maximum=3" in last.held["policy"] and not last.reasons
+
+
+def test_members_that_are_starting_are_waited_for_and_then_judged_afresh() -> None:
+    rig = Rig()
+    rig.see(2, **SHORT)
+    starting = {"policy": 2, "teacher": 2, "rollout": 2}
+    decisions = rig.see(20, **SHORT, ready=starting)
+    assert rig.sizes["policy"] == 4
+    assert "only 2 of 4 work" in decisions[-1].held["policy"]
+    assert not rig.see(1, **SHORT)[0].held  # the members are others: the count starts again
+    assert not rig.see(1, learner_wait=0.1)[0].held
+
+
+def test_a_stage_that_is_not_ours_is_left_alone() -> None:
+    rig = Rig(limits=[Pool(name="rollout", minimum=1, maximum=4)])
+    assert not any(d.reasons or d.held for d in rig.see(20, **SHORT))
+    rig.see(3, **SHORT, environment=9)
+    assert rig.sizes == {"policy": 2, "teacher": 2, "rollout": 4}
+
+
+def test_a_growth_that_did_not_help_is_not_repeated() -> None:
+    """The length of a rollout, say, which no number of engines shortens."""
+    rig = Rig(sizes=1, limits=pools(maximum=64), memory_s=900)
+    *_, last = rig.see(100, learner_wait=0.5, environment=0, scoring=0)
+    assert rig.sizes["policy"] == 2 and "did not help" in last.held["policy"]
+    # The next stage has its chance, and once something has helped so has the first.
+    rig.see(1, learner_wait=0.5, environment=0, scoring=3)
+    assert rig.sizes == {"policy": 2, "teacher": 2, "rollout": 1}
+    rig.see(10, learner_wait=0.25)
+    assert rig.sizes["policy"] == 3
+
+
+def test_starved_workers_shrink_the_least_used_pool_by_one() -> None:
+    rig = Rig(sizes=3)
+    assert not any(d.reasons for d in rig.see(5, **AMPLE))
+    (decision,) = rig.see(1, **AMPLE)
+    assert (
+        list(decision.reasons) == ["rollout"] and "3 finished groups" in decision.reasons["rollout"]
+    )
+    rig.see(5, **AMPLE, environment=9)
+    assert rig.sizes == {"policy": 3, "teacher": 3, "rollout": 2}
+    rig.see(1, **AMPLE, environment=9)
+    assert rig.sizes == {"policy": 3, "teacher": 2, "rollout": 2}
+
+
+@pytest.mark.parametrize(
+    "broken", [{"learner_wait": 0.03}, {"credit_starved": 0.4}], ids=["waits", "has credit"]
+)
+def test_a_pool_that_is_needed_does_not_shrink(broken: dict[str, float]) -> None:
+    rig = Rig(sizes=3)
+    rig.see(200, **AMPLE | broken)
+    assert rig.sizes == dict.fromkeys(NAMES, 3)
+
+
+def test_the_minimum_holds() -> None:
+    rig = Rig(sizes=3, limits=pools(minimum=2))
+    rig.see(200, **AMPLE)
+    assert rig.sizes == dict.fromkeys(NAMES, 2)
+
+
+def test_a_size_that_was_too_small_is_tried_later_and_later() -> None:
+    """A load of one member and a half, workers starved whenever the learner does not wait."""
+    rig = Rig(sizes=1, limits=[Pool(name="policy", minimum=1, maximum=8)])
+    changes, now = [], 0.0
+    while now < 20_000:
+        enough = rig.sizes["policy"] >= 2
+        (decision,) = rig.see(1, **(AMPLE if enough else {"learner_wait": 1 / 3}))
+        now += WINDOW_S
+        changes += [now] * len(decision.reasons)
+    shrinks = changes[1::2]
+    between = [later - earlier for earlier, later in pairwise(shrinks)]
+    assert len(between) >= 4
+    assert all(1.9 < later / earlier < 2.5 for earlier, later in pairwise(between))
+
+
+def test_the_tail_keeps_what_is_still_under_way() -> None:
+    rig = Rig(sizes=8)
+    rig.see(1)
+    tail = {"exhausted": True, "learner_wait": 0.9}
+    (decision,) = rig.see(1, **tail, sampling=2, environment=1, scoring=2)
+    assert rig.sizes == {"policy": 3, "teacher": 5, "rollout": 5}
+    assert set(decision.reasons) == set(NAMES) and "nothing is left" in decision.reasons["policy"]
+    (held,) = rig.see(1, **tail, sampling=0, environment=0, scoring=2)
+    assert not held.reasons and "too recent" in held.held["policy"]
+    rig.see(20, **tail, sampling=0, environment=0, scoring=0)
+    assert rig.sizes == dict.fromkeys(NAMES, 1)
+
+
+@pytest.mark.parametrize("size", [0, 20])
+def test_sizes_outside_their_limits_are_brought_within(size: int) -> None:
+    rig = Rig(sizes=size)
+    (decision,) = rig.see(1)
+    assert rig.sizes == dict.fromkeys(NAMES, 1 if size == 0 else 8)
+    assert "outside its limits" in decision.reasons["teacher"]
+
+
+def test_a_pool_of_none_grows_to_one() -> None:
+    rig = Rig(sizes=0, limits=pools(minimum=0))
+    rig.see(2, learner_wait=1.0)
+    assert rig.sizes == {"policy": 1, "teacher": 0, "rollout": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Pool(name="policy", minimum=3, maximum=2), "minimum=3 and maximum=2"),
+        (lambda: Pool(name="policy", minimum=-1, maximum=2), "minimum=-1"),
+        (lambda: Autoscaler(pools(), up_after_s=60, down_after_s=30), "down_after_s=30"),
+        (lambda: Autoscaler(pools(), up_after_s=-1), "up_after_s=-1"),
+        (lambda: Autoscaler(pools(), cooldown_s=-1), "cooldown_s=-1"),
+        (lambda: Autoscaler(pools(), wait_low=0.3), "wait_low=0.3"),
+        (lambda: Autoscaler(pools(), wait_high=1.0), "wait_high=1"),
+        (lambda: Autoscaler(pools(), starved_high=1.0), "starved_high=1"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(make: Callable[[], object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make()
+
+
+shares = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.01, 0.3, 0.6, 1.0]))
+windows = st.fixed_dictionaries(
+    {
+        "seconds": st.floats(0.1, 20),
+        "learner_wait": shares,
+        "credit_starved": shares,
+        "sampling": st.integers(0, 40),
+        "environment": st.integers(0, 40),
+        "scoring": st.integers(0, 40),
+        "exhausted": st.sampled_from([False] * 9 + [True]),
+    }
+)
+
+
+@settings(max_examples=200)
+@given(
+    limits=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=3, max_size=3),
+    # Runs of the same window, or nothing would ever be sustained.
+    stream=st.lists(st.tuples(windows, st.integers(1, 12)), max_size=25),
+    first=st.integers(0, 12),
+    late=st.booleans(),
+    times=st.fixed_dictionaries(
+        {
+            "up_after_s": st.floats(0, 10),
+            "down_after_s": st.floats(10, 40),
+            "cooldown_s": st.floats(0, 60),
+            "memory_s": st.floats(0, 100),
+        }
+    ),
+)
+def test_any_stream_stays_within_limits_and_changes_once_a_cooldown(
+    limits: list[tuple[int, int]],
+    stream: list[tuple[dict[str, Any], int]],
+    first: int,
+    late: bool,
+    times: dict[str, float],
+) -> None:
+    made = [
+        Pool(name=name, minimum=least, maximum=least + more)
+        for name, (least, more) in zip(NAMES, limits, strict=True)
+    ]
+    scaler = Autoscaler(made, **times)
+    sizes: dict[PoolName, int] = dict.fromkeys(NAMES, first)
+    ready = dict(sizes)
+    now, changed = 0.0, -math.inf
+    grown: dict[PoolName, float] = dict.fromkeys(NAMES, -math.inf)
+    for window, repeats in stream:
+        for _ in range(repeats):
+            before = dict(sizes)
+            decision = scaler.observe(seen(before, **window, ready=ready))
+            now += window["seconds"]
+            sizes = {name: decision.targets[name] for name in NAMES}
+            assert all(pool.minimum <= sizes[pool.name] <= pool.maximum for pool in made)
+            moved = {name for name in NAMES if sizes[name] != before[name]}
+            assert moved == set(decision.reasons)
+            assert not moved & set(decision.held)
+            if moved:
+                assert now - changed >= times["cooldown_s"]
+                changed = now
+            for name in NAMES:
+                if sizes[name] > before[name] and before[name] in range(*limits_of(made, name)):
+                    assert sizes[name] <= max(2 * before[name], 1)
+                    assert ready[name] == before[name], "grew while members were starting"
+                if sizes[name] < before[name] and not window["exhausted"]:
+                    assert now - grown[name] >= times["down_after_s"] or before[name] == first
+                if sizes[name] > before[name]:
+                    grown[name] = now
+            ready = {n: min(sizes[n], ready[n] + 1) if late else sizes[n] for n in NAMES}
+
+
+def limits_of(made: Sequence[Pool], name: str) -> tuple[int, int]:
+    (pool,) = (pool for pool in made if pool.name == name)
+    return pool.minimum, pool.maximum + 1
+
+
+@dataclass
+class Plant:
+    """A run as fluid: a pool's throughput is proportional to its members, the learner's is fixed.
+
+    The slowest of all sets the pace. What waits, waits before the slowest; the other stages hold
+    groups as they are used. Members work `start_s` after they were asked for.
+
+    `starved_by_excess`: workers lack credit as far as they outrun the learner; else they always do
+    when the learner sets the pace, as those with much room and little to do.
+    """
+
+    rates: dict[str, float]  # groups a second and member
+    learner: float  # groups a second
+    starved_by_excess: bool = True
+    noise: float = 0.0
+    start_s: float = 20.0
+    credit: int = 32
+    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 1))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.now = 0.0
+        self.history: list[dict[str, int]] = []
+        self._working = {name: [0.0] * size for name, size in self.sizes.items()}
+        self._random = random.Random(self.seed)
+
+    def drive(self, scaler: Autoscaler, seconds: float) -> list[dict[str, int]]:
+        """Sizes after every window."""
+        end, start = self.now + seconds, len(self.history)
+        while self.now < end:
+            self.now += LONG_WINDOW_S
+            self._resize(scaler.observe(self._window()).targets)
+            self.history.append(dict(self.sizes))
+        return self.history[start:]
+
+    def needed(self, within: float = 1.0) -> dict[str, int]:
+        """The fewest members that give the learner this share of what it can take."""
+        return {name: math.ceil(within * self.learner / self.rates[name] - 1e-9) for name in NAMES}
+
+    def _resize(self, targets: Any) -> None:
+        for name in NAMES:
+            since, size = self._working[name], targets[name]
+            self._working[name] = since[:size] + [self.now + self.start_s] * (size - len(since))
+            self.sizes[name] = size
+
+    def _window(self) -> Observation:
+        ready = {name: sum(at <= self.now for at in self._working[name]) for name in NAMES}
+        capacity = {name: self._noisy(self.rates[name] * ready[name]) for name in NAMES}
+        slowest = min(NAMES, key=lambda name: capacity[name])
+        pace = min(capacity[slowest], self.learner)
+        used = {name: pace / max(capacity[name], 1e-9) for name in NAMES}
+        groups = {name: round(4 * used[name]) for name in NAMES}
+        short = capacity[slowest] < self.learner
+        if short:
+            groups[slowest] += self.credit - sum(groups.values())
+        excess = 1 - used[slowest] if self.starved_by_excess else 1.0
+        return seen(
+            dict(self.sizes),
+            seconds=LONG_WINDOW_S,
+            learner_wait=1 - pace / self.learner,
+            credit_starved=0.0 if short else excess,
+            sampling=groups["policy"],
+            scoring=groups["teacher"],
+            environment=groups["rollout"],
+            queue_depth=max(0, self.credit - sum(groups.values())),
+            ready=ready,
+        )
+
+    def _noisy(self, value: float) -> float:
+        return value * (1 + self.noise * self._random.uniform(-1, 1))
+
+
+def changes(history: Sequence[dict[str, int]]) -> int:
+    return sum(before != after for before, after in pairwise(history))
+
+
+def turns(history: Sequence[dict[str, int]], name: str) -> int:
+    """How often a pool's size went down after it had gone up, or up after down."""
+    moves = [after[name] - before[name] for before, after in pairwise(history)]
+    signs = [move > 0 for move in moves if move]
+    return sum(earlier != later for earlier, later in pairwise(signs))
+
+
+plants = st.builds(
+    Plant,
+    rates=st.fixed_dictionaries({name: st.floats(0.15, 3) for name in NAMES}),
+    learner=st.floats(0.5, 2),
+    noise=st.sampled_from([0.0, 0.05]),
+    start_s=st.sampled_from([0.0, 20.0, 70.0]),
+    seed=st.integers(0, 9),
+)
+
+
+@settings(max_examples=25)
+@given(plant=plants)
+def test_a_run_gets_what_its_learner_needs_and_keeps_it(plant: Plant) -> None:
+    scaler = Autoscaler(pools(maximum=20))
+    plant.drive(scaler, 3600)
+    settled = plant.drive(scaler, 7200)
+    least = plant.needed(within=0.8 - plant.noise)
+    assert all(sizes[name] >= least[name] for sizes in settled for name in NAMES)
+    assert changes(settled) == 0
+    assert max(turns(plant.history, name) for name in NAMES) <= 1
+
+
+@settings(max_examples=25)
+@given(plant=plants)
+def test_a_run_shrinks_when_its_load_drops(plant: Plant) -> None:
+    scaler = Autoscaler(pools(maximum=20))
+    plant.drive(scaler, 3600)
+    high = dict(plant.sizes)
+    plant.learner /= 4
+    plant.drive(scaler, 14_400)
+    settled = plant.drive(scaler, 3600)
+    assert all(plant.sizes[name] <= high[name] for name in NAMES)
+    # Half of the slowest pool is idle at most, or a single member of it is enough.
+    tight = min(NAMES, key=lambda name: plant.sizes[name] * plant.rates[name])
+    capacity = plant.sizes[tight] * plant.rates[tight]
+    idle = 1 - plant.learner / capacity
+    assert idle <= 0.55 or all(size == 1 for size in plant.sizes.values()), plant.sizes
+    assert changes(settled) == 0
+
+
+@settings(max_examples=15)
+@given(plant=plants)
+def test_workers_that_always_lack_credit_make_the_trials_rare_not_endless(plant: Plant) -> None:
+    plant.starved_by_excess = False
+    scaler = Autoscaler(pools(maximum=20))
+    plant.drive(scaler, 7200)
+    day = plant.drive(scaler, 86_400)
+    # A trial every half hour, doubled each time, fits 6 times into a day; each has two changes.
+    assert all(turns(day, name) <= 14 for name in NAMES)
+    waiting = [
+        any(s[n] * plant.rates[n] < (0.8 - plant.noise) * plant.learner for n in NAMES) for s in day
+    ]
+    assert sum(waiting) / len(waiting) < 0.03

@@ -1,0 +1,155 @@
+"""Joining real clusters, from processes of their own: a process has one Ray and one token mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.connect import connect
+from distill.errors import ConfigError
+from tests.e2e.harness import DEADLINE_S, REPOSITORY
+from tests.e2e.ray_head import HOST, Head, autoscaling, ray_head
+
+pytestmark = pytest.mark.e2e
+
+_JOIN = """
+import json, ray
+from cluster.connect import autoscales, connect
+from distill.errors import ConfigError
+try:
+    with connect("somewhere", 5):
+        facts = {
+            "cpus": ray.cluster_resources()["CPU"],
+            "namespace": ray.get_runtime_context().namespace,
+            "autoscales": autoscales(),
+        }
+except ConfigError as error:
+    facts = {"error": str(error)}
+print(json.dumps(facts | {"left": not ray.is_initialized()}))
+"""
+# What a head of another version would have written, in place of what this one wrote.
+_PRETEND = """
+import json, ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+ray.init()
+client = internal_kv_get_gcs_client()
+metadata = get_cluster_metadata(client) | {"python_version": "3.10.4"}
+client.internal_kv_put(b"CLUSTER_METADATA", json.dumps(metadata).encode(), True, b"cluster")
+"""
+
+
+def python(program: str, address: str | None, **environment: str) -> str:
+    """Runs a program with RAY_ADDRESS; returns all that it printed, with Ray's own lines."""
+    outside = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**outside, **({} if address is None else {"RAY_ADDRESS": address}), **environment},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def join(address: str | None, **environment: str) -> dict:
+    printed = python(_JOIN, address, **environment).splitlines()
+    facts = json.loads(next(line for line in printed if line.startswith("{")))
+    assert facts["left"], "Ray was left connected"
+    return facts
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with ray_head(dashboard=False, cpus=3) as head:
+        yield head
+
+
+def test_a_cluster_named_by_the_environment_is_joined(head: Head) -> None:
+    assert join(head.address) == {
+        "cpus": 3,
+        "namespace": "somewhere",
+        "autoscales": False,
+        "left": True,
+    }
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_autoscaler_is_noticed(tmp_path: Path, version: int) -> None:
+    arguments, environment = autoscaling(tmp_path, workers=1, version=version)
+    with ray_head(*arguments, dashboard=False, cpus=1, environment=environment) as head:
+        assert join(head.address)["autoscales"] is True
+
+
+def test_without_an_address_ray_starts_here_with_a_cpu_for_every_actor() -> None:
+    facts = join(None)
+    assert facts["cpus"] == max(os.cpu_count() or 1, 5) and facts["autoscales"] is False
+
+
+def test_an_initialised_ray_is_used_and_left_alone(ray_cluster: None) -> None:
+    before = ray.get_runtime_context().get_job_id()
+    with connect("elsewhere", 1):
+        assert ray.get_runtime_context().get_job_id() == before
+    assert ray.is_initialized()
+
+
+def test_an_address_where_nothing_answers_is_refused() -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind((HOST, 0))  # and does not listen
+        port = taken.getsockname()[1]
+        error = join(f"{HOST}:{port}")["error"]
+        assert f"no Ray head answers at RAY_ADDRESS={HOST}:{port}" in error
+        taken.listen()  # something is there, and it is no Ray
+        assert "no Ray head answers" in join(f"{HOST}:{port}")["error"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("ray://head:10001", "submit a job"),
+        ("http://head:8265", "HOST:PORT"),
+        ("head", "HOST:PORT"),
+    ],
+)
+def test_an_address_of_another_kind_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, words: str
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever ran before in this process
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=words), connect("x", 1):
+        raise AssertionError("joined")
+
+
+def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("a" * 64)
+    wrong.write_text("b" * 64)
+    home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(right)}
+    with ray_head(dashboard=False, cpus=3, environment=token) as head:
+        assert join(head.address, **token)["cpus"] == 3
+        without = join(head.address, RAY_AUTH_MODE="disabled")["error"]
+        other = join(head.address, **(home | {"RAY_AUTH_TOKEN_PATH": str(wrong)}))["error"]
+        for error in (without, other):
+            assert "refuses this process's token" in error and "RAY_AUTH_MODE=token" in error
+        assert "there is no token" in join(head.address, **home)["error"]
+
+
+def test_other_versions_are_named(head: Head) -> None:
+    """Last of this file's tests on the shared head: nobody gets in afterwards."""
+    python(_PRETEND, head.address)
+    error = join(head.address)["error"]
+    assert "Python: 3.10.4" in error and f"ray=={ray.__version__}" in error

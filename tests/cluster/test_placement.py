@@ -1,0 +1,264 @@
+"""Bundles on real Ray: who gets one, what is said while there is none, and what is freed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import ray
+
+from cluster.placement import Placement, Role, _lacking
+from distill.errors import ConfigError
+from tests.e2e.harness import DEADLINE_S, REPOSITORY
+
+pytestmark = pytest.mark.e2e
+
+ONE = {"CPU": 1.0}
+
+
+class Member:
+    def group(self) -> str:
+        return ray.get_runtime_context().get_placement_group_id() or ""
+
+
+def placement(*roles: Role, colocate: tuple[str, ...] = ()) -> Placement:
+    return Placement(roles, strategy="pack", colocate=colocate, name="test")
+
+
+def reserve(
+    placement: Placement,
+    deadline_s: float = DEADLINE_S,
+    say: Callable[[str], None] = print,
+    poll: Callable[[], None] = lambda: None,
+) -> None:
+    placement.reserve(deadline_s=deadline_s, say=say, poll=poll)
+
+
+def start(placement: Placement, role: str, index: int, **options: object):
+    return ray.remote(Member).options(**placement.options(role, index), **options).remote()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        time.sleep(0.05)
+
+
+def free_cpus() -> float:
+    return ray.available_resources().get("CPU", 0)
+
+
+@pytest.fixture(autouse=True)
+def idle(ray_cluster: None) -> None:
+    eventually(lambda: free_cpus() == 8)
+
+
+def test_members_start_in_the_bundles_that_were_reserved() -> None:
+    mine = placement(
+        Role(name="policy", count=2, resources=ONE),
+        Role(name="learner", count=1, resources={"CPU": 2, "GPU": 0}),
+        Role(name="worker", count=3, resources={"CPU": 0}),
+    )
+    reserve(mine)
+    assert free_cpus() == 4
+    policies = [start(mine, "policy", i) for i in range(2)]
+    groups = ray.get([actor.group.remote() for actor in policies])
+    assert groups[0] and groups[0] == groups[1]
+    learner, worker = start(mine, "learner", 0), start(mine, "worker", 2)
+    assert ray.get(learner.group.remote()) not in ("", groups[0])
+    assert ray.get(worker.group.remote()) == "", "who needs nothing has no bundle"
+    assert free_cpus() == 4, "a member took what was not its bundle's"
+    mine.release()
+    mine.release()
+    eventually(lambda: free_cpus() == 8)
+
+
+def test_colocated_members_of_one_index_share_a_bundle() -> None:
+    mine = placement(
+        Role(name="policy", count=2, resources=ONE),
+        Role(name="learner", count=1, resources={"CPU": 2}),
+        colocate=("policy", "learner"),
+    )
+    reserve(mine)
+    table = ray.util.placement_group_table()
+    bundles = [group["bundles"] for group in table.values() if group["state"] == "CREATED"]
+    assert bundles == [{0: {"CPU": 3}, 1: {"CPU": 1}}]
+    members = [start(mine, *who) for who in (("policy", 0), ("policy", 1), ("learner", 0))]
+    assert len(set(ray.get([member.group.remote() for member in members]))) == 1
+    mine.release()
+
+
+def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
+    mine = placement(
+        Role(name="learner", count=1, resources=ONE),
+        Role(name="policy", count=2, resources={"CPU": 1, "GPU": 1}),
+    )
+    with pytest.raises(ConfigError) as refused:
+        reserve(mine)
+    assert (
+        "cannot hold policy (2 x 1 CPU, 1 GPU): the cluster has 8 CPU, 0 GPU on 1 node, 8 CPU free"
+        in str(refused.value)
+    )
+    assert "3 CPU, 2 GPU in all" in str(refused.value)
+    assert free_cpus() == 8
+
+
+def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
+    others = placement(Role(name="other", count=6, resources=ONE))
+    reserve(others)
+    said: list[str] = []
+    mine = placement(
+        Role(name="learner", count=1, resources=ONE), Role(name="policy", count=3, resources=ONE)
+    )
+    with pytest.raises(ConfigError, match=r"still waiting for policy .*, after 2 s"):
+        reserve(mine, 2, said.append)
+    assert said[-1].startswith("waiting for policy (3 x 1 CPU): the cluster has 8 CPU, 0 GPU on 1")
+    assert said[-1].endswith("s of 2 s")
+    eventually(lambda: free_cpus() == 2)  # the learner's bundle is free again
+    polls = iter([others.release])
+    reserve(mine, poll=lambda: next(polls, lambda: None)())
+    mine.release()
+
+
+def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
+    others = placement(Role(name="other", count=6, resources=ONE))
+    reserve(others)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reserve(placement(Role(name="policy", count=3, resources=ONE)), poll=interrupt)
+    others.release()
+    eventually(lambda: free_cpus() == 8)
+    time.sleep(1)
+    assert free_cpus() == 8, "what was given up was reserved after all"
+
+
+def test_a_member_is_added_when_there_is_room_and_removed() -> None:
+    mine = placement(Role(name="policy", count=1, resources={"CPU": 5}))
+    reserve(mine)
+    first, second = mine.add("policy"), placement(Role(name="other", count=1, resources={"CPU": 3}))
+    reserve(second)
+    assert first == 1 and mine.ready("policy", 0) and not mine.ready("policy", 1)
+    mine.remove("policy", 1)  # while it still waits
+    assert not mine.ready("policy", 1)
+    second.release()
+    assert mine.add("policy") == 2
+    assert not mine.ready("policy", 2), "5 of 8 are taken"
+    mine.release()
+
+    mine = placement(Role(name="policy", count=1, resources=ONE))
+    reserve(mine)
+    assert mine.add("policy") == 1
+    eventually(lambda: mine.ready("policy", 1))
+    added = start(mine, "policy", 1)
+    assert ray.get(added.group.remote()) and free_cpus() == 6
+    mine.remove("policy", 1)
+    eventually(lambda: free_cpus() == 7)
+    mine.release()
+
+
+def test_a_member_that_restarts_is_in_its_bundle_again() -> None:
+    mine = placement(Role(name="policy", count=1, resources=ONE))
+    reserve(mine)
+    member = start(mine, "policy", 0, max_restarts=1, max_task_retries=1)
+    group = ray.get(member.group.remote())
+    ray.kill(member, no_restart=False)
+    assert ray.get(member.group.remote()) == group
+    mine.release()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundles", "lacking"),
+    [
+        ([{"CPU": 4}], [{"CPU": 1}] * 4, []),
+        ([{"CPU": 4}], [{"CPU": 1}] * 5, ["role"]),
+        ([{"CPU": 2}, {"CPU": 2}], [{"CPU": 3}], ["role"]),  # of two nodes, none holds it
+        ([{"CPU": 3}, {"CPU": 3}], [{"CPU": 2}] * 3, ["role"]),  # 6 in all, and a third is cut up
+        ([{"GPU": 1, "CPU": 9}], [{"GPU": 0.1, "CPU": 0.1}] * 10, []),
+        ([{"GPU": 1, "CPU": 9}], [{"GPU": 0.1, "CPU": 1}] * 10, ["role"]),
+        ([{"CPU": 4}], [{"CPU": 3, "big": 1}, {"CPU": 1}], ["role"]),
+        ([{"CPU": 3, "big": 1}, {"CPU": 1}], [{"CPU": 3, "big": 1}, {"CPU": 1}], []),
+    ],
+)
+def test_what_certainly_does_not_fit(nodes: list, bundles: list, lacking: list) -> None:
+    assert _lacking({"role": bundles}, nodes) == lacking
+
+
+def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
+    planned = {"learner": [{"CPU": 3}], "policy": [{"CPU": 1}, {"CPU": 1}]}
+    assert _lacking(planned, [{"CPU": 4}]) == ["policy"]
+
+
+_LOSE_A_NODE = """
+import json, ray
+from ray.cluster_utils import Cluster
+from cluster.placement import Placement, Role
+from tests.cluster.test_placement import eventually
+class Member:
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+cluster = Cluster()
+cluster.add_node(num_cpus=0)
+workers = [cluster.add_node(num_cpus=1, resources={"work": 1}) for _ in range(2)]
+cluster.connect()
+mine = Placement(
+    [Role(name="policy", count=2, resources={"CPU": 1, "work": 0.5})], strategy="spread", name="x"
+)
+mine.reserve(deadline_s=60, say=print, poll=lambda: None)
+kind = ray.remote(Member)
+forever = {"max_restarts": -1, "max_task_retries": -1}
+members = [kind.options(**mine.options("policy", i), **forever).remote() for i in range(2)]
+before = ray.get([member.node.remote() for member in members])
+lost = next(worker for worker in workers if worker.node_id == before[1])
+cluster.remove_node(lost, allow_graceful=False)
+eventually(lambda: not mine.ready("policy", 1))
+others = mine.ready("policy", 0)
+new = cluster.add_node(num_cpus=1, resources={"work": 1}).node_id
+eventually(lambda: mine.ready("policy", 1))
+after = ray.get([member.node.remote() for member in members], timeout=120)
+ray.kill(members[1])
+again = ray.get(kind.options(**mine.options("policy", 1)).remote().node.remote(), timeout=120)
+print(json.dumps({"before": before, "after": after, "again": again, "new": new, "others": others}))
+mine.release()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
+    """A cluster of three nodes, in processes of its own. One dies, and a fourth comes."""
+    # Where Ray would leave word of this cluster for whoever starts Ray here next.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        ended = subprocess.Popen(
+            [sys.executable, "-c", _LOSE_A_NODE],
+            cwd=REPOSITORY,
+            env={**os.environ, "RAY_TMPDIR": directory, "RAY_health_check_period_ms": "500"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = ended.communicate(timeout=DEADLINE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(ended.pid, signal.SIGKILL)
+    assert ended.returncode == 0, stderr
+    nodes = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
+    before, after = nodes["before"], nodes["after"]
+    assert len(set(before)) == 2, "spread members are on one node"
+    assert after[0] == before[0], "an untouched member moved"
+    assert nodes["others"], "one bundle's loss is not the group's"
+    assert after[1] == nodes["new"]
+    assert nodes["again"] == nodes["new"], "the same options are the same bundle"

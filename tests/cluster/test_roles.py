@@ -1,0 +1,95 @@
+"""Who is in a run, what each takes, and the plan that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.config_on_policy import OpdConfig, TeacherConfig
+from cluster.config_supervised import SftConfig
+from cluster.roles import (
+    cpus_at_most,
+    describe_layout,
+    model_paths,
+    placed_roles,
+    pool_bounds,
+    teacher_roles,
+)
+from distill.errors import ConfigError
+
+Opd = Callable[..., OpdConfig]
+
+
+def taken(config: OpdConfig | SftConfig, device: str) -> dict[str, tuple[int, dict[str, float]]]:
+    return {role.name: (role.count, dict(role.needed)) for role in placed_roles(config, device)}
+
+
+def test_what_each_role_takes(opd: Opd) -> None:
+    config = opd(policy_engines=2, learner_workers=3, rollout_cpus=0.5, rollout_workers=4)
+    assert taken(config, "cpu") == {
+        "learner": (3, {"CPU": 1}),
+        "policy": (2, {"CPU": 1}),
+        "teacher": (1, {"CPU": 1}),
+        "rollout": (4, {"CPU": 0.5}),
+    }
+    config = opd(gpus_per_actor=0.5, engine="embedded")
+    assert taken(config, "cuda") == {
+        name: (1, {"CPU": 1, "GPU": 0.5}) for name in ("learner", "policy", "teacher")
+    }
+
+
+def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(opd: Opd) -> None:
+    config = opd(
+        engine="sglang", policy_server_flags="--tp-size 4", teacher="http://127.0.0.1:1",
+        gpus_per_actor=0.5,
+    )  # fmt: skip
+    roles = taken(config, "cuda")
+    assert roles["policy"] == (1, {"CPU": 1, "GPU": 4}) and roles["teacher"] == (1, {})
+
+
+def test_supervised_runs_are_a_learner_alone(sft: Callable[..., SftConfig]) -> None:
+    config = sft(learner_workers=2)
+    assert taken(config, "cpu") == {"learner": (2, {"CPU": 1})} and cpus_at_most(config) == 2
+    assert model_paths(config) == {"learner": {"model": config.model}}
+
+
+def test_pools_and_their_bounds(opd: Opd, tiny_pair) -> None:
+    config = opd(
+        policy_engines_max=3, rollout_workers=2, teacher_engines_max=2, rollout_cpus=1,
+        teacher=None,
+        teachers={name: TeacherConfig(model=tiny_pair.teacher) for name in ("a", "b")},
+    )  # fmt: skip
+    assert teacher_roles(config) == {"a": "teacher a", "b": "teacher b"}
+    assert pool_bounds(config) == {
+        "policy": (1, 3), "rollout": (2, 2), "teacher a": (1, 2), "teacher b": (1, 2),
+    }  # fmt: skip
+    assert cpus_at_most(config) == 1 + 3 + 2 + 2 * 2
+
+
+@pytest.mark.parametrize("pool", ["policy_engines", "rollout_workers", "teacher_engines"])
+def test_a_pool_s_largest_size_is_not_below_its_smallest(opd: Opd, pool: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{pool}_max=1 is below {pool}=2"):
+        opd(**{pool: 2, f"{pool}_max": 1})
+
+
+def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
+    config = opd(policy_engines=2, policy_engines_max=5, colocate=True, device="cpu")
+    lines = describe_layout(config).splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert rows["policy"].split()[1] == "2..5" and "and caches" in rows["policy"]
+    assert "MiB" in rows["learner"] and rows["learner"].endswith("and activations")
+    assert rows["placed"] == "placed   pack, learner and policy on one node"
+    assert "to 2 policy engines after each step" in rows["push"]
+    assert rows["needs"] == "needs    4 CPU to start; grown to the most, 7 CPU"
+    assert opd(device="cpu").rollout_cpus == 0 and "rollout" not in rows
+
+
+def test_what_each_role_loads(opd: Opd, tiny_pair) -> None:
+    config = opd(estimator="full")
+    student, teacher = {"student": tiny_pair.student}, {"teacher": tiny_pair.teacher}
+    assert model_paths(config) == {
+        "learner": student | teacher, "policy": student, "teacher": teacher,
+    }  # fmt: skip
+    config = opd(teacher="http://127.0.0.1:1")
+    assert model_paths(config).keys() == {"learner", "policy"}

@@ -1,0 +1,278 @@
+"""From what is seen of a run to windows, and from decisions to members: the bookkeeping."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.worker import Stage
+from cluster.journal import read_journal
+from cluster.ledger import QueueStatus
+from cluster.queue import GroupQueue, WorkerEnd
+from cluster.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.scaling import Scaling
+from cluster.supervise import Member, Role, State
+from distill.delivery import TrainedGroups
+from tests.samples import group
+
+
+@dataclass
+class Crew:
+    """A fleet of names: members come and go at once, unless they are `slow` to start."""
+
+    bounds: Mapping[str, tuple[int, int]]
+    statuses: dict[str, WorkerStatus] = field(default_factory=dict)
+    slow: bool = False
+    _members: list[Member] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for role, (smallest, _) in self.bounds.items():
+            for _ in range(smallest):
+                self._add(role, State.SERVING)
+
+    @property
+    def supervisor(self) -> Crew:
+        return self
+
+    def members(self, role: str, *states: State) -> list[Member]:
+        return [
+            member
+            for member in self._members
+            if member.role.name == role and (not states or member.state in states)
+        ]
+
+    def serving(self, role: str) -> dict[str, Any]:
+        return {member.name: None for member in self.members(role, State.SERVING)}
+
+    def expected(self, role: str) -> int:
+        return len(self.members(role, State.STARTING, State.READY, State.SERVING))
+
+    def grow(self, role: str) -> None:
+        self._add(role, State.STARTING if self.slow else State.SERVING)
+
+    def shrink(self, role: str) -> None:
+        self.members(role, State.SERVING)[-1].state = State.DRAINING
+
+    def _add(self, role: str, state: State) -> None:
+        kind = Role(
+            name=role,
+            title=lambda index: f"{role} engine {index}",
+            create=None,
+            heartbeat=lambda _: None,
+            introduction=lambda _: None,
+            start_deadline_s=1,
+        )
+        index = len(self.members(role))
+        self._members.append(Member(role=kind, index=index, handle=None, attempt=0, state=state))
+
+
+def queue(depth: int = 0, leased: int = 0, credit: int = 0, **changes: Any) -> QueueStatus:
+    return QueueStatus(
+        **{
+            "depth": depth,
+            "leased": {**dict.fromkeys(range(leased), ("rollout worker 0", 1, 0.0))},
+            "pending": [], "missing": [], "credit": credit, "set_aside": 0, "re_leases": 0,
+            "delivered": 0, "duplicates": 0, "consecutive_set_aside": 0, "last_reason": "",
+            "published": 0, "exhausted": False, "epoch": 0,
+        }
+        | changes
+    )  # fmt: skip
+
+
+def worker(*stages: Stage, **requests: int) -> WorkerStatus:
+    return WorkerStatus(
+        groups=tuple(GroupUnderWay(i, stage, 0.0) for i, stage in enumerate(stages)),
+        requests={name.replace("_", " "): count for name, count in requests.items()},
+        max_groups=8,
+    )
+
+
+class Run:
+    """Steps of a learner in front of a `Scaling`, on a clock of its own."""
+
+    def __init__(self, tmp_path: Path, steps_in_flight: int = 1, **bounds: tuple[int, int]) -> None:
+        self.now = 1000.0
+        self.out = tmp_path / "out"
+        self.out.mkdir()
+        self.said: list[str] = []
+        self.crew = Crew(
+            {"policy": (1, 1), "rollout": (1, 1)}
+            | {name.replace("_", " "): limits for name, limits in bounds.items()}
+        )
+        self.scaling = Scaling(
+            self.crew,  # pyright: ignore[reportArgumentType] - what it needs of a fleet
+            self,  # pyright: ignore[reportArgumentType] - what it needs of a directory
+            self.said.append,
+            up_after_s=20,
+            down_after_s=40,
+            steps_in_flight=steps_in_flight,
+            clock=lambda: self.now,
+        )
+        self.events: list[dict[str, Any]] = []
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **json.loads(json.dumps(fields))})
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def until(self, done: Callable[[], object], *step: Any) -> None:
+        """Steps of one kind, until they had their effect."""
+        for _ in range(500):
+            if done():
+                return
+            self.step(*step)
+        raise AssertionError(f"nothing came of it: {self.events[-5:]}")
+
+    def step(self, waits_s: float, learns_s: float, status: QueueStatus | None = None) -> None:
+        """Waits and learns; the queue answers once in either."""
+        self.scaling.waiting()
+        self.now += waits_s
+        self.scaling.look(status or queue())
+        self.scaling.waited()
+        self.now += learns_s
+        self.scaling.look(status or queue())
+
+
+@pytest.fixture(autouse=True)
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, bool]]]:
+    """The cluster's, as Ray lists them."""
+    alive = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: alive)
+    yield alive
+
+
+def test_a_window_is_made_of_whole_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(100, 3)  # no window before the first groups: the pipeline fills
+    for _ in range(6):
+        run.step(1, 3)
+    # From groups to groups: 3 + 1 s, twice, are the first multiple of a step above 5 s.
+    assert [window["learner_wait"] for window in run.of("window")] == [0.25, 0.25, 0.25]
+    run.step(57, 3)
+    assert run.of("window")[-1]["learner_wait"] == pytest.approx(57 / 60)
+
+
+def test_groups_and_starvation_are_means_over_the_window(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1, 5)
+    run.crew.statuses["rollout worker 0"] = worker("environment", "environment", "sampling")
+    run.scaling.look(queue(depth=4, leased=3))
+    run.crew.statuses["rollout worker 0"] = worker("scoring", "delivery")
+    run.scaling.look(queue(depth=3, leased=3))
+    run.scaling.look(queue(depth=4, leased=0, credit=1))
+    run.crew.statuses["rollout worker 1"] = worker("environment")
+    run.step(1, 1, queue(depth=2, leased=1, pending=[7]))
+    [window] = run.of("window")
+    # Seven samples: of the two of the first step, before its groups, one is not counted.
+    assert window["sampling"] == pytest.approx(1 / 7)
+    assert window["environment"] == pytest.approx(4 / 7)
+    assert window["scoring"] == pytest.approx(4 / 7)
+    assert window["credit_starved"] == pytest.approx(1 / 7)
+    assert window["queue_depth"] == 2
+
+
+def test_a_pool_grows_where_the_groups_are_and_its_sizes_are_told(
+    tmp_path: Path, nodes: list[dict[str, bool]]
+) -> None:
+    run = Run(tmp_path, rollout=(1, 3))
+    run.crew.slow = True
+    run.crew.statuses["rollout worker 0"] = worker("environment", "environment")
+    run.until(lambda: run.of("scale"), 9, 1)
+    [grown] = run.of("scale")
+    assert (grown["pool"], grown["from"], grown["to"]) == ("rollout", 1, 2)
+    assert "the learner waits 90%" in grown["reason"] and grown["reason"] in run.said[0]
+    assert [window["learner_wait"] for window in run.of("window")] == [0.9, 0.9]  # 20 s
+    nodes.append({"Alive": True})
+    run.step(9, 1)
+    assert [(e["pool"], e["ready"], e["starting"]) for e in run.of("size")] == [
+        ("policy", 1, 0), ("rollout", 1, 0), ("rollout", 1, 1),
+    ]  # fmt: skip
+    assert [event["alive"] for event in run.of("nodes")] == [1, 2]
+
+
+def test_a_growth_is_judged_by_groups_that_the_new_member_made(tmp_path: Path) -> None:
+    """Two steps are in flight: the new worker's first groups are trained in the third step."""
+    run = Run(tmp_path, steps_in_flight=2, rollout=(1, 3))
+    run.crew.statuses["rollout worker 0"] = worker("environment", "environment")
+    run.until(lambda: run.of("scale"), 9, 1)
+    for _ in range(2):
+        run.step(9, 1)  # still those of one worker
+    for _ in range(4):
+        run.step(4, 1)
+        run.step(4, 1)
+    assert [(e["from"], e["to"]) for e in run.of("scale")] == [(1, 2), (2, 3)]
+
+
+def test_a_pool_shrinks_while_credit_is_lacking(tmp_path: Path) -> None:
+    run = Run(tmp_path, rollout=(1, 3))
+    for _ in range(2):
+        run.crew.grow("rollout")
+    run.until(lambda: len(run.of("scale")) == 2, 0.01, 5, queue(depth=8))
+    assert [(e["from"], e["to"]) for e in run.of("scale")] == [(3, 2), (2, 1)]
+    for _ in range(100):
+        run.step(0.01, 5, queue(depth=8))
+    assert run.of("size")[-1]["draining"] == 2
+    assert len(run.of("scale")) == 2  # the smallest size
+
+
+def test_of_several_teachers_the_busiest_grows_and_the_idlest_shrinks(tmp_path: Path) -> None:
+    run = Run(tmp_path, teacher_maths=(1, 2), teacher_code=(1, 2))
+    run.crew.statuses["rollout worker 0"] = worker(
+        "scoring", "scoring", teacher_maths_engine_0=1, teacher_code_engine_0=5
+    )
+    run.until(lambda: run.of("scale"), 3, 7)
+    assert run.of("scale")[0]["pool"] == "teacher"
+    assert (run.crew.expected("teacher maths"), run.crew.expected("teacher code")) == (1, 2)
+    run.until(lambda: run.crew.members("teacher code", State.DRAINING), 0.01, 5, queue(depth=8))
+    assert run.crew.expected("teacher maths") == 1  # it is at its smallest, however idle
+
+
+def test_a_run_of_fixed_pools_tells_its_windows_and_changes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.crew.statuses["rollout worker 0"] = worker("environment")
+    for _ in range(50):
+        run.step(9, 1)
+    assert len(run.of("window")) == 49 and not run.of("scale")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_worker_that_leaves_while_it_waits_for_credit_takes_no_group_along(
+    tmp_path: Path,
+) -> None:
+    """What the queue leases to a call that nobody awaits any more is leased again at once."""
+    queue = GroupQueue(
+        trained=TrainedGroups(),
+        groups_per_step=2,
+        max_staleness=0,
+        total_groups=4,
+        lease_s=600.0,
+        journal=str(tmp_path / "ledger.jsonl"),
+        timeout_s=60.0,
+        actor_options={"num_cpus": 0},
+    )
+
+    async def leave() -> list[int]:
+        stays, leaves = WorkerEnd(queue, "stays"), WorkerEnd(queue, "leaves")
+        leases = await stays.lease(2)
+        waiting = asyncio.create_task(leaves.lease(2))
+        await asyncio.sleep(0.5)  # its call is in the queue, without credit
+        waiting.cancel()
+        await asyncio.gather(*(stays.put(one, group(one.group_id)) for one in leases))
+        await queue.actor.publish.remote(1, 2, None)  # which leases 2 and 3 to the one that left
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return [lease.group_id for lease in await stays.lease(2)]
+
+    try:
+        assert asyncio.run(leave()) == [2, 3]
+        assert any(event["event"] == "expire" for event in read_journal(tmp_path / "ledger.jsonl"))
+    finally:
+        ray.kill(queue.actor)

@@ -1,0 +1,223 @@
+"""Deaths, hangs, restarts and budgets, on real Ray actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.supervise import (
+    Budget,
+    LearnerLost,
+    Member,
+    Role,
+    RunFailed,
+    State,
+    Supervisor,
+    end,
+    whereabouts_call,
+)
+from distill.errors import CheckpointError
+
+DEADLINE_S = 120
+
+
+def test_restarts_wait_longer_and_longer_and_then_are_too_many() -> None:
+    budget = Budget(max_restarts=9)
+    assert [budget.delay(now) for now in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert budget.delay(9) is None
+
+
+def test_deaths_long_ago_are_forgiven() -> None:
+    budget = Budget(max_restarts=2)
+    assert [budget.delay(now) for now in (0, 200, 3700, 3900, 4000)] == [0.5, 0.5, 0.5, 0.5, None]
+    assert Budget(max_restarts=0).delay(0) is None
+
+
+class Plain:
+    """Answers, and can be made to do nothing else."""
+
+    def __init__(self, wrong: str = "") -> None:
+        if wrong == "config":
+            raise CheckpointError("no such checkpoint")
+
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class House:
+    """A supervisor over actors of one role, and what it said and recorded."""
+
+    def __init__(self, *, max_restarts: int = 5, hang_after_s: float = 60, **role: Any) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.buried: list[str] = []
+        self.made: list[tuple[int, int]] = []
+        self.wrong = ""
+        self.supervisor = Supervisor(
+            say=lambda _line: None,
+            record=lambda event, **fields: self.events.append((event, fields)),
+            buried=lambda member, _why: self.buried.append(member.name),
+            hang_after_s=hang_after_s,
+            max_restarts=max_restarts,
+        )
+        settings: dict[str, Any] = {
+            "name": "helper", "title": lambda index: f"helper {index}", "create": self.create,
+            "heartbeat": whereabouts_call, "introduction": whereabouts_call,
+            "start_deadline_s": DEADLINE_S,
+        } | role  # fmt: skip
+        self.role = Role(**settings)
+
+    def create(self, index: int, attempt: int) -> Any:
+        self.made.append((index, attempt))
+        return ray.remote(Plain).options(num_cpus=0).remote(self.wrong)
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not ready():
+            self.supervisor.tick()
+            assert time.monotonic() < deadline, self.events
+            time.sleep(0.02)
+
+    def serving(self, *indices: int) -> bool:
+        return list(self.supervisor.serving("helper")) == [f"helper {i}" for i in indices]
+
+    def pid(self, index: int = 0) -> int:
+        return self.told("start", f"helper {index}")[-1]["pid"]
+
+    def told(self, event: str, who: str) -> list[dict[str, Any]]:
+        return [fields for kind, fields in self.events if kind == event and fields["who"] == who]
+
+    def started(self, *indices: int) -> None:
+        for index in indices:
+            self.supervisor.add(self.role, index)
+        self.until(lambda: self.serving(*indices))
+        self.until(lambda: all(self.told("start", f"helper {i}") for i in indices))
+        self.supervisor.under_way = True
+
+
+@pytest.fixture
+def new_house(ray_cluster: None) -> Iterator[Callable[..., House]]:
+    made: list[House] = []
+
+    def new(**changes: Any) -> House:
+        made.append(House(**changes))
+        return made[-1]
+
+    yield new
+    for house in made:
+        house.supervisor.end_all()
+
+
+def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., House]) -> None:
+    house = new_house()
+    house.started(0, 1)
+    changes = house.supervisor.changes
+    os.kill(house.pid(1), signal.SIGKILL)
+    house.until(lambda: house.buried == ["helper 1"])
+    assert house.serving(0) and house.supervisor.expected("helper") == 2
+    house.until(lambda: house.serving(0, 1))
+    assert house.made == [(0, 0), (1, 0), (1, 1)] and house.supervisor.changes >= changes + 2
+    [death], [restart] = house.told("death", "helper 1"), house.told("restart", "helper 1")
+    assert "SIGKILL" in death["why"] or "died" in death["why"]
+    assert restart["seconds"] > 0
+
+
+@pytest.mark.parametrize("how", ["frozen", "blocked"])
+def test_an_actor_without_a_sign_of_life_is_ended(
+    new_house: Callable[..., House], how: str
+) -> None:
+    house = new_house(hang_after_s=4)
+    house.started(0)
+    old = house.pid()
+    [member] = house.supervisor.members("helper")
+    if how == "frozen":
+        os.kill(old, signal.SIGSTOP)
+    else:
+        member.handle.block.remote(3600)
+    house.until(lambda: bool(house.told("restart", "helper 0")))
+    [death] = house.told("death", "helper 0")
+    assert death["why"] == "it gave no sign of life within 4 s"
+    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    assert house.pid() != old
+
+
+def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) -> None:
+    house = new_house(max_restarts=1)
+    house.started(0)
+    os.kill(house.pid(), signal.SIGKILL)
+    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    os.kill(house.pid(), signal.SIGKILL)
+    with pytest.raises(RunFailed, match=r"helper 0 died \(.*more than 1 times in an hour"):
+        house.until(lambda: False)
+
+
+def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
+    new_house: Callable[..., House],
+) -> None:
+    house = new_house()
+    house.wrong = "config"
+    house.supervisor.add(house.role, 0)
+    with pytest.raises(RunFailed, match=r"helper 0 died at its start \(.*no such checkpoint"):
+        house.until(lambda: False)
+    house = new_house()
+    house.started(0)
+    house.wrong = "config"
+    house.supervisor.add(house.role, 1)
+    house.until(lambda: house.buried == ["helper 1"])
+    house.wrong = ""
+    house.until(lambda: house.serving(0, 1))
+
+
+def test_the_loss_of_a_vital_actor_is_the_learner_s(new_house: Callable[..., House]) -> None:
+    house = new_house(vital=True)
+    house.started(0)
+    os.kill(house.pid(), signal.SIGKILL)
+    with pytest.raises(LearnerLost, match="helper 0 died"):
+        house.until(lambda: False)
+    assert house.supervisor.vital() == {} and house.made == [(0, 0)]
+
+
+def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House]) -> None:
+    house = new_house(gated=True)
+    house.supervisor.add(house.role, 0)
+    house.until(lambda: bool(house.supervisor.waiting()))
+    [member] = house.supervisor.waiting()
+    assert house.supervisor.serving("helper") == {}
+    house.supervisor.admit(member)
+    assert house.serving(0) and house.supervisor.waiting() == []
+    house.supervisor.drain(member)
+    assert house.supervisor.serving("helper") == {} and house.supervisor.expected("helper") == 0
+    assert house.supervisor.members("helper", State.DRAINING) == [member]
+    house.supervisor.dismiss(member)
+    assert house.supervisor.members("helper") == []
+
+
+def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -> None:
+    there = False
+    house = new_house(placed=lambda _index: there, start_deadline_s=1)
+    house.supervisor.add(house.role, 0)
+    end_of_wait = time.monotonic() + 2
+    house.until(lambda: time.monotonic() > end_of_wait)
+    [member] = house.supervisor.members("helper", State.STARTING)
+    assert member.beat is None and house.buried == []
+    there = True
+    house.until(lambda: member.beat is not None)
+
+
+def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
+    house = new_house(hang_after_s=4, healing=True)
+    handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+    member: Member = house.supervisor.adopt(house.role, 0, handle)
+    house.until(lambda: bool(house.told("start", "helper 0")))
+    os.kill(house.pid(), signal.SIGKILL)
+    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    os.kill(house.pid(), signal.SIGSTOP)
+    house.until(lambda: len(house.told("start", "helper 0")) == 3)
+    assert len(house.told("death", "helper 0")) == len(house.told("restart", "helper 0")) == 2
+    assert house.supervisor.members("helper") == [member] and house.buried == []
+    end(handle)

@@ -1,0 +1,15 @@
+"""Rewards that fail, as users' own do."""
+
+from __future__ import annotations
+
+
+def refuses_zero(response: str, answer: str) -> float:
+    """Fails on prompts whose answer is 0."""
+    if answer == "0":
+        raise ValueError("a prompt that answers 0")
+    return float(answer in response)
+
+
+def broken(response: str, answer: str) -> float:
+    """Fails on all of them."""
+    return len(response) / 0

@@ -1,0 +1,76 @@
+"""A run on Ray's own autoscaler: its pool and the cluster grow under load, and shrink after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import story
+from cluster.audit import audit
+from tests.conftest import TinyPair
+from tests.e2e import harness, slow_reward
+from tests.e2e.harness import events, finish, metrics, wait_until
+from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
+
+pytestmark = pytest.mark.e2e
+
+
+def sizes(out: Path, pool: str) -> list[dict[str, Any]]:
+    """Its members, ready, starting and draining, from each change to the next."""
+    return [event for event in events(out, "size") if event["pool"] == pool]
+
+
+def test_a_pool_and_the_cluster_follow_the_load(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards are slow, then fast again, on a cluster whose worker nodes hold one worker each."""
+    out, load = tmp_path / "run", tmp_path / "load"
+    load.write_text("1.0")
+    monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
+    # What makes the learner's step so long that it does not wait for quick rewards.
+    replies = tmp_path / "replies.jsonl"
+    rows = [{"prompt": f"{a}?", "completion": " and ".join(["so"] * 15)} for a in range(8)]
+    replies.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {
+        "student": tiny_pair.student, "prompts": tiny_pair.prompts, "out": out,
+        "reward": "tests.e2e.slow_reward:reward", "temperature": 1.0, "engine": "embedded",
+        "steps": 80, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
+        "sft_data": replies, "sft_batch_size": 256, "checkpoint_every": 100,
+        "rollout_cpus": 1, "rollout_workers": 1, "rollout_workers_max": 3,
+        "scale_up_after_s": 2, "scale_down_after_s": 2,
+    }  # fmt: skip
+    types = {"env": WorkerType(resources={"CPU": 1}, maximum=3)}
+    with scaling_cluster(types, head_cpus=2, idle_s=3) as cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        process = harness.start(
+            "cluster.train", "recipe=rl", *(f"{name}={value}" for name, value in arguments.items())
+        )
+        wait_until(lambda: len(metrics(out)) >= 1, process)
+        assert len(cluster.workers()) == 1
+        wait_until(lambda: sizes(out, "rollout")[-1]["ready"] == 3, process)
+        assert len(cluster.workers()) == 3
+        load.unlink()
+        alone = {"ready": 1, "starting": 0, "draining": 0}
+        wait_until(lambda: alone.items() <= sizes(out, "rollout")[-1].items(), process)
+        assert len(metrics(out)) < 78  # it shrank for want of work, not because the run was ending
+        wait_until(lambda: len(cluster.workers()) == 1, process)
+        code, output = finish(process)
+    assert code == 0, output
+    changes = [(event["from"], event["to"]) for event in events(out, "scale")]
+    assert changes[:2] == [(1, 2), (2, 3)] and changes[-2:] == [(3, 2), (2, 1)]
+    whys = [event["reason"] for event in events(out, "scale")]
+    assert all("in their environments" in why for why in whys[:2]), whys
+    assert all("workers lack credit" in why for why in whys[-2:]), whys
+    alive = [event["alive"] for event in events(out, "nodes")]
+    assert max(alive) == 4 and not events(out, "death")
+    require_exactly_once(out, groups=160)
+    assert story.main([f"out={out}"]) == 0
+
+
+def require_exactly_once(out: Path, groups: int) -> None:
+    found = audit(out / "ledger.jsonl")
+    assert not found.problems, found.lines()
+    assert found.trained == groups and found.ended and not found.set_aside
