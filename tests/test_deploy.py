@@ -1,0 +1,144 @@
+"""The manifests: valid to those who read them, and in step with the code and its pins."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from cluster.command import parse
+from cluster.train import RECIPES
+
+REPOSITORY = Path(__file__).parents[1]
+DEPLOY = REPOSITORY / "deploy"
+DOCUMENTS = [
+    *sorted(DEPLOY.iterdir()),
+    REPOSITORY / "docs/cluster.md",
+    REPOSITORY / "runtime-env.yaml",
+]
+PINS = dict(
+    line.split("==")
+    for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    if "==" in line and not line.startswith("#")
+)
+
+
+def manifest(name: str) -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def cluster_spec(name: str) -> dict[str, Any]:
+    spec = manifest(name)["spec"]
+    return spec.get("rayClusterSpec", spec)
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of every `cluster.train` in a text, over line ends; `...` stands for settings."""
+    plain = re.sub(r"\\\n[# ]*", " ", text)
+    found = re.findall(r"python -m cluster\.train ((?:[\w.]+=\S+\s+)+)", plain + "\n")
+    return [shlex.split(arguments) for arguments in found]
+
+
+def require_parses(arguments: list[str]) -> None:
+    recipe = RECIPES[arguments[0].removeprefix("recipe=")]
+    assert chz.is_chz(parse(recipe.config, arguments[1:]))
+
+
+def test_ray_up_accepts_its_cluster() -> None:
+    config = prepare_config(manifest("ray-cluster.yaml"))
+    validate_config(config)
+    types = config["available_node_types"]
+    assert types["gpu"]["max_workers"] == config["max_workers"]
+    spot = "InstanceMarketOptions"
+    assert spot in types["gpu"]["node_config"] and spot not in types["head"]["node_config"]
+
+
+def test_ray_up_would_refuse_a_misspelt_setting() -> None:
+    config = prepare_config(manifest("ray-cluster.yaml") | {"max_wokers": 4})
+    with pytest.raises(Exception, match="max_wokers"):
+        validate_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("kuberay-cluster.yaml", "RayCluster"), ("kuberay-job.yaml", "RayJob")]
+)
+def test_kuberay_manifests_have_what_the_operator_requires(name: str, kind: str) -> None:
+    document = manifest(name)
+    assert (document["apiVersion"], document["kind"]) == ("ray.io/v1", kind)
+    assert re.fullmatch(r"[a-z][a-z0-9-]{0,46}", document["metadata"]["name"])
+    spec = cluster_spec(name)
+    assert spec["rayVersion"] == PINS["ray"]
+    assert spec["enableInTreeAutoscaling"] and spec["authOptions"] == {"mode": "token"}
+    (worker,) = spec["workerGroupSpecs"]
+    assert 0 <= worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
+    for group in (spec["headGroupSpec"], worker):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["image"] and pod["securityContext"]["runAsNonRoot"]
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+
+
+def test_a_job_has_the_standing_clusters_cluster() -> None:
+    assert cluster_spec("kuberay-job.yaml") == cluster_spec("kuberay-cluster.yaml")
+
+
+def test_every_node_runs_one_image() -> None:
+    images = set(re.findall(r"image: (\S+)", "".join(map(Path.read_text, DEPLOY.glob("*.yaml")))))
+    assert len(images) == 1
+
+
+def test_the_image_has_the_pinned_versions() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    (python,) = re.findall(r"^FROM python:(\d+\.\d+)-", text, re.MULTILINE)
+    assert project["project"]["requires-python"] == f">={python}"
+    assert project["tool"]["pyright"]["pythonVersion"] == python
+    assert re.findall(r"ray\[default\]==([\d.]+)", text) == [PINS["ray"]]
+    assert "-c constraints.txt" in text and "ARG VARIANT" in text
+    user = [line for line in text.splitlines() if line.startswith("USER")]
+    assert user == ["USER ray"]
+    copied = {
+        word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()
+    }
+    for package in project["tool"]["setuptools"]["packages"]["find"]["include"]:
+        assert package.rstrip("*") in copied, f"{package} is not in the image"
+
+
+def test_the_commands_are_the_command_lines_own() -> None:
+    for name in ("ray-cluster.yaml", "kuberay-cluster.yaml"):
+        (command,) = commands((DEPLOY / name).read_text())
+        require_parses(command)
+    require_parses(shlex.split(manifest("kuberay-job.yaml")["spec"]["entrypoint"])[3:])
+    for command in commands((REPOSITORY / "docs/cluster.md").read_text()):
+        require_parses(command)
+
+
+def test_the_runtime_environment_gives_a_stopped_job_its_time() -> None:
+    written = yaml.safe_load((REPOSITORY / "runtime-env.yaml").read_text())
+    assert int(written["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+    job = yaml.safe_load(manifest("kuberay-job.yaml")["spec"]["runtimeEnvYAML"])
+    assert job["env_vars"].items() <= written["env_vars"].items()
+
+
+def test_nothing_is_open_and_nothing_is_secret() -> None:
+    up = manifest("ray-cluster.yaml")
+    assert "-e RAY_AUTH_MODE=token" in up["docker"]["run_options"]
+    assert "--dashboard-host=127.0.0.1" in " ".join(up["head_start_ray_commands"])
+    assert "RAY_AUTH_MODE=token" in (DEPLOY / "Dockerfile").read_text()
+    for path in DOCUMENTS:
+        text = path.read_text()
+        assert "RAY_AUTH_MODE=disabled" not in text, path
+        # A long word of letters and digits mixed, or the forms of well-known keys.
+        for word in re.findall(r"[A-Za-z0-9+/_-]{32,}", text):
+            assert not (re.search(r"\d", word) and re.search(r"[A-Za-z]", word)), (path, word)
+        assert not re.search(r"AKIA|BEGIN [A-Z ]*PRIVATE KEY|hf_[A-Za-z]{8}|sk-[A-Za-z]{8}", text)
