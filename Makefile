@@ -10,12 +10,13 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo opd-vs-rl test lint bench clean
+.PHONY: help install install-sglang demo opd-vs-rl test chaos lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
 	@echo "make test    lint, types and the whole test suite"
+	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
 
@@ -55,6 +56,9 @@ lint: $(STAMP)
 
 test: lint $(SGLANG)
 	$(BIN)/python -m pytest
+
+chaos: $(SGLANG)
+	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))
 
 bench: $(STAMP) .venv-peer/.installed
 	$(BIN)/python -m tests.bench out=outputs/bench

@@ -1,0 +1,197 @@
+"""The parts of the long form: runs of one set-up each, struck, finished and audited."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from actors.sglang_server import sglang_installed
+from tests.chaos.monkey import (
+    HANGS,
+    KILLS,
+    OF_FOLLOWERS,
+    SERVER_KILLS,
+    Kind,
+    Monkey,
+    slow_teacher,
+)
+from tests.chaos.proxy import served_teacher
+from tests.chaos.tortured import TorturedRun
+from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
+from tests.tiny import save_tokenizer, tiny_model_dir
+
+PROMPTS_PER_STEP = 4
+_HANG_AFTER_S = 10.0
+# More than any part takes: the monkey ends the run, not the number of steps.
+_ENDLESS = 1_000_000
+_DISK_MIB = 48
+_DISK_FULL_S = 12.0
+_CORRUPTED_STEPS = 25
+_CORRUPTED_SHARE = 0.15
+
+
+def settings(root: Path) -> dict[str, object]:
+    """Of a small opd run on a tiny pair, which is made under `root`."""
+    root.mkdir(parents=True, exist_ok=True)
+    student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1)
+    teacher = tiny_model_dir(root, seed=2)
+    for directory in (student, teacher):
+        save_tokenizer(directory)
+    prompts = root / "prompts.jsonl"
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(5)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "recipe": "opd", "student": student, "teacher": teacher, "prompts": prompts,
+        "temperature": 0.7, "steps": _ENDLESS, "prompts_per_step": PROMPTS_PER_STEP,
+        "group_size": 2, "max_new_tokens": 8, "lr": 1e-4, "checkpoint_every": 5, "eval_size": 2,
+        "engine": "embedded", "max_staleness": 1, "deadline_s": 600, "max_restarts": 1000,
+        "hang_after_s": _HANG_AFTER_S, "stall_after_s": 30,
+    }  # fmt: skip
+
+
+@contextmanager
+def struck(
+    out: Path,
+    arguments: Mapping[str, object],
+    seed: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = 600,
+) -> Iterator[Monkey]:
+    """A job that has done its first steps, and its monkey; nothing is left of it afterwards."""
+    run = TorturedRun(out, arguments, environment=environment, deadline_s=deadline_s)
+    try:
+        run.start()
+        run.wait(lambda: run.step >= 2, "the first steps")
+        yield Monkey(run, seed)
+    finally:
+        run.close()
+
+
+def embedded(out: Path, seed: int, strikes: int) -> Monkey:
+    """Every actor of a run with two workers of each kind, killed and frozen; the job, too."""
+    arguments = settings(out / "pair") | {"learner_workers": 2, "rollout_workers": 2}
+    kinds = (*KILLS, *OF_FOLLOWERS, *HANGS, slow_teacher(_HANG_AFTER_S / 2))
+    with struck(out / "embedded", arguments, seed) as monkey:
+        for number, kind in enumerate(monkey.plan(kinds, strikes), start=1):
+            monkey.strike(kind)
+            if number == strikes // 2:
+                monkey.kill_the_job()
+        monkey.finish(PROMPTS_PER_STEP)
+    return monkey
+
+
+def sglang(out: Path, seed: int, strikes: int = 6) -> Monkey | str:
+    """Processes of SGLang servers killed, which Ray knows nothing of."""
+    if not sglang_installed():
+        return "SGLang is not installed"
+    arguments = settings(out / "pair") | {"engine": "sglang", "hang_after_s": 30.0}
+    with struck(out / "sglang", arguments, seed) as monkey:
+        for kind in monkey.plan(SERVER_KILLS, strikes):
+            monkey.strike(kind)
+        monkey.finish(PROMPTS_PER_STEP)
+    return monkey
+
+
+def corrupted(out: Path, seed: int) -> Monkey | str:
+    """A share of a teacher's answers spoilt on their way."""
+    if not sglang_installed():
+        return "SGLang is not installed"
+    arguments = settings(out / "pair")
+    with served_teacher(str(arguments["teacher"]), seed) as (proxy, key):
+        arguments |= {"teacher": proxy.url}
+        environment = {"ISOTHERM_TEACHER_API_KEY": key}
+        with struck(out / "corrupted", arguments, seed, environment=environment) as monkey:
+            proxy.share = _CORRUPTED_SHARE
+            monkey.run.wait_for_steps(_CORRUPTED_STEPS)
+            proxy.share = 0.0
+            monkey.say(f"answers spoilt: {dict(proxy.spoilt)}, passed on: {proxy.passed}")
+            if len(proxy.spoilt) < 3:
+                monkey.problems.append(f"too few answers were spoilt: {dict(proxy.spoilt)}")
+            monkey.finish(PROMPTS_PER_STEP)
+    return monkey
+
+
+def raylet(out: Path, seed: int, strikes: int = 3) -> Monkey:
+    """Whole nodes die, with everyone on them; the autoscaler brings others."""
+    arguments = settings(out / "pair") | {"rollout_workers": 2, "rollout_cpus": 1}
+    types = {"worker": WorkerType(resources={"CPU": 1}, maximum=4)}
+    with scaling_cluster(types, head_cpus=3) as cluster:
+        environment = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+        kind = Kind(name="node killed", victims="", act=lambda _: _kill_a_node(cluster))
+        with struck(out / "raylet", arguments, seed, environment=environment) as monkey:
+            for _ in range(strikes):
+                monkey.strike(kind)
+            monkey.finish(PROMPTS_PER_STEP)
+    return monkey
+
+
+def _kill_a_node(cluster: object) -> None:
+    cluster.kill_a_worker_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def full_disk(out: Path, seed: int) -> Monkey | str:
+    """The disk of `out` is full for a while, and then has room again."""
+    disk = out / "disk"
+    disk.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(disk)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"a small disk cannot be mounted here: {made.stderr.strip()}"
+    try:
+        kind = Kind(
+            name="disk full",
+            victims="",
+            act=lambda _: _fill(disk / "ballast", _DISK_FULL_S),
+            deadly=False,
+        )
+        with struck(disk / "run", settings(out / "pair"), seed) as monkey:
+            for _ in range(2):
+                monkey.strike(kind)
+            if not any(event["event"] == "unsaved" for event in monkey.run.events):
+                monkey.problems.append("the disk was full, and every checkpoint was saved")
+            return _finished(monkey, out)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
+
+
+def _finished(monkey: Monkey, out: Path) -> Monkey:
+    """The log outlives the disk."""
+    try:
+        monkey.finish(PROMPTS_PER_STEP)
+    finally:
+        (out / "full-disk.log").write_bytes(monkey.run.log.read_bytes())
+    return monkey
+
+
+def _fill(ballast: Path, seconds: float) -> None:
+    block = os.urandom(1 << 12)
+    try:
+        with ballast.open("wb", buffering=0) as file:
+            try:
+                while file.write(block):
+                    pass
+            except OSError:
+                pass  # no space left: that is the point
+        time.sleep(seconds)
+    finally:
+        ballast.unlink()
+
+
+PARTS: dict[str, Callable[[Path, int], Monkey | str]] = {
+    "sglang": sglang,
+    "corrupted": corrupted,
+    "raylet": raylet,
+    "disk": full_disk,
+}
+
+
+def parts(strikes: int) -> dict[str, Callable[[Path, int], Monkey | str]]:
+    """By name, in the order in which they are run. A part returns why it cannot run here."""
+    return {"embedded": partial(embedded, strikes=strikes), **PARTS}

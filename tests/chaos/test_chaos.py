@@ -1,0 +1,118 @@
+"""Struck runs finish as if nothing had happened; `make chaos` is the long form."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from cluster.journal import read_journal
+from tests.chaos.monkey import HANGS, KILLS, Monkey, table
+from tests.chaos.tortured import TorturedRun
+from tests.conftest import TinyPair
+from tests.e2e.harness import opd_arguments
+
+pytestmark = pytest.mark.e2e
+
+Start = Callable[..., TorturedRun]
+PROMPTS_PER_STEP = 4
+
+
+@pytest.fixture
+def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
+    """Starts runs on the tiny pair, by name; what is left of them ends with the test."""
+    runs: list[TorturedRun] = []
+
+    def start(name: str, **settings: object) -> TorturedRun:
+        arguments = opd_arguments(tiny_pair, tmp_path / name, **settings)
+        given = dict(argument.split("=", 1) for argument in arguments)
+        given.pop("out")
+        run = TorturedRun(tmp_path / name, {"recipe": "opd", **given})
+        runs.append(run)
+        run.start()
+        return run
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> None:
+    run = tortured(
+        "run", steps=1_000_000, max_staleness=1, lr=1e-4, hang_after_s=8, max_restarts=50,
+        deadline_s=300, checkpoint_every=5,
+    )  # fmt: skip
+    run.wait(lambda: run.step >= 2, "the first steps")
+    monkey = Monkey(run, seed=20)
+    killed = [kind for kind in KILLS if "evaluator" not in kind.name]
+    hanging = [kind for kind in HANGS if "worker" in kind.name]
+    for kind in monkey.plan([*killed, *hanging], len(killed) + len(hanging)):
+        monkey.strike(kind)
+    print("\n".join(table(monkey.strikes)))
+    assert not monkey.finish(PROMPTS_PER_STEP)
+
+
+def test_a_synchronous_run_comes_out_the_same_whatever_dies(tortured: Start) -> None:
+    """The same prompts in the same order, and the same weights."""
+    steps = 50
+    settings = {"steps": steps, "max_staleness": 0, "lr": 1e-4, "checkpoint_every": 7}
+    moments = random.Random(5)
+    first, last = moments.randrange(5, 15), moments.randrange(22, 35)
+
+    struck = tortured("struck", **settings)
+    struck.wait(lambda: struck.step >= first, "the learner's last step")
+    Monkey(struck, seed=5).strike(next(kind for kind in KILLS if kind.name == "learner killed"))
+    struck.wait(lambda: struck.step >= last, "the driver's last step")
+    struck.signal(signal.SIGKILL)
+    assert struck.join() == -signal.SIGKILL
+    assert not struck.left_over(but_agents=True)
+    struck.start()
+    assert struck.join() == 0
+    assert not struck.problems(steps, PROMPTS_PER_STEP)
+
+    whole = tortured("whole", **settings)
+    assert whole.join() == 0
+    assert not whole.problems(steps, PROMPTS_PER_STEP)
+
+    rewound = [event for event in read_journal(struck.out / "ledger.jsonl") if _goes_back(event)]
+    assert len(rewound) == 3, "a start, a rewind and a second start"
+    assert _trained(struck.out) == _trained(whole.out)
+    for name in ("train/loss", "train/tokens", "opd/reverse_kl"):
+        assert [step[name] for step in struck.metrics] == pytest.approx(
+            [step[name] for step in whole.metrics], rel=1e-5
+        )
+    weights, expected = _weights(struck.out), _weights(whole.out)
+    assert weights.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.abs(weights[name] - values).max() <= 1e-6, name
+
+
+def _goes_back(event: dict[str, Any]) -> bool:
+    return event["event"] in ("start", "rewind")
+
+
+def _trained(out: Path) -> list[tuple[int, int, int]]:
+    """(version, first id, end) of the steps in the final weights, by the journal."""
+    steps: list[tuple[int, int, int]] = []
+    for event in read_journal(out / "ledger.jsonl"):
+        if _goes_back(event):
+            steps = [step for step in steps if step[2] <= event["watermark"]]
+        elif event["event"] == "train":
+            steps.append((event["version"], event["from"], event["to"]))
+    assert [s["groups/first"] for s in _metrics(out)] == [first for _, first, _ in steps]
+    return steps
+
+
+def _metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _weights(out: Path) -> dict[str, np.ndarray]:
+    return load_file(out / "final" / "model.safetensors")

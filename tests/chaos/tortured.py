@@ -1,0 +1,247 @@
+"""A run of the real command, watched from outside: its files, its processes, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.audit import audit
+from tests.e2e.harness import REPOSITORY
+from tests.e2e.scaling_cluster import is_alive
+
+_LOOK_EVERY_S = 0.5
+_POLL_S = 0.05
+_SHOWN_LINES = 60
+# After the command has ended, its last processes are given so long.
+_GONE_WITHIN_S = 120.0
+# Whose raylet was killed with the job: they try to tell its head for a minute, and end.
+_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+_SESSION = r"session_\d{4}-[\d_-]+"
+
+
+class ChaosError(AssertionError):
+    """The run did not survive what it should have, or did not end. Shows what it printed."""
+
+
+class TorturedRun:
+    """`python -m cluster.train` into one directory, job after job.
+
+    Args:
+        settings: the command's arguments, without `out`.
+        environment: variables beside this process's own.
+        deadline_s: longest any one thing is waited for; against hangs only.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Mapping[str, object],
+        *,
+        environment: Mapping[str, str] | None = None,
+        deadline_s: float = 300,
+    ) -> None:
+        self.out, self._settings, self.deadline_s = out, dict(settings), deadline_s
+        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        self.log = out.with_name(f"{out.name}.log")
+        self.process: subprocess.Popen[bytes] | None = None
+        self._family: dict[int, psutil.Process] = {}
+        self._sessions: set[str] = set()  # Ray's names for those that the jobs started themselves
+
+    # jobs
+
+    def start(self, **changes: object) -> None:
+        """Starts a job with these settings changed, and watches its processes."""
+        self._settings |= changes
+        arguments = [f"{name}={value}" for name, value in self._settings.items()]
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.train", *arguments, f"out={self.out}"],
+                cwd=REPOSITORY,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Remembers descendants and actors, so that those that outlive the command are known."""
+        while process.poll() is None:
+            with suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    if child.pid not in self._family:
+                        self._family[child.pid] = child
+                        self._sessions |= set(re.findall(_SESSION, " ".join(child.cmdline())))
+            for pid in self.pids().values():
+                with suppress(psutil.Error):
+                    self._family.setdefault(pid, psutil.Process(pid))
+            time.sleep(_LOOK_EVERY_S)
+
+    def signal(self, signum: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(signum)
+
+    def join(self) -> int:
+        """The exit code of the job."""
+        assert self.process is not None
+        try:
+            return self.process.wait(self.deadline_s)
+        except subprocess.TimeoutExpired:
+            raise self._error(f"the command did not end within {self.deadline_s:.0f} s") from None
+
+    def close(self) -> None:
+        """Ends the job and whatever is left of its processes."""
+        processes = self.left_over(0.0)
+        if self.process is not None and self.process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                processes += psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def wait(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
+        """Waits for a condition of the job under way; raises ChaosError if it ends first."""
+        assert self.process is not None
+        limit = deadline_s or self.deadline_s
+        deadline = time.monotonic() + limit
+        while not ready():
+            if (code := self.process.poll()) is not None:
+                raise self._error(f"waiting for {what}, the run ended with {code}")
+            if time.monotonic() > deadline:
+                raise self._error(f"waited {limit:.0f} s for {what}")
+            time.sleep(_POLL_S)
+
+    def _error(self, what: str) -> ChaosError:
+        lines = self.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+        return ChaosError("\n".join([what, *lines]))
+
+    # what it writes
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return _lines(self.out / "events.jsonl")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return _lines(self.out / "metrics.jsonl")
+
+    @property
+    def step(self) -> int:
+        """The newest step in metrics.jsonl; 0 before the first."""
+        path = self.out / "metrics.jsonl"
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (1 << 14)))
+            whole = file.read().split(b"\n")[:-1]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    def wait_for_steps(self, number: int) -> None:
+        """Returns after so many more steps; a return to a checkpoint begins the count again."""
+        start = self.step
+
+        def done() -> bool:
+            nonlocal start
+            start = min(start, self.step)
+            return self.step >= start + number
+
+        self.wait(done, f"{number} more steps")
+
+    def pids(self) -> dict[str, int]:
+        """The process of each actor that has started and not died since, by name."""
+        found: dict[str, int] = {}
+        for event in self.events:
+            if event["event"] == "start":
+                found[event["who"]] = event["pid"]
+            elif event["event"] == "death":
+                found.pop(event["who"], None)
+        return {who: pid for who, pid in found.items() if psutil.pid_exists(pid)}
+
+    # what must be true at the end
+
+    def problems(self, steps: int, prompts_per_step: int) -> list[str]:
+        """Everything that is wrong with a run that should have finished after so many steps."""
+        found = [*audit(self.out / "ledger.jsonl", steps=steps).problems]
+        metrics = self.metrics
+        if [int(step["step"]) for step in metrics] != list(range(1, steps + 1)):
+            found.append(f"metrics.jsonl does not hold each of {steps} steps once, in order")
+        groups = sum(int(step["train/groups"]) for step in metrics)
+        if groups != steps * prompts_per_step:
+            found.append(f"metrics.jsonl holds {groups} groups of {steps * prompts_per_step}")
+        # Samples of a lost learner's weights would be newer than the weights that they train.
+        early = [step["step"] for step in metrics if step["staleness/mean"] < 0]
+        if early:
+            found.append(f"steps {early} train samples of weights that were lost")
+        for before, after in pairwise(metrics):
+            if after["groups/first"] <= before["groups/last"]:
+                found.append(f"step {after['step']:.0f} trains groups of the step before it")
+        summary = self.out / "summary.json"
+        status = json.loads(summary.read_text())["status"] if summary.exists() else "none"
+        if status != "finished":
+            found.append(f"summary.json says {status}")
+        left = self.left_over()
+        return [*found, *(f"left behind: {_named(process)}" for process in left)]
+
+    def left_over(
+        self, patience_s: float = _GONE_WITHIN_S, *, but_agents: bool = False
+    ) -> list[psutil.Process]:
+        """Processes of the jobs so far that live on after `patience_s`.
+
+        Args:
+            but_agents: leaves out Ray's own agents, which are late to notice that all are gone.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = [process for process in self._relatives() if is_alive(process)]
+            if but_agents:
+                alive = [process for process in alive if _title(process) not in _AGENTS]
+            if not alive or time.monotonic() >= deadline:
+                return alive
+            time.sleep(_LOOK_EVERY_S)
+
+    def _relatives(self) -> list[psutil.Process]:
+        """Known descendants, and whoever names the directory or one of the jobs' Ray sessions."""
+        marks = [str(self.out), *self._sessions]
+        found = dict(self._family)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                words = [*process.cmdline(), *process.environ().values()]
+                if process.pid != os.getpid() and any(m in word for m in marks for word in words):
+                    found.setdefault(process.pid, process)
+        return list(found.values())
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only; the last may be half written."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in whole]
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
+def _named(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    return str(process.pid)
