@@ -37,14 +37,13 @@ from distill.interfaces import (
     Sample,
     Score,
     ScoreRequest,
-    TensorLayout,
     WeightSource,
     check_chains,
     check_prompt,
 )
 from distill.models import read_weights
 from distill.shared_memory import SharedTensors
-from distill.tensors import PackedTensors
+from distill.tensors import PackedTensors, TensorLayout
 from distill.types import StopReason
 
 logger = logging.getLogger(__name__)

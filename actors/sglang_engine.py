@@ -45,12 +45,12 @@ from distill.interfaces import (
     Sample,
     Score,
     ScoreRequest,
-    TensorLayout,
     WeightSource,
     check_chains,
     check_prompt,
 )
 from distill.sampling import UNSCALED
+from distill.tensors import TensorLayout
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 

@@ -46,12 +46,11 @@ from distill.interfaces import (
     CheckpointDirectory,
     GroupBroadcast,
     Sample,
-    TensorLayout,
     WeightSource,
 )
 from distill.models import tensor_shapes
 from distill.shared_memory import SharedBlock, SharedTensors, handle
-from distill.tensors import PackedTensors, first_non_finite
+from distill.tensors import PackedTensors, TensorLayout, first_non_finite
 from distill.types import StopReason
 from distill.weights import HeldWeights
 

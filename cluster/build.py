@@ -13,12 +13,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.evaluate import Evaluator
-from actors.worker import RolloutWorker
 from cluster.checks import RolloutInputs, SupervisedInputs
 from cluster.config import CommonConfig
 from cluster.config_on_policy import OpdConfig, RolloutConfig
 from cluster.config_supervised import SupervisedConfig
-from cluster.handles import EnginePool
 from cluster.learner_actor import (
     LearnerActor,
     LearnerFollower,
@@ -43,7 +41,7 @@ from cluster.roles import (
     teacher_roles,
     worker_title,
 )
-from cluster.rollout_actor import RolloutActor
+from cluster.rollout_actor import RolloutActor, build_worker
 from cluster.supervise import (
     HEALTH_GROUP,
     Role,
@@ -143,9 +141,10 @@ class RolloutCast:
 
         def create(index: int, attempt: int) -> Any:
             build = partial(
-                _build_worker,
+                build_worker,
+                policy=POLICY,
                 teachers=teacher_roles(config),
-                has_reference=config.reference is not None,
+                reference=REFERENCE if config.reference is not None else None,
                 top_k=config.objective().asked_of_teacher,
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
@@ -273,22 +272,6 @@ class RolloutCast:
 
 def _anywhere(_index: int) -> bool:
     return True
-
-
-def _build_worker(
-    pools: Mapping[str, EnginePool],
-    *,
-    teachers: Mapping[str, str],
-    has_reference: bool,
-    **settings: Any,
-) -> RolloutWorker:
-    """In the worker's actor. `teachers` are pools by the teacher's name."""
-    return RolloutWorker(
-        policy=pools[POLICY],
-        teachers={name: pools[role] for name, role in teachers.items()},
-        reference=pools[REFERENCE] if has_reference else None,
-        **settings,
-    )
 
 
 def supervised_learners(

@@ -59,6 +59,9 @@ class QueueStatus:
         published: the watermark of the weights on the engines.
         exhausted: nothing is left to be started, again or for the first time.
         epoch: see `Lease`.
+        starved_s: for so long, of the `age_s` seconds since the queue was made, nothing might
+            start and fewer groups were under way than finished. (Some credit is always with groups
+            that are being trained: workers that lack it for a moment are not too many.)
     """
 
     depth: int
@@ -75,6 +78,8 @@ class QueueStatus:
     published: int
     exhausted: bool
     epoch: int
+    starved_s: float
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ class Ledger:
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
+        self._made_at = self._metered_at = clock()
+        self._starved, self._starved_s = False, 0.0
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:
@@ -172,6 +179,7 @@ class Ledger:
                 epoch=self.epoch,
                 request=request,
             )
+            self._meter()
         return leases
 
     def _startable(self, max_groups: int) -> list[int]:
@@ -216,6 +224,7 @@ class Ledger:
         self._arrived += 1
         self._consecutive_set_aside = 0
         self.record("put", **fields)
+        self._meter()
         return True
 
     def _why_late(self, lease: Lease) -> str:
@@ -242,6 +251,7 @@ class Ledger:
             self._put_aside(group_id, f"failed {failures} times: {reason}")
         else:
             self._pending.add(group_id)
+        self._meter()
 
     # the driver's end
 
@@ -278,6 +288,7 @@ class Ledger:
                 self._put_aside(group_id, f"{deaths} workers died or hung with it: {reason}")
             else:
                 self._pending.add(group_id)
+        self._meter()
 
     def _put_aside(self, group_id: int, reason: str) -> None:
         self._set_aside[group_id] = reason
@@ -300,6 +311,7 @@ class Ledger:
             set_aside=_by_text(trained.set_aside),
             reason=reason,
         )
+        self._meter()
 
     def commit(self, step: int, watermark: int) -> None:
         """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
@@ -371,6 +383,7 @@ class Ledger:
         self.record(
             "train", version=version, **{"from": first, "to": watermark}, skipped=_by_text(skipped)
         )
+        self._meter()
 
     def _account(self, watermark: int) -> dict[int, str]:
         """Moves the published watermark; returns what was set aside on the way.
@@ -411,6 +424,16 @@ class Ledger:
         self._delivered = set()
         above = {i: r for i, r in self._set_aside.items() if i >= self._published}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
+        self._meter()
+
+    def _meter(self) -> None:
+        """After every change: how long it was as it was, and how it is now."""
+        now = self._clock()
+        if self._starved:
+            self._starved_s += now - self._metered_at
+        self._metered_at = now
+        may_start = self.credit or self._pending
+        self._starved = not may_start and len(self._delivered) > len(self._leased)
 
     @property
     def credit(self) -> int:
@@ -430,6 +453,7 @@ class Ledger:
         return self._published
 
     def status(self) -> QueueStatus:
+        self._meter()
         now = self._clock()
         next_step = min(self._per_step, self._total - self._trained)
         return QueueStatus(
@@ -450,6 +474,8 @@ class Ledger:
             published=self._published,
             exhausted=self.all_started and not self._pending,
             epoch=self.epoch,
+            starved_s=self._starved_s,
+            age_s=now - self._made_at,
         )
 
 

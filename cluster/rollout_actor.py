@@ -1,4 +1,7 @@
-"""What a rollout worker's actor hosts: the worker, its pools of engines, and the driver's end."""
+"""What a rollout worker's actor hosts: the worker, its pools of engines, and the driver's end.
+
+Such actors are many, and start while a run waits for them: nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,23 @@ class RolloutActor:
             requests=requests,
             max_groups=self._worker.max_groups,
         )
+
+
+def build_worker(
+    pools: Mapping[str, EnginePool],
+    *,
+    policy: str,
+    teachers: Mapping[str, str],
+    reference: str | None,
+    **settings: Any,
+) -> RolloutWorker:
+    """In the worker's actor. `policy`, `reference` and the values of `teachers` name pools."""
+    return RolloutWorker(
+        policy=pools[policy],
+        teachers={name: pools[role] for name, role in teachers.items()},
+        reference=None if reference is None else pools[reference],
+        **settings,
+    )
 
 
 class _Pools(dict[str, EnginePool]):

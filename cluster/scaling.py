@@ -36,12 +36,11 @@ _MEMORY = 15
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A moment of a window: groups by where they are, and whether credit was lacking (1 or 0)."""
+    """A moment of a window: groups by where they are."""
 
     sampling: float
     environment: float
     scoring: float
-    starved: float
 
 
 class Scaling:
@@ -92,6 +91,7 @@ class Scaling:
         self._waited_s = 0.0
         self._ended: tuple[float, float] | None = None  # seconds of a window, and of its waits
         self._samples: list[_Sample] = []
+        self._before: QueueStatus | None = None  # the window began
         self.staleness = 0.0
         self._recorded: dict[str, object] = {}
 
@@ -114,11 +114,13 @@ class Scaling:
         """Takes a sample; after a window's end decides and acts."""
         self._record_sizes()
         self._record_nodes()
-        self._samples.append(self._sample(status))
+        self._samples.append(self._sample())
+        if self._before is None or self._began is None:
+            self._before = status
         if self._ended is None:
             return
-        observation = self._observe(status, *self._ended)
-        self._ended, self._samples = None, []
+        observation = self._observe(self._before, status, *self._ended)
+        self._ended, self._samples, self._before = None, [], status
         self._directory.append_event(
             "window",
             learner_wait=observation.learner_wait,
@@ -131,24 +133,27 @@ class Scaling:
         if self._elastic:
             self._act(observation)
 
-    def _sample(self, status: QueueStatus) -> _Sample:
+    def _sample(self) -> _Sample:
         workers = self._fleet.statuses.values()
         stages = [group.stage for worker in workers for group in worker.groups]
         return _Sample(
             sampling=stages.count("sampling"),
             environment=stages.count("environment"),
             scoring=stages.count("scoring"),
-            # Some credit is always with groups that are being trained: it takes more than that.
-            starved=not (status.credit or status.pending) and status.depth > len(status.leased),
         )
 
-    def _observe(self, status: QueueStatus, seconds: float, waited_s: float) -> Observation:
+    def _observe(
+        self, before: QueueStatus, status: QueueStatus, seconds: float, waited_s: float
+    ) -> Observation:
         columns = zip(*map(astuple, self._samples), strict=True)
-        sampling, environment, scoring, starved = map(fmean, columns)
+        sampling, environment, scoring = map(fmean, columns)
+        # Measured in the queue (a new one counts from 0): samples are taken in step with steps.
+        passed_s = status.age_s - before.age_s
+        starved_s = status.starved_s - before.starved_s
         return Observation(
             seconds=seconds,
             learner_wait=min(1.0, waited_s / seconds),
-            credit_starved=starved,
+            credit_starved=min(1.0, max(0.0, starved_s / passed_s)) if passed_s > 0 else 0.0,
             sampling=sampling,
             environment=environment,
             scoring=scoring,

@@ -43,7 +43,8 @@ from torch.distributed.distributed_c10d import (
 
 from cluster.acknowledge import values
 from distill.errors import EngineError, NonFiniteError
-from distill.interfaces import GroupBroadcast, TensorLayout
+from distill.interfaces import GroupBroadcast
+from distill.tensors import TensorLayout
 from distill.weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from learner.group import LOOPBACK, open_store
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from distill.errors import DataError
 from distill.sampling import Sampling, check_temperature
-from distill.shared_memory import SharedTensors
-from distill.tensors import PackedTensors, TensorLayout
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
+
+if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
+    from distill.shared_memory import SharedTensors
+    from distill.tensors import PackedTensors, TensorLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -127,7 +129,7 @@ class GroupBroadcast:
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
 # learner), as files, or over a network.
-WeightSource = PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast
+WeightSource: TypeAlias = "PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, ConfigError
@@ -18,6 +17,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    from transformers import AutoTokenizer  # imports torch, its compiler, and every model's names
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # json, OSError, ValueError, KeyError: a corrupt file has many faces

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +73,17 @@ def test_cluster_imports_sglang_lazily() -> None:
     for path in sources("cluster"):
         at_once = {name for name, now in imports(path.read_text()) if now}
         assert not at_once & LAZY_ONLY, path
+
+
+@pytest.mark.parametrize(
+    "modules",
+    ["cluster.rollout_actor, distill.envs.single_turn", "actors.evaluate", "cluster.queue"],
+    ids=["rollout worker", "evaluator", "queue"],
+)
+def test_actors_without_tensors_start_without_torch(modules: str) -> None:
+    """It is most of the seconds and of the memory that such an actor takes; they are many."""
+    code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize(

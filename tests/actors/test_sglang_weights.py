@@ -31,12 +31,11 @@ from distill.interfaces import (
     GroupBroadcast,
     Sample,
     ScoreRequest,
-    TensorLayout,
     WeightSource,
 )
 from distill.models import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
-from distill.tensors import PackedTensors
+from distill.tensors import PackedTensors, TensorLayout
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")

@@ -73,16 +73,11 @@ class Crew:
         self._members.append(Member(role=kind, index=index, handle=None, attempt=0, state=state))
 
 
-def queue(depth: int = 0, leased: int = 0, credit: int = 0, **changes: Any) -> QueueStatus:
+def queue(depth: int, starved_s: float, age_s: float) -> QueueStatus:
     return QueueStatus(
-        **{
-            "depth": depth,
-            "leased": {**dict.fromkeys(range(leased), ("rollout worker 0", 1, 0.0))},
-            "pending": [], "missing": [], "credit": credit, "set_aside": 0, "re_leases": 0,
-            "delivered": 0, "duplicates": 0, "consecutive_set_aside": 0, "last_reason": "",
-            "published": 0, "exhausted": False, "epoch": 0,
-        }
-        | changes
+        depth=depth, leased={}, pending=[], missing=[], credit=0, set_aside=0, re_leases=0,
+        delivered=0, duplicates=0, consecutive_set_aside=0, last_reason="", published=0,
+        exhausted=False, epoch=0, starved_s=starved_s, age_s=age_s,
     )  # fmt: skip
 
 
@@ -99,6 +94,7 @@ class Run:
 
     def __init__(self, tmp_path: Path, steps_in_flight: int = 1, **bounds: tuple[int, int]) -> None:
         self.now = 1000.0
+        self.starved_s = 0.0
         self.out = tmp_path / "out"
         self.out.mkdir()
         self.said: list[str] = []
@@ -131,14 +127,20 @@ class Run:
             self.step(*step)
         raise AssertionError(f"nothing came of it: {self.events[-5:]}")
 
-    def step(self, waits_s: float, learns_s: float, status: QueueStatus | None = None) -> None:
-        """Waits and learns; the queue answers once in either."""
+    def step(self, waits_s: float, learns_s: float, depth: int = 0, starved: float = 0) -> None:
+        """Waits and learns; the queue answers once in either.
+
+        `starved` is the share of the time in which workers lack credit.
+        """
         self.scaling.waiting()
-        self.now += waits_s
-        self.scaling.look(status or queue())
+        self.look(waits_s, depth, starved)
         self.scaling.waited()
-        self.now += learns_s
-        self.scaling.look(status or queue())
+        self.look(learns_s, depth, starved)
+
+    def look(self, seconds: float, depth: int = 0, starved: float = 0) -> None:
+        self.now += seconds
+        self.starved_s += starved * seconds
+        self.scaling.look(queue(depth, self.starved_s, self.now - 1000))
 
 
 @pytest.fixture(autouse=True)
@@ -160,23 +162,35 @@ def test_a_window_is_made_of_whole_steps(tmp_path: Path) -> None:
     assert run.of("window")[-1]["learner_wait"] == pytest.approx(57 / 60)
 
 
-def test_groups_and_starvation_are_means_over_the_window(tmp_path: Path) -> None:
+def test_groups_are_means_over_the_window(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(1, 5)
     run.crew.statuses["rollout worker 0"] = worker("environment", "environment", "sampling")
-    run.scaling.look(queue(depth=4, leased=3))
+    run.look(1)
     run.crew.statuses["rollout worker 0"] = worker("scoring", "delivery")
-    run.scaling.look(queue(depth=3, leased=3))
-    run.scaling.look(queue(depth=4, leased=0, credit=1))
+    run.look(1)
+    run.look(1)
     run.crew.statuses["rollout worker 1"] = worker("environment")
-    run.step(1, 1, queue(depth=2, leased=1, pending=[7]))
+    run.step(1, 1, depth=2)
     [window] = run.of("window")
     # Seven samples: of the two of the first step, before its groups, one is not counted.
     assert window["sampling"] == pytest.approx(1 / 7)
     assert window["environment"] == pytest.approx(4 / 7)
     assert window["scoring"] == pytest.approx(4 / 7)
-    assert window["credit_starved"] == pytest.approx(1 / 7)
     assert window["queue_depth"] == 2
+
+
+def test_starvation_is_a_share_of_the_window(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(50, 5, starved=1)  # the first wait is in no window
+    for starved in (0.25, 0.75):
+        for _ in range(4):
+            run.step(1, 4, starved=starved)
+    shares = [window["credit_starved"] for window in run.of("window")]
+    assert shares[1:4] == pytest.approx([0.25] * 3) and shares[5:] == pytest.approx([0.75] * 3)
+    run.starved_s = 0.0  # the queue died
+    run.step(1, 4)
+    assert run.of("window")[-1]["credit_starved"] == 0.0
 
 
 def test_a_pool_grows_where_the_groups_are_and_its_sizes_are_told(
@@ -215,10 +229,10 @@ def test_a_pool_shrinks_while_credit_is_lacking(tmp_path: Path) -> None:
     run = Run(tmp_path, rollout=(1, 3))
     for _ in range(2):
         run.crew.grow("rollout")
-    run.until(lambda: len(run.of("scale")) == 2, 0.01, 5, queue(depth=8))
+    run.until(lambda: len(run.of("scale")) == 2, 0.01, 5, 8, 0.9)
     assert [(e["from"], e["to"]) for e in run.of("scale")] == [(3, 2), (2, 1)]
     for _ in range(100):
-        run.step(0.01, 5, queue(depth=8))
+        run.step(0.01, 5, 8, 0.9)
     assert run.of("size")[-1]["draining"] == 2
     assert len(run.of("scale")) == 2  # the smallest size
 
@@ -231,7 +245,7 @@ def test_of_several_teachers_the_busiest_grows_and_the_idlest_shrinks(tmp_path: 
     run.until(lambda: run.of("scale"), 3, 7)
     assert run.of("scale")[0]["pool"] == "teacher"
     assert (run.crew.expected("teacher maths"), run.crew.expected("teacher code")) == (1, 2)
-    run.until(lambda: run.crew.members("teacher code", State.DRAINING), 0.01, 5, queue(depth=8))
+    run.until(lambda: run.crew.members("teacher code", State.DRAINING), 0.01, 5, 8, 0.9)
     assert run.crew.expected("teacher maths") == 1  # it is at its smallest, however idle
 
 

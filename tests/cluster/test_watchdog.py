@@ -18,7 +18,7 @@ def status(**changes: Any) -> QueueStatus:
         "missing": [3, 5],
         "credit": 0, "set_aside": 0, "re_leases": 1, "delivered": 7, "duplicates": 0,
         "consecutive_set_aside": 0, "last_reason": "its lease ran out", "published": 3,
-        "exhausted": False, "epoch": 1,
+        "exhausted": False, "epoch": 1, "starved_s": 0.0, "age_s": 60.0,
     } | changes  # fmt: skip
     return QueueStatus(**settings)
 

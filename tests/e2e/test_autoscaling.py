@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,15 @@ def test_a_pool_and_the_cluster_follow_the_load(
     out, load = tmp_path / "run", tmp_path / "load"
     load.write_text("1.0")
     monkeypatch.setenv(slow_reward.LOAD_FILE, str(load))
-    # What makes the learner's step so long that it does not wait for quick rewards.
+    # What makes the learner's step so long that its wait for quick rewards is nothing.
     replies = tmp_path / "replies.jsonl"
     rows = [{"prompt": f"{a}?", "completion": " and ".join(["so"] * 15)} for a in range(8)]
     replies.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = {
         "student": tiny_pair.student, "prompts": tiny_pair.prompts, "out": out,
         "reward": "tests.e2e.slow_reward:reward", "temperature": 1.0, "engine": "embedded",
-        "steps": 80, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
-        "sft_data": replies, "sft_batch_size": 256, "checkpoint_every": 100,
+        "steps": 2000, "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 8, "eval_size": 1,
+        "sft_data": replies, "sft_batch_size": 640, "checkpoint_every": 100,
         "rollout_cpus": 1, "rollout_workers": 1, "rollout_workers_max": 3,
         "scale_up_after_s": 2, "scale_down_after_s": 2,
     }  # fmt: skip
@@ -55,10 +56,10 @@ def test_a_pool_and_the_cluster_follow_the_load(
         load.unlink()
         alone = {"ready": 1, "starting": 0, "draining": 0}
         wait_until(lambda: alone.items() <= sizes(out, "rollout")[-1].items(), process)
-        assert len(metrics(out)) < 78  # it shrank for want of work, not because the run was ending
         wait_until(lambda: len(cluster.workers()) == 1, process)
+        process.send_signal(signal.SIGINT)
         code, output = finish(process)
-    assert code == 0, output
+    assert code == 130, output
     changes = [(event["from"], event["to"]) for event in events(out, "scale")]
     assert changes[:2] == [(1, 2), (2, 3)] and changes[-2:] == [(3, 2), (2, 1)]
     whys = [event["reason"] for event in events(out, "scale")]
@@ -66,11 +67,7 @@ def test_a_pool_and_the_cluster_follow_the_load(
     assert all("workers lack credit" in why for why in whys[-2:]), whys
     alive = [event["alive"] for event in events(out, "nodes")]
     assert max(alive) == 4 and not events(out, "death")
-    require_exactly_once(out, groups=160)
-    assert story.main([f"out={out}"]) == 0
-
-
-def require_exactly_once(out: Path, groups: int) -> None:
     found = audit(out / "ledger.jsonl")
     assert not found.problems, found.lines()
-    assert found.trained == groups and found.ended and not found.set_aside
+    assert found.trained == 2 * len(metrics(out)) and not found.set_aside
+    assert story.main([f"out={out}"]) == 0
