@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from cluster.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 
 # Once one of several linked engines has failed, the others have this long to say whether they
@@ -65,7 +66,7 @@ def collect(
             try:
                 answers.values[name] = ray.get(reference)
             except RayError as error:
-                answers.failures[name] = _explained(error)
+                answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
                 if isinstance(error, EngineLost) or not isinstance(error, RayTaskError):
                     answers.lost.add(name)
         answers.problem = answers.problem or problem()
@@ -91,12 +92,3 @@ def values(pending: Mapping[str, Any], what: str, timeout_s: float) -> dict[str,
     if answers.failures:
         raise EngineError(f"{what} failed: {answers.complaint()}")
     return answers.values
-
-
-def _explained(error: RayError) -> str:
-    if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):
-        return "died"
-    cause: BaseException = error
-    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-        cause = cause.cause
-    return str(cause)

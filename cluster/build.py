@@ -26,6 +26,7 @@ from cluster.learner_actor import (
     policy_losses,
     supervised_losses,
 )
+from cluster.ledger import LedgerSettings
 from cluster.outputs import RunDirectory
 from cluster.placement import Placement
 from cluster.publisher import PushSettings
@@ -97,11 +98,13 @@ class RolloutCast:
         config = self._config
         return GroupQueue(
             trained=trained,
-            groups_per_step=config.prompts_per_step,
-            max_staleness=config.max_staleness,
-            total_groups=config.steps * config.prompts_per_step,
-            lease_s=config.lease_s,
-            max_failures=config.max_group_failures,
+            settings=LedgerSettings(
+                groups_per_step=config.prompts_per_step,
+                max_staleness=config.max_staleness,
+                total_groups=config.steps * config.prompts_per_step,
+                lease_s=config.lease_s,
+                max_failures=config.max_group_failures,
+            ),
             journal=str(self._directory.ledger),
             timeout_s=config.deadline_s,
             actor_options={
@@ -278,9 +281,9 @@ def supervised_learners(
     config: SupervisedConfig,
     inputs: SupervisedInputs,
     directory: RunDirectory,
-    resume_from: Checkpoint | None,
     device: str,
     placement: Placement,
+    resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
     """The learner's workers of an sft or dpo run."""

@@ -78,7 +78,9 @@ class RolloutConfig(CommonConfig, ABC):
         "learner sent? 0 trusts them",
     )
     start_deadline_s: float = chz.field(
-        default=600.0, doc="longest an SGLang server may take to start, seconds"
+        default=600.0,
+        doc="longest an actor may take to start, seconds: an engine with its model, an SGLang "
+        "server, a rollout worker",
     )
     require_handshake: bool = chz.field(
         default=True,

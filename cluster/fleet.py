@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster.build import RolloutCast, learner_role
 from cluster.config_on_policy import RolloutConfig
+from cluster.failures import reason_of
 from cluster.handles import EnginePool
 from cluster.ledger import QueueStatus
 from cluster.outputs import RunDirectory
@@ -40,7 +41,6 @@ from cluster.supervise import (
     RunFailed,
     State,
     Supervisor,
-    reason_of,
 )
 from cluster.watchdog import Watchdog
 from distill.calibration import CalibrationReport
@@ -115,6 +115,7 @@ class Fleet:
         self._asked_at = 0.0
         self.statuses: dict[str, WorkerStatus] = {}
         self._queue_asked: Any = None
+        self._queue_status: QueueStatus | None = None
         self.scaling = Scaling(
             self,
             directory,
@@ -196,7 +197,7 @@ class Fleet:
     def close(self) -> None:
         """Ends everyone."""
         try:
-            ray.get(self.queue.actor.close.remote(), timeout=_CLOSE_S)
+            ray.get(self.queue.close(), timeout=_CLOSE_S)
         except RayError as error:  # it is dead or hangs: its journal lacks no more than the end
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()
@@ -246,28 +247,34 @@ class Fleet:
         if self._queue_asked is not None and ray.wait([self._queue_asked], timeout=0)[0]:
             asked, self._queue_asked = self._queue_asked, None
             with suppress(RayError):  # the next one answers
-                self.scaling.look(ray.get(asked))
+                status: Any = ray.get(asked)
+                self._queue_status = status
+                self._check_set_aside(status)
+                self.scaling.look(status)
         now = time.monotonic()
         if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
             self._asked_at = now
             workers = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
             self._asked = {m.handle.status.remote(): m.name for m in workers}
             if self._queue_asked is None:
-                self._queue_asked = self.queue.actor.status.remote()
+                self._queue_asked = self.queue.status()
             names = {member.name for member in workers}
             self.statuses = {n: s for n, s in self.statuses.items() if n in names}
 
     def _dismiss(self, member: Member) -> None:
         self.supervisor.dismiss(member)
-        if self._has_place(member.role.name):
-            self._placement.remove(member.role.name, member.index)
+        self._give_back_place(member.role.name, member.index)
+
+    def _give_back_place(self, role: str, index: int) -> None:
+        if self._has_place(role):
+            self._placement.remove(role, index)
 
     def _has_place(self, role: str) -> bool:
         return role != ROLLOUT or self._config.rollout_cpus > 0
 
     def _buried(self, member: Member, why: str) -> None:
         if member.role.name == ROLLOUT:
-            self.queue.actor.forfeit.remote(worker_title(member.index), why)
+            self.queue.forfeit(worker_title(member.index), why)
             self._runs = {run: m for run, m in self._runs.items() if m is not member}
 
     # while the learner is idle
@@ -287,18 +294,14 @@ class Fleet:
                 ready = self.queue.poll(watermark, self._config.prompts_per_step)
                 if self.driver.call("groups", ready):
                     return time.monotonic() - started
-                status = self.queue_status()
-                self.check_set_aside(status)
-                self._watchdog.look(status, self.statuses)
+                if self._queue_status is not None:
+                    self._watchdog.look(self._queue_status, self.statuses)
         finally:
             self.scaling.waited()
 
-    def queue_status(self) -> QueueStatus:
-        return self.driver.call("the queue", self.queue.actor.status.remote())
-
     def re_lease(self, ids: list[int], reason: str) -> None:
         """Groups under way are given to other workers, too."""
-        self.queue.actor.expire_now.remote(ids, reason)
+        self.queue.expire_now(ids, reason)
 
     def bury(self, name: str, why: str) -> None:
         """Ends an actor that hangs; it is made again."""
@@ -307,7 +310,7 @@ class Fleet:
                 if member.name == name:
                     self.supervisor.bury(member, why)
 
-    def check_set_aside(self, status: QueueStatus) -> None:
+    def _check_set_aside(self, status: QueueStatus) -> None:
         """Raises RunFailed if so many groups fail that it is not their own fault."""
         config = self._config
         in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
@@ -327,24 +330,23 @@ class Fleet:
         policies = [m for m in waiting if m.role.name == POLICY]
         scorers = [m for m in waiting if m not in policies]
         for member in policies:
-            self._admit(member, [member], [])
-        if scorers and self.supervisor.serving(POLICY):
-            for member in scorers:
-                self._admit(member, [], [member])
+            self._admit(member)
+        for member in scorers:
+            if self.supervisor.serving(POLICY):  # else there is nobody whose samples it may score
+                self._admit(member)
 
-    def _admit(self, member: Member, policies: list[Member], scorers: list[Member]) -> None:
+    def _admit(self, member: Member) -> None:
+        joining = {member.name: member.handle}
+        pool = EnginePool(member.role.name, joining).each()
         try:
-            for policy in policies:
-                admitted = self.learner.admit.remote({policy.name: policy.handle})
-                self.driver.ask_learner(f"pushing weights to {policy.name}", admitted)
-            sampled = {m.name: EnginePool(m.name, {m.name: m.handle}) for m in policies}
-            report: CalibrationReport = self.driver.run(
-                f"the handshake of {member.name}",
-                self._examine(
-                    sampled or self.pool(POLICY).each(),
-                    {m.name: EnginePool(m.name, {m.name: m.handle}) for m in scorers},
-                ),
-            )
+            if member.role.name == POLICY:
+                admitted = self.learner.admit.remote(joining)
+                self.driver.ask_learner(f"pushing weights to {member.name}", admitted)
+                examined = self._examine(pool, {})
+            else:
+                name, policy = next(iter(self.supervisor.serving(POLICY).items()))
+                examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
+            report: CalibrationReport = self.driver.run(f"the handshake of {member.name}", examined)
         except LearnerLost:
             raise
         except (RunFailed, EngineError) as error:
@@ -382,9 +384,8 @@ class Fleet:
         self.driver.until("the learner to start", self._seat.started, self._config.deadline_s)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # Only now: what is leased from here on must not be sampled from weights that are lost.
-        rewound = self.queue.actor.rewind.remote(trained_in(checkpoint), str(lost))
-        self.driver.call("taking the queue back", rewound)
-        self._epoch = self.queue_status().epoch
+        rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
+        self._epoch = self.driver.call("taking the queue back", rewound)
         if self._working:
             self._announce()
         self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
@@ -403,11 +404,11 @@ class Fleet:
         self.supervisor.add(self._roles[role], index)
 
     def shrink(self, role: str) -> None:
-        """The newest member leaves once it is idle; nobody, while all are being made again."""
-        members = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)
-        if not members:
+        """One that is dead is not made again; else the newest member leaves once it is idle."""
+        if (index := self.supervisor.give_up_restart(role)) is not None:
+            self._give_back_place(role, index)
             return
-        member = members[-1]
+        member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]
         if member.state is not State.SERVING:  # it never worked
             self._dismiss(member)
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from cluster.failures import reason_of
 from distill.errors import EngineError, EngineLost
 from distill.interfaces import (
     EngineInfo,
@@ -138,7 +139,7 @@ class EnginePool:
                     last = wrong == _TRIES or not self._patience_s
                     if last or not isinstance(raised, EngineError):
                         raise
-                logger.warning("%s: %s again (%s)", self._name, method, _first_line(raised))
+                logger.warning("%s: %s again (%s)", self._name, method, reason_of(raised))
                 tried.add(id(member))
                 if not self._patience_s and len(tried) == len(self._members):
                     raise
@@ -162,7 +163,7 @@ class EnginePool:
             if able:
                 return min(able, key=lambda member: member.load)
             if now >= deadline:
-                last = "" if error is None else f"; the last said: {_first_line(error)}"
+                last = "" if error is None else f"; the last said: {reason_of(error)}"
                 raise EngineLost(
                     f"no {self._name} engine answered within {self._patience_s:.0f} s "
                     f"({len(self._members)} in the pool){last}"
@@ -173,10 +174,3 @@ class EnginePool:
 def _is_loss(error: Exception) -> bool:
     """Whether the engine is gone, as opposed to having answered badly."""
     return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)
-
-
-def _first_line(error: Exception) -> str:
-    cause: BaseException = error
-    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-        cause = cause.cause
-    return (str(cause).splitlines() or [type(cause).__name__])[0]

@@ -29,7 +29,7 @@ from typing import Any
 
 import orjson
 
-from cluster.ledger import Ledger
+from cluster.ledger import Ledger, LedgerSettings
 from cluster.lines import LineFile
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
@@ -124,9 +124,8 @@ def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Rep
     for event in read_journal(path):
         try:
             if event["event"] == "start":
-                ledger = Ledger(
-                    trained=_trained(event), epoch=event["epoch"], clock=clock, **event["settings"]
-                )
+                settings = LedgerSettings(**event["settings"])
+                ledger = Ledger(settings, _trained(event), epoch=event["epoch"], clock=clock)
                 run, ended = event["run"], False
             elif ledger is not None:
                 _apply(ledger, event)

@@ -28,6 +28,35 @@ from distill.delivery import Lease, TrainedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSettings:
+    """What a run's ledger goes by.
+
+    Attributes:
+        total_groups: live groups of the whole run, those trained before included.
+        lease_s: how long a group may be under way before it is leased to another.
+        max_failures: failures of its own after which a group is set aside.
+        max_deaths: the same for workers that died or hung with it under way. More than failures,
+            because a death takes every group of its worker with it, guilty or not.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    total_groups: int
+    lease_s: float
+    max_failures: int = 3
+    max_deaths: int = 10
+
+    def __post_init__(self) -> None:
+        assert self.groups_per_step > 0 and self.max_staleness >= 0
+        assert self.max_failures > 0 and self.max_deaths > 0
+
+    @property
+    def window(self) -> int:
+        """Most groups between their lease and published weights that contain them."""
+        return self.groups_per_step * (self.max_staleness + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The ids of a step in order, and the reasons of those between them that were set aside."""
 
@@ -101,14 +130,9 @@ class Ledger:
 
     def __init__(
         self,
-        *,
+        settings: LedgerSettings,
         trained: TrainedGroups,
-        groups_per_step: int,
-        max_staleness: int,
-        total_groups: int,
-        lease_s: float,
-        max_failures: int = 3,
-        max_deaths: int = 10,
+        *,
         epoch: int,
         clock: Callable[[], float] = time.monotonic,
         record: Callable[..., None] = _unrecorded,
@@ -116,24 +140,14 @@ class Ledger:
         """
         Args:
             trained: what the starting weights account for.
-            total_groups: live groups of the whole run, those in `trained` included.
-            lease_s: how long a group may be under way before it is leased to another.
-            max_failures: failures of its own after which a group is set aside.
-            max_deaths: the same for workers that died or hung with it under way. More than
-                failures, because a death takes every group of its worker with it, guilty or not.
             clock: seconds, for the age of leases.
             record: called with an event's name and its fields.
         """
-        assert groups_per_step > 0 and max_staleness >= 0 and max_failures > 0 and max_deaths > 0
         self.record = record
         self.epoch = epoch
         self.version: int | None = None
         self._clock = clock
-        self._per_step = groups_per_step
-        self._window = groups_per_step * (max_staleness + 1)
-        self._total = total_groups
-        self._lease_s = lease_s
-        self._max_failures, self._max_deaths = max_failures, max_deaths
+        self._settings = settings
         self._failures: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
         self._set_aside: dict[int, str] = {}
@@ -247,7 +261,7 @@ class Ledger:
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
         failures = self._failures[group_id]
-        if failures >= self._max_failures:
+        if failures >= self._settings.max_failures:
             self._put_aside(group_id, f"failed {failures} times: {reason}")
         else:
             self._pending.add(group_id)
@@ -267,8 +281,9 @@ class Ledger:
 
     def expire(self, now: float) -> list[int]:
         """Ends the leases that are older than `lease_s`, as if their workers had died."""
-        late = [i for i, held in self._leased.items() if now - held.since > self._lease_s]
-        return self.release(late, f"under way for more than {self._lease_s:g} s")
+        lease_s = self._settings.lease_s
+        late = [i for i, held in self._leased.items() if now - held.since > lease_s]
+        return self.release(late, f"under way for more than {lease_s:g} s")
 
     def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
         """Ends the leases of `ids` (None: of all) early; returns those that were leased."""
@@ -284,7 +299,7 @@ class Ledger:
             del self._leased[group_id]
             self._deaths[group_id] += 1
             deaths = self._deaths[group_id]
-            if deaths >= self._max_deaths:
+            if deaths >= self._settings.max_deaths:
                 self._put_aside(group_id, f"{deaths} workers died or hung with it: {reason}")
             else:
                 self._pending.add(group_id)
@@ -439,13 +454,14 @@ class Ledger:
     def credit(self) -> int:
         """How many new groups may start."""
         started = len(self._pending) + len(self._leased) + len(self._delivered)
-        return max(0, min(self._window - started, self._total - self._trained - started))
+        left = self._settings.total_groups - self._trained - started
+        return max(0, min(self._settings.window - started, left))
 
     @property
     def all_started(self) -> bool:
         """Every group of the run was leased at least once."""
         started = len(self._pending) + len(self._leased) + len(self._delivered)
-        return self._trained + started >= self._total
+        return self._trained + started >= self._settings.total_groups
 
     @property
     def published(self) -> int:
@@ -455,7 +471,8 @@ class Ledger:
     def status(self) -> QueueStatus:
         self._meter()
         now = self._clock()
-        next_step = min(self._per_step, self._total - self._trained)
+        left = self._settings.total_groups - self._trained
+        next_step = min(self._settings.groups_per_step, left)
         return QueueStatus(
             depth=len(self._delivered),
             leased={

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.acknowledge import Answers, collect, values
 from cluster.config_on_policy import WeightsChoice
+from cluster.failures import dead_among
 from cluster.weight_probe import WeightProbe
 from cluster.weights import Transport, choose_transports
 from distill.batching import TrainingRow
@@ -29,8 +30,6 @@ from distill.types import FloatArray
 from distill.weights import Weights, total_bytes
 
 logger = logging.getLogger(__name__)
-
-_PING_S = 5.0
 
 
 class Credit(Protocol):
@@ -138,14 +137,14 @@ class Publisher:
     def _push(self, weights: Weights, version: int) -> dict[str, float]:
         """Each engine's pause. Engines that are dead, or fail twice, are none of ours any more."""
         if self._transports is None:
-            self._drop(_dead_among(self._engines), version)
+            self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
         answers = self._attempt(self._transports, weights, version)
         if not answers.failures:
             return answers.values
         logger.warning("weights version %d: %s; trying again", version, answers.complaint())
         failed = {name: self._engines[name] for name in answers.failures}
-        dead = {*_dead_among(failed), *answers.lost}
+        dead = {*dead_among(failed), *answers.lost}
         alive = {name: engine for name, engine in failed.items() if name not in dead}
         again = self._attempt(self._choose(alive), weights, version)
         self._transports = None
@@ -239,17 +238,3 @@ class Publisher:
             model=settings.model,
             timeout_s=settings.timeout_s,
         )
-
-
-def _dead_among(engines: Mapping[str, Any]) -> list[str]:
-    pings = {engine.__ray_ready__.remote(): name for name, engine in engines.items()}
-    if not pings:
-        return []
-    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
-    dead = []
-    for ping in answered:
-        try:
-            ray.get(ping)
-        except RayActorError:
-            dead.append(pings[ping])
-    return dead

@@ -2,7 +2,7 @@
 
     worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
-    driver   poll, forfeit, expire_now, rewind, commit    watches both
+    driver   poll, forfeit, expire_now, rewind, commit    watches both, and waits in its own way
 
 It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
 learner. Groups come out in order of id whatever order they arrive in, so fast (short) groups do not
@@ -19,18 +19,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.queue import Queue, _QueueActor
+from ray.util.queue import Queue
 
-from cluster.journal import Journal, replay
-from cluster.ledger import Ledger, QueueStatus
+from cluster.ledger import LedgerSettings
 from cluster.payload import pack, unpack
+from cluster.queue_actor import GroupQueueActor, LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.types import TrajectoryGroup
@@ -39,12 +37,8 @@ from distill.types import TrajectoryGroup
 _POLL_S = 2.0
 # How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
 _RESTART_S = 60.0
-# How often leases are looked over, seconds.
-_EXPIRE_EVERY_S = 1.0
 # Puts that go in one call: as many as wait, up to this size.
 _MAX_PUT_BYTES = 64 << 20
-
-Value = TypeVar("Value")
 
 
 class QueueClosed(RuntimeError):
@@ -55,228 +49,6 @@ class QueueTimeout(RuntimeError):
     """A deadline passed. The message says who waited on whom, and for what."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LeaseAnswer:
-    """`progress` changes whenever weights are published or lost; see `WorkerEnd.lease`."""
-
-    leases: list[Lease]
-    closed: bool
-    all_started: bool
-    progress: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TakeAnswer:
-    """`payloads` is None if the step is not ready."""
-
-    payloads: list[bytes] | None
-    set_aside: dict[int, str]
-    missing: list[int]
-    closed: bool
-    epoch: int
-
-
-class _GroupQueueActor(_QueueActor):
-    """Ray's queue actor behind a `Ledger`: groups are parked until weights contain them."""
-
-    def __init__(
-        self, run: str, trained: TrainedGroups, settings: Mapping[str, Any], journal: str
-    ) -> None:
-        """`run` names this queue: a journal that ends with it is this one's, and is continued."""
-        super().__init__(0)
-        before = replay(journal)
-        self._journal = Journal(journal)
-        self._closed = False
-        if before.run == run and before.ledger is not None:
-            self._ledger, self._closed = before.ledger, before.ended
-            self._ledger.record = self._journal.record
-            self._ledger.recover()
-        else:
-            epoch = before.epoch + 1
-            self._journal.record(
-                "start", run=run, epoch=epoch, settings=dict(settings), **trained.to_json()
-            )
-            self._journal.sync()
-            self._ledger = Ledger(
-                trained=trained, epoch=epoch, record=self._journal.record, **settings
-            )
-        self._payloads: dict[int, bytes] = {}
-        # Leases become possible, or a step ready: two crowds, woken apart.
-        self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
-        self._looked_over = time.monotonic()
-
-    # the workers' end
-
-    async def lease(
-        self, worker: str, max_groups: int, request: str, poll_s: float
-    ) -> _LeaseAnswer:
-        await self._expire()
-        leases = await _until(
-            self._may_start,
-            lambda: self._closed or self._ledger.lease(worker, max_groups, request),
-            poll_s,
-        )
-        return _LeaseAnswer(
-            leases=leases if isinstance(leases, list) else [],
-            closed=self._closed,
-            all_started=self._ledger.all_started,
-            progress=(self._ledger.epoch, self._ledger.published),
-        )
-
-    async def deliver(self, worker: str, leases: Sequence[Lease], *payloads: bytes) -> None:
-        # Arguments of their own: each of at most 100 kB travels in the call, without the store.
-        with self._journal.together():
-            for lease, payload in zip(leases, payloads, strict=True):
-                if self._ledger.deliver(lease, worker):
-                    self._payloads[lease.group_id] = payload
-        await _wake(self._may_train)
-
-    async def fail(self, worker: str, lease: Lease, reason: str) -> None:
-        self._ledger.fail(lease, reason, worker)
-        await self._wake_all()
-
-    # the learner's end
-
-    async def take(self, trained: TrainedGroups, num_groups: int, poll_s: float) -> _TakeAnswer:
-        await self._expire()
-        watermark = trained.watermark
-        await _until(
-            self._may_train,
-            lambda: self._closed or self._ledger.ready(watermark, num_groups),
-            poll_s,
-        )
-        step = None if self._closed else self._ledger.take(watermark, num_groups)
-        return _TakeAnswer(
-            payloads=[self._payloads[group_id] for group_id in step.group_ids] if step else None,
-            set_aside=step.set_aside if step else {},
-            missing=[] if step else self._ledger.missing(watermark, num_groups),
-            closed=self._closed,
-            epoch=self._ledger.epoch,
-        )
-
-    async def publish(self, version: int, watermark: int, epoch: int | None) -> None:
-        self._ledger.publish(version, watermark, epoch)
-        self._drop_payloads()
-        await _wake(self._may_start)
-
-    def _drop_payloads(self) -> None:
-        for group_id in [i for i in self._payloads if i < self._ledger.published]:
-            del self._payloads[group_id]
-
-    # the driver's end
-
-    async def poll(self, watermark: int, num_groups: int, poll_s: float) -> bool:
-        await self._expire()
-        await _until(
-            self._may_train,
-            lambda: self._closed or self._ledger.ready(watermark, num_groups),
-            poll_s,
-        )
-        return not self._closed and self._ledger.ready(watermark, num_groups) is not None
-
-    async def forfeit(self, worker: str, reason: str) -> list[int]:
-        ids = self._ledger.forfeit(worker, reason)
-        await self._wake_all()
-        return ids
-
-    async def expire_now(self, ids: Sequence[int] | None, reason: str) -> list[int]:
-        expired = self._ledger.release(ids, reason)
-        await self._wake_all()
-        return expired
-
-    async def rewind(self, trained: TrainedGroups, reason: str) -> None:
-        self._ledger.rewind(trained, reason)
-        self._payloads.clear()
-        await self._wake_all()
-
-    async def commit(self, step: int, watermark: int) -> None:
-        self._ledger.commit(step, watermark)
-        self._journal.sync()
-
-    async def status(self) -> QueueStatus:
-        await self._expire()
-        return self._ledger.status()
-
-    async def close(self) -> None:
-        """Ends every wait. What is put afterwards is still written down."""
-        if not self._closed:
-            self._closed = True
-            self._journal.record("end")
-            self._journal.sync()
-        await self._wake_all()
-
-    async def _expire(self) -> None:
-        now = time.monotonic()
-        if now - self._looked_over < _EXPIRE_EVERY_S:
-            return
-        self._looked_over = now
-        if self._ledger.expire(now):
-            await self._wake_all()
-
-    async def _wake_all(self) -> None:
-        await _wake(self._may_start)
-        await _wake(self._may_train)
-
-    # what Ray's queue has besides: its size is true, and nothing passes by the ledger
-
-    def qsize(self) -> int:
-        return len(self._payloads)
-
-    def empty(self) -> bool:
-        return not self._payloads
-
-    def full(self) -> bool:
-        return self._ledger.credit == 0
-
-    async def put(self, item: Any, timeout: float | None = None) -> NoReturn:
-        raise _no_such_way()
-
-    async def get(self, timeout: float | None = None) -> NoReturn:
-        raise _no_such_way()
-
-    def put_nowait(self, item: Any) -> NoReturn:
-        raise _no_such_way()
-
-    def put_nowait_batch(self, items: Any) -> NoReturn:
-        raise _no_such_way()
-
-    def get_nowait(self) -> NoReturn:
-        raise _no_such_way()
-
-    def get_nowait_batch(self, num_items: int) -> NoReturn:
-        raise _no_such_way()
-
-
-def _no_such_way() -> DataError:
-    return DataError(
-        "groups enter the queue by WorkerEnd.put, on a lease, and leave it by GroupQueue.take"
-    )
-
-
-async def _until(
-    changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
-) -> Value | None:
-    """What `ready` returns once it is true; None if that takes longer than `poll_s`."""
-    if found := ready():
-        return found
-    found_later: list[Value] = []  # kept even if the deadline passes at the same moment
-
-    def look() -> bool:
-        if found := ready():
-            found_later.append(found)
-        return bool(found_later)
-
-    async with changed:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait_for(look), poll_s)
-    return found_later[0] if found_later else None
-
-
-async def _wake(changed: asyncio.Condition) -> None:
-    async with changed:
-        changed.notify_all()
-
-
 class GroupQueue(Queue):
     """`ray.util.queue.Queue` of trajectory groups. Pickles: every end holds the same queue."""
 
@@ -284,37 +56,23 @@ class GroupQueue(Queue):
         self,
         *,
         trained: TrainedGroups,
-        groups_per_step: int,
-        max_staleness: int,
-        total_groups: int,
-        lease_s: float,
-        max_failures: int = 3,
-        max_deaths: int = 10,
+        settings: LedgerSettings,
         journal: str,
         timeout_s: float,
         actor_options: dict[str, Any],
     ) -> None:
         """
         Args:
+            trained: what the starting weights account for.
             journal: path of the ledger's journal, on storage that the actor's node reaches.
             timeout_s: how long any end waits for another.
             actor_options: Ray's; with max_restarts and max_task_retries of -1 it is never lost.
-
-        The others are those of `Ledger`.
         """
         # Ray's constructor hard-codes its actor class, so it is not called.
-        self.maxsize = groups_per_step * (max_staleness + 1)
+        self.maxsize = settings.window
         self.timeout_s = timeout_s
         self._epoch: int | None = None
-        settings = {
-            "groups_per_step": groups_per_step,
-            "max_staleness": max_staleness,
-            "total_groups": total_groups,
-            "lease_s": lease_s,
-            "max_failures": max_failures,
-            "max_deaths": max_deaths,
-        }
-        actor_class = ray.remote(_GroupQueueActor)
+        actor_class = ray.remote(GroupQueueActor)
         self.actor: Any = actor_class.options(**actor_options).remote(
             secrets.token_hex(8), trained, settings, journal
         )
@@ -333,7 +91,7 @@ class GroupQueue(Queue):
         deadline = time.monotonic() + self.timeout_s
         while True:
             poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            answer: _TakeAnswer = self._get(self.actor.take.remote(trained, num_groups, poll_s))
+            answer: TakeAnswer = self._get(self.actor.take.remote(trained, num_groups, poll_s))
             if answer.closed:
                 raise QueueClosed("the queue was closed")
             if answer.payloads is not None:
@@ -354,34 +112,35 @@ class GroupQueue(Queue):
         """
         self._get(self.actor.publish.remote(version, watermark, self._epoch))
 
-    # the driver's end
+    # the driver's end: references, for it looks after everyone while it waits
 
     def poll(self, watermark: int, num_groups: int) -> Any:
-        """A reference to True once a `take` would not wait; to False after 2 s, or when closed."""
+        """To True once a `take` would not wait; to False after 2 s, or when closed."""
         return self.actor.poll.remote(watermark, num_groups, _POLL_S)
 
-    def forfeit(self, worker: str, reason: str) -> list[int]:
-        """The worker died: returns the ids that are to be leased again."""
-        return self._get(self.actor.forfeit.remote(worker, reason))
+    def forfeit(self, worker: str, reason: str) -> Any:
+        """The worker died: to the ids that are to be leased again."""
+        return self.actor.forfeit.remote(worker, reason)
 
-    def expire_now(self, ids: Sequence[int] | None = None, reason: str = "it hangs") -> list[int]:
-        """Gives groups under way (None: all of them) to others; returns those that were."""
-        return self._get(self.actor.expire_now.remote(ids, reason))
+    def expire_now(self, ids: Sequence[int] | None, reason: str) -> Any:
+        """Gives groups under way (None: all of them) to others; to the ids of those that were."""
+        return self.actor.expire_now.remote(ids, reason)
 
-    def rewind(self, trained: TrainedGroups, reason: str) -> None:
-        """The learner went back to a checkpoint, which accounts for `trained`."""
-        self._get(self.actor.rewind.remote(trained, reason))
+    def rewind(self, trained: TrainedGroups, reason: str) -> Any:
+        """The learner went back to a checkpoint, which accounts for `trained`; to the new epoch."""
+        return self.actor.rewind.remote(trained, reason)
 
-    def commit(self, step: int, watermark: int) -> None:
-        """A checkpoint that accounts for everything below `watermark` is on disk."""
-        self._get(self.actor.commit.remote(step, watermark))
+    def commit(self, step: int, watermark: int) -> Any:
+        """A checkpoint that accounts for everything below `watermark` is on disk; to None."""
+        return self.actor.commit.remote(step, watermark)
 
-    def status(self) -> QueueStatus:
-        return self._get(self.actor.status.remote())
+    def status(self) -> Any:
+        """To a `QueueStatus`."""
+        return self.actor.status.remote()
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Ends every wait: leases come back empty, takes raise QueueClosed, polls say False."""
-        self._get(self.actor.close.remote())
+        return self.actor.close.remote()
 
     def _get(self, reference: Any) -> Any:
         seconds = self.timeout_s + _RESTART_S
@@ -429,7 +188,7 @@ class WorkerEnd:
                 self._worker, max_groups, self._request(), poll_s
             )
             try:
-                answer: _LeaseAnswer = await self._call(asked)
+                answer: LeaseAnswer = await self._call(asked)
             except asyncio.CancelledError:
                 await self._give_back(asked)
                 raise
@@ -445,9 +204,9 @@ class WorkerEnd:
 
     async def _give_back(self, asked: Any) -> None:
         """The queue leases to a call that is not awaited any more, too."""
-        answer: _LeaseAnswer = await self._call(asked)
+        answer: LeaseAnswer = await self._call(asked)
         if ids := [lease.group_id for lease in answer.leases]:
-            await self._call(self._queue.actor.expire_now.remote(ids, f"{self._worker} left"))
+            await self._call(self._queue.expire_now(ids, f"{self._worker} left"))
 
     def _request(self) -> str:
         """Names a call, so that Ray's repetition of it leases nothing more."""

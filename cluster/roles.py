@@ -9,7 +9,7 @@ from actors.sglang_external import is_url
 from actors.sglang_flags import tensor_parallel_size
 from cluster.config import CommonConfig
 from cluster.config_on_policy import OpdConfig, RolloutConfig
-from cluster.config_supervised import SupervisedConfig
+from cluster.config_supervised import DpoConfig, SupervisedConfig
 from cluster.layout import Layout, RolePlan, engine_memory, learner_memory, push_line, render
 from cluster.placement import Role
 from distill.errors import ConfigError
@@ -44,23 +44,31 @@ def placed_roles(config: CommonConfig, device: str) -> list[Role]:
     roles = [Role(name=LEARNER, count=config.learner_workers, resources=compute)]
     if not isinstance(config, RolloutConfig):
         return roles
-
-    def of_engine(engine: EngineConfig) -> dict[str, float]:
-        return _engine_resources(config, engine)
-
-    policy = of_engine(config.policy_engine(config.student, device, ""))
-    roles.append(Role(name=POLICY, count=config.policy_engines, resources=policy))
-    if isinstance(config, OpdConfig):
-        for name, role in teacher_roles(config).items():
-            teacher = of_engine(config.teacher_engine(name, device, ""))
-            roles.append(Role(name=role, count=config.teacher_engines, resources=teacher))
-    if config.reference is not None:
-        reference = of_engine(config.reference_engine(device, ""))
-        roles.append(Role(name=REFERENCE, count=1, resources=reference))
+    bounds = pool_bounds(config)
+    for role, engine in _engines(config, device).items():
+        count = bounds[role][0] if role in bounds else 1
+        roles.append(Role(name=role, count=count, resources=_engine_resources(config, engine)))
     if config.rollout_cpus:
         resources = {"CPU": config.rollout_cpus}
         roles.append(Role(name=ROLLOUT, count=config.rollout_workers, resources=resources))
     return roles
+
+
+def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
+    """What the engines of each role are made of."""
+    engines = {POLICY: config.policy_engine(config.student, device, "")}
+    if isinstance(config, OpdConfig):
+        for name, role in teacher_roles(config).items():
+            engines[role] = config.teacher_engine(name, device, "")
+    if config.reference is not None:
+        engines[REFERENCE] = config.reference_engine(device, "")
+    return engines
+
+
+def colocated(config: CommonConfig) -> tuple[str, ...]:
+    """The roles whose members share places one by one."""
+    shares = isinstance(config, RolloutConfig) and config.colocate
+    return (LEARNER, POLICY) if shares else ()
 
 
 def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
@@ -150,19 +158,18 @@ def describe_layout(config: CommonConfig) -> str:
     if isinstance(config, RolloutConfig):
         dtype = choose_dtype(config.dtype, device)
         push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
-    colocate = (LEARNER, POLICY) if getattr(config, "colocate", False) else ()
-    return render(Layout(roles=plans, strategy=config.placement, colocate=colocate, push=push))
+    return render(
+        Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
+    )
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     """The checkpoints that each role loads, by the setting that names them."""
     if not isinstance(config, RolloutConfig):
-        paths = {
-            name: path
-            for name in ("model", "reference", "lora_adapter")
-            if (path := getattr(config, name, None)) is not None
-        }
-        return {LEARNER: paths}
+        assert isinstance(config, SupervisedConfig)
+        reference = config.reference if isinstance(config, DpoConfig) else None
+        named = {"model": config.model, "reference": reference, "lora_adapter": config.lora_adapter}
+        return {LEARNER: {name: path for name, path in named.items() if path is not None}}
     student = {"student": config.student}
     adapter = {"lora_adapter": config.lora_adapter} if config.lora_adapter else {}
     teachers = {
@@ -180,26 +187,21 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
-        model = config.model if isinstance(config, SupervisedConfig) else _student(config)
-        estimate = estimate_memory(model, TRAINED if config.lora() is None else FROZEN)
+        estimate = estimate_memory(
+            _trained_model(config), TRAINED if config.lora() is None else FROZEN
+        )
         return learner_memory(estimate, config.learner_workers), "and activations"
-    if role == ROLLOUT or not isinstance(config, RolloutConfig):
+    engine = _engines(config, device).get(role) if isinstance(config, RolloutConfig) else None
+    if engine is None:
         return 0, ""
-    if role == POLICY:
-        model = config.student
-    elif role == REFERENCE:
-        model = config.reference or ""
-    else:
-        named = {teacher_role(name): each.model for name, each in config.teacher_models().items()}
-        model = named[role]
-    if is_url(model):
+    if engine.external:
         return 0, "a server that runs elsewhere"
-    flags = getattr(config, "policy_server_flags" if role == POLICY else "teacher_server_flags", "")
-    dtype = choose_dtype(config.dtype, device)
-    ranks = tensor_parallel_size(flags) if device == "cuda" else 1
-    return engine_memory(estimate_memory(model), dtype, ranks), "and caches"
+    ranks = tensor_parallel_size(engine.server_flags) if device == "cuda" else 1
+    return engine_memory(estimate_memory(engine.model), engine.dtype, ranks), "and caches"
 
 
-def _student(config: CommonConfig) -> str:
-    assert isinstance(config, RolloutConfig)
-    return config.student
+def _trained_model(config: CommonConfig) -> str:
+    if isinstance(config, RolloutConfig):
+        return config.student
+    assert isinstance(config, SupervisedConfig)
+    return config.model

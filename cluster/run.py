@@ -23,23 +23,22 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from cluster.failures import dead_among, is_death, reason_of, root_cause
 from cluster.queue import QueueClosed
-from cluster.supervise import ActorLost, LearnerLost, RunFailed, Supervisor, reason_of
+from cluster.supervise import ActorLost, LearnerLost, RunFailed, Supervisor
 from distill.errors import CheckpointError, EngineLost, IsothermError
 from learner.checkpoint import Checkpoint
 
 # How often a wait looks at signals and actors, seconds.
 _POLL_S = 0.5
-# How long an actor may take to prove that it is alive when a call has failed, seconds.
-_PING_S = 5.0
 # A checkpoint that cannot be written is tried again between steps: so often, and so much later.
 _SAVE_TRIES = 10
 _SAVE_PAUSE_S = 3.0
@@ -169,11 +168,9 @@ class Driver:
             raise self._explained(what, error, lost) from error
 
     def _explained(self, what: str, error: RayError, lost: type[ActorLost]) -> Exception:
-        if isinstance(error, RayActorError) and not isinstance(error, RayTaskError):
+        if is_death(error):
             return lost(f"{what} failed because its actor died ({reason_of(error)})")
-        cause: BaseException = error
-        while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-            cause = cause.cause
+        cause = root_cause(error)
         if isinstance(cause, IsothermError):
             return cause
         # What is left of a broken connection is explained by who is at its other end.
@@ -182,23 +179,6 @@ class Driver:
         if isinstance(cause, RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
-
-
-def dead_among(actors: Mapping[str, Any]) -> list[str]:
-    """Who does not answer any more. Actors that are merely busy are not dead."""
-    pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
-    if not pings:
-        return []
-    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
-    return [pings[ping] for ping in answered if _failed(ping)]
-
-
-def _failed(reference: Any) -> bool:
-    try:
-        ray.get(reference, timeout=0)
-    except RayActorError:
-        return True
-    return False
 
 
 class Trainee(Protocol):

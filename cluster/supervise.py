@@ -26,8 +26,9 @@ from typing import Any
 
 import ray
 import ray._private.state
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from cluster.failures import reason_of
 from distill.errors import IsothermError
 
 HEALTH_GROUP = "health"  # a concurrency group of its own: heartbeats overtake long calls
@@ -156,11 +157,9 @@ class Supervisor:
         buried: Callable[[Member, str], None],
         hang_after_s: float,
         max_restarts: int,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say, self._record, self._buried = say, record, buried
         self._hang_after_s, self._max_restarts = hang_after_s, max_restarts
-        self._clock = clock
         self._members: list[Member] = []
         self._restarts: list[_Restart] = []
         self._introductions: dict[Any, Member] = {}
@@ -216,7 +215,7 @@ class Supervisor:
         member.state = State.SERVING
         self.changes += 1
         if member.died is not None:
-            seconds = self._clock() - member.died
+            seconds = time.monotonic() - member.died
             self._say(f"{member.name} serves again, {seconds:.1f} s after its death")
             self._record("restart", who=member.name, seconds=seconds)
             member.died = None
@@ -233,6 +232,14 @@ class Supervisor:
         self.changes += 1
         end(member.handle)
 
+    def give_up_restart(self, role: str) -> int | None:
+        """The index of one that is now not made again; None if none of the role was to be."""
+        coming = [restart for restart in self._restarts if restart.role.name == role]
+        if not coming:
+            return None
+        self._restarts.remove(coming[-1])
+        return coming[-1].index
+
     def dismiss_all(self, role: str) -> None:
         """Ends all of a role, and forgets those that were to be made again."""
         for member in self.members(role):
@@ -246,7 +253,7 @@ class Supervisor:
             LearnerLost: a vital actor died.
             RunFailed: an actor died at the run's start, or too often.
         """
-        now = self._clock()
+        now = time.monotonic()
         self._listen()
         if self._introductions:
             self._introduce()
@@ -310,7 +317,7 @@ class Supervisor:
         Args:
             error: what its heartbeat or another call raised, if that is how it was noticed.
         """
-        now = self._clock()
+        now = time.monotonic()
         self._record("death", who=member.name, why=why)
         if member.role.healing:
             self._heal(member, why, hangs=error is None)
@@ -340,7 +347,7 @@ class Supervisor:
     def allow(self, role: str, index: int, what: str) -> float:
         """Counts a death; seconds before the restart. Raises RunFailed if there were too many."""
         budget = self._budgets.setdefault((role, index), Budget(self._max_restarts))
-        delay = budget.delay(self._clock())
+        delay = budget.delay(time.monotonic())
         if delay is None:
             limit = f"more than {self._max_restarts} times in an hour (max_restarts)"
             raise RunFailed(f"{what}, {limit}")
@@ -356,7 +363,7 @@ class Supervisor:
 
     def _healed(self, member: Member) -> None:
         """Ray made it again, between two heartbeats perhaps: another process answers."""
-        now = self._clock()
+        now = time.monotonic()
         if member.died is None:
             self._record("death", who=member.name, why="Ray made it again")
             self.allow(member.role.name, member.index, f"{member.name} died")
@@ -372,7 +379,7 @@ class Supervisor:
         if hangs:
             ray.kill(member.handle, no_restart=False)
         member.beat = None
-        member.died = self._clock() if member.died is None else member.died
+        member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
         """Ends every actor; nothing is made again."""
@@ -409,16 +416,3 @@ def _whereabouts(_actor: object) -> tuple[int, str]:
 def health_call(engine: Any) -> Any:
     """A heartbeat of an engine: whether it would answer requests."""
     return engine.health.remote()
-
-
-def reason_of(error: BaseException) -> str:
-    """The line of an actor's death or failure that says why."""
-    cause: BaseException = error
-    while isinstance(cause, RayTaskError) and isinstance(cause.cause, Exception):
-        cause = cause.cause
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if not lines:
-        return type(cause).__name__
-    # A constructor's traceback ends with what went wrong; other deaths say it first.
-    last = isinstance(cause, RayActorError) and "creation task" in lines[0]
-    return lines[-1 if last else 0]

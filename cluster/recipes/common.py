@@ -21,7 +21,7 @@ from cluster.outputs import RunDirectory
 from cluster.placement import Placement
 from cluster.roles import (
     LEARNER,
-    POLICY,
+    colocated,
     cpus_at_most,
     model_paths,
     placed_roles,
@@ -139,11 +139,10 @@ def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placem
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
     device = resolve_device(config)
-    colocate = isinstance(config, RolloutConfig) and config.colocate
     placement = Placement(
         placed_roles(config, device),
         strategy=config.placement,
-        colocate=(LEARNER, POLICY) if colocate else (),
+        colocate=colocated(config),
         name=running.directory.actor_name("place"),
     )
     try:
@@ -161,10 +160,11 @@ def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placem
 def _require_visible(config: CommonConfig, placement: Placement, running: Session) -> None:
     """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
     models = model_paths(config)
+    pushes_by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
     for role in {LEARNER, *models}:
         if others := [node for node in placement.nodes(role) if node != this_node()]:
             require_visible(models.get(role, {}), others)
-            if role == LEARNER or running.resume_from or getattr(config, "weights", "") == "disk":
+            if role == LEARNER or running.resume_from or pushes_by_disk:
                 require_same_directory("out", str(running.directory.path), others)
 
 

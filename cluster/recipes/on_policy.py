@@ -185,7 +185,7 @@ class _Run:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.fleet.queue.actor.commit.remote(checkpoint.step, trained_in(checkpoint).watermark)
+        self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
 
     def on_unsaved(self, error: CheckpointError) -> None:
         self._running.unsaved(error)
@@ -196,7 +196,7 @@ class _Run:
         return checkpoint.step if checkpoint else 0
 
     def end_waits(self) -> None:
-        self.fleet.queue.actor.close.remote()
+        self.fleet.queue.close()
 
     def _publish(self) -> None:
         way = self.fleet.driver.call("publishing the first weights", self.learner.publish.remote())

@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.build import LearnerActors, learner_role, supervised_learners
+from cluster.build import learner_role, supervised_learners
 from cluster.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
-from cluster.placement import Placement
 from cluster.recipes.common import Session, already_complete, learner_line, placed, session
 from cluster.roles import describe_layout
 from cluster.run import Driver, drive
@@ -59,24 +58,12 @@ def _run(
 
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session) -> None:
     with placed(config, running) as (device, placement):
-        make = partial(_make, config, inputs, running.directory, device, placement)
+        make = partial(supervised_learners, config, inputs, running.directory, device, placement)
         run = _Run(config, running, make)
         try:
             run.to_the_end()
         finally:
             run.supervisor.end_all()
-
-
-def _make(
-    config: SupervisedConfig,
-    inputs: SupervisedInputs,
-    directory: RunDirectory,
-    device: str,
-    placement: Placement,
-    resume_from: Checkpoint | None,
-    attempt: int,
-) -> LearnerActors:
-    return supervised_learners(config, inputs, directory, resume_from, device, placement, attempt)
 
 
 class _Run:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.audit import audit
+from cluster.ledger import LedgerSettings
 from cluster.payload import pack, unpack
 from cluster.queue import GroupQueue, WorkerEnd
 from distill.delivery import Lease, TrainedGroups
@@ -111,10 +112,12 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
     `learner_us` (Ray's own processes not included). Checks that none was lost."""
     queue = GroupQueue(
         trained=TrainedGroups(),
-        groups_per_step=PER_STEP,
-        max_staleness=MAX_STALENESS,
-        total_groups=(WARMUP_STEPS + STEPS) * PER_STEP,
-        lease_s=DEADLINE_S,
+        settings=LedgerSettings(
+            groups_per_step=PER_STEP,
+            max_staleness=MAX_STALENESS,
+            total_groups=(WARMUP_STEPS + STEPS) * PER_STEP,
+            lease_s=DEADLINE_S,
+        ),
         journal=journal,
         timeout_s=DEADLINE_S,
         actor_options={"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1},
@@ -139,7 +142,7 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
         queue.publish(step, trained.watermark)
     seconds = time.perf_counter() - started
     spent = [1e6 * (b - a) for a, b in zip(before, used(), strict=True)]
-    queue.close()
+    ray.get(queue.close())
     assert ray.get(running, timeout=DEADLINE_S) == (WARMUP_STEPS + STEPS) * PER_STEP
     for actor in (producer, queue.actor):
         ray.kill(actor)

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.audit import Audit, audit, main
 from cluster.journal import Journal, replay
-from cluster.ledger import Ledger
+from cluster.ledger import Ledger, LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 
@@ -36,7 +36,7 @@ class Run:
             "start", run=run, epoch=epoch, settings=SETTINGS, **self.trained.to_json()
         )
         self.ledger = Ledger(
-            trained=self.trained, epoch=epoch, record=self.journal.record, **SETTINGS
+            LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
         )
 
     def make(self) -> list[Lease]:

@@ -12,7 +12,8 @@ import logging
 import os
 import resource
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.audit import audit
 from cluster.journal import Journal, read_journal, replay
-from cluster.ledger import Ledger, QueueStatus
+from cluster.ledger import Ledger, LedgerSettings, QueueStatus
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 
@@ -69,11 +70,11 @@ class LedgerMachine(RuleBasedStateMachine):
             "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
         )
         self.ledger = Ledger(
-            trained=self.trained,
+            LedgerSettings(**self.settings),
+            self.trained,
             epoch=1,
             clock=lambda: self.now,
             record=self.journal.record,
-            **self.settings,
         )
         self.committed = [(self.version, copy(self.trained))]
         self.published = self.trained.watermark
@@ -309,18 +310,16 @@ def copy(trained: TrainedGroups) -> TrainedGroups:
     return TrainedGroups.from_json(trained.to_json())
 
 
-def new(trained: TrainedGroups | None = None, **changes: Any) -> Ledger:
-    return Ledger(
-        **{
-            "trained": trained or TrainedGroups(),
-            "groups_per_step": 2,
-            "max_staleness": 0,
-            "total_groups": 8,
-            "lease_s": LEASE_S,
-            "epoch": 1,
-        }
+def new(
+    trained: TrainedGroups | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **changes: Any,
+) -> Ledger:
+    settings = LedgerSettings(
+        **{"groups_per_step": 2, "max_staleness": 0, "total_groups": 8, "lease_s": LEASE_S}
         | changes
     )
+    return Ledger(settings, trained or TrainedGroups(), epoch=1, clock=clock)
 
 
 def lease(ledger: Ledger, count: int, worker: str = "a") -> list[int]:
@@ -447,7 +446,8 @@ def test_what_was_never_leased_is_not_believed() -> None:
 def test_the_journal_says_what_happened(tmp_path: Path) -> None:
     path = tmp_path / "out" / "ledger.jsonl"
     journal = Journal(path)
-    ledger = new(record=journal.record)
+    ledger = new()
+    ledger.record = journal.record
     [first, second] = ledger.lease("a", 9, "x-1")
     ledger.deliver(first, "a")
     ledger.fail(second, "boom", "a")

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ray
 
 from cluster.audit import audit
 from cluster.journal import read_journal
+from cluster.ledger import LedgerSettings
 from cluster.queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
@@ -25,6 +27,7 @@ from tests.samples import group
 
 NewQueue = Callable[..., GroupQueue]
 
+RULES = {field.name for field in fields(LedgerSettings)}
 # Only against hangs.
 DEADLINE_S = 300.0
 
@@ -41,15 +44,13 @@ def new_queue(ray_cluster: None, journal: str) -> Iterator[NewQueue]:
     def new(**changes: Any) -> GroupQueue:
         settings = {
             "trained": TrainedGroups(),
-            "groups_per_step": 2,
-            "max_staleness": 1,
-            "total_groups": 8,
-            "lease_s": 600.0,
             "journal": journal,
             "timeout_s": DEADLINE_S,
             "actor_options": {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1},
         }
-        made.append(GroupQueue(**settings | changes))
+        rules = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
+        rules |= {name: changes.pop(name) for name in RULES & changes.keys()}
+        made.append(GroupQueue(**settings | {"settings": LedgerSettings(**rules)} | changes))
         return made[-1]
 
     yield new
@@ -115,7 +116,7 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert ids(taken) == [2, 3] and len(queue) == 2
     account(trained, taken)
     queue.publish(2, trained.watermark)
-    assert queue.empty() and queue.status().duplicates == 4
+    assert queue.empty() and ray.get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
     assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
         expected.tokens_T.tolist()
@@ -133,7 +134,7 @@ def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
     queue.publish(1, 2)
     queue.publish(1, 2)
     assert ids(ray.get(waiting).leases) == [2, 3]
-    assert queue.status().credit == 0
+    assert ray.get(queue.status()).credit == 0
 
 
 def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
@@ -144,8 +145,7 @@ def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
         waiting = asyncio.create_task(WorkerEnd(queue, "b").lease(9))
         done, _ = await asyncio.wait([waiting], timeout=1.0)
         assert not done  # not even by its deadline
-        lost = await asyncio.to_thread(queue.forfeit, "a", "killed")
-        assert lost == list(range(8))
+        assert await queue.forfeit("a", "killed") == list(range(8))
         return await waiting
 
     again = asyncio.run(wait_for_another())
@@ -157,15 +157,15 @@ def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
 ) -> None:
     queue = new_queue(lease_s=0.5, max_deaths=1000)
     hung = lease(queue, 1)
-    while not queue.status().pending:  # found in passing, by whoever asks
+    while not ray.get(queue.status()).pending:  # found in passing, by whoever asks
         time.sleep(0.2)
     again = lease(queue, 1, "b")
     assert (ids(again), again[0].attempt) == ([0], 2)
-    assert queue.expire_now([0, 5], "no beat for 3 s") == [0]
-    assert queue.status().last_reason == "no beat for 3 s"
+    assert ray.get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
+    assert ray.get(queue.status()).last_reason == "no beat for 3 s"
     put(queue, *hung)
     put(queue, *again, worker="b")
-    status = queue.status()
+    status = ray.get(queue.status())
     assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
 
 
@@ -184,7 +184,7 @@ def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> Non
     account(trained, taken)
     queue.publish(1, trained.watermark)
     assert trained.to_json()["watermark"] == 3 and len(trained) == 2
-    assert queue.status().set_aside == 1
+    assert ray.get(queue.status()).set_aside == 1
 
 
 @pytest.mark.parametrize("item", [None, "done", [group(0)], 3])
@@ -223,7 +223,7 @@ def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     taking = queue.actor.take.remote(TrainedGroups(), 1, 60.0)
     waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll(0, 1)]
     assert ray.wait(waits, timeout=0.2)[0] == []
-    queue.close()
+    ray.get(queue.close())
     assert ray.get(waits[1]).leases == [] and ray.get(waits[1]).closed
     assert ray.get(taking).closed and ray.get(waits[2]) is False
     put(queue, leases[0])
@@ -260,7 +260,7 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
     put(queue, *lease(queue, 2))
     account(trained, queue.take(trained, 2))
     queue.publish(1, 2)
-    queue.commit(1, 2)
+    ray.get(queue.commit(1, 2))
     saved = TrainedGroups.from_json(trained.to_json())
     old = lease(queue, 2)
     put(queue, *old)
@@ -268,10 +268,10 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
     queue.publish(2, 4)
     late = lease(queue, 1)
 
-    queue.rewind(saved, "the learner died")
+    ray.get(queue.rewind(saved, "the learner died"))
     queue.publish(2, 4)  # was on its way when the learner died
     put(queue, *late)
-    status = queue.status()
+    status = ray.get(queue.status())
     assert (status.published, status.depth, status.duplicates, status.epoch) == (2, 0, 1, 2)
     for version in (2, 3, 4):
         leases = lease(queue, 2)
@@ -279,7 +279,7 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
         put(queue, *leases)
         account(saved, queue.take(saved, 2))
         queue.publish(version, saved.watermark)
-    queue.close()
+    ray.get(queue.close())
     found = audit(journal, steps=4)
     assert found.problems == [] and found.again == 2 and found.rewinds == 1
 
@@ -294,16 +294,16 @@ def test_a_new_job_starts_a_new_epoch(new_queue: NewQueue, journal: str) -> None
     again = lease(following, 9)
     assert [(one.group_id, one.epoch) for one in again] == [(2, 2), (3, 2)]
     put(following, *leases)
-    assert following.status().duplicates == 2
+    assert ray.get(following.status()).duplicates == 2
 
 
 def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) -> None:
     queue = new_queue()
     leases = lease(queue, 3, "a")
     put(queue, leases[1])
-    before = queue.status()
+    before = ray.get(queue.status())
     kill_queue(queue)
-    after = queue.status()
+    after = ray.get(queue.status())
     assert {i: held[:2] for i, held in after.leased.items()} == {0: ("a", 1), 2: ("a", 1)}
     assert after.pending == [1] and after.depth == 0  # its payload died
     assert (after.credit, after.delivered) == (before.credit, before.delivered)
@@ -361,11 +361,11 @@ def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) 
             order += ids(taken)
             account(trained, taken)
             queue.publish(version, trained.watermark)
-            queue.commit(version, trained.watermark)
+            ray.get(queue.commit(version, trained.watermark))
     finally:
         stop.set()
         killer.join(DEADLINE_S)
-    queue.close()
+    ray.get(queue.close())
     assert sum(ray.get(running, timeout=DEADLINE_S)) >= steps * per_step
     for producer in producers:
         ray.kill(producer)

@@ -14,7 +14,7 @@ import ray
 
 from actors.worker import Stage
 from cluster.journal import read_journal
-from cluster.ledger import QueueStatus
+from cluster.ledger import LedgerSettings, QueueStatus
 from cluster.queue import GroupQueue, WorkerEnd
 from cluster.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.scaling import Scaling
@@ -264,10 +264,7 @@ def test_a_worker_that_leaves_while_it_waits_for_credit_takes_no_group_along(
     """What the queue leases to a call that nobody awaits any more is leased again at once."""
     queue = GroupQueue(
         trained=TrainedGroups(),
-        groups_per_step=2,
-        max_staleness=0,
-        total_groups=4,
-        lease_s=600.0,
+        settings=LedgerSettings(groups_per_step=2, max_staleness=0, total_groups=4, lease_s=600.0),
         journal=str(tmp_path / "ledger.jsonl"),
         timeout_s=60.0,
         actor_options={"num_cpus": 0},
