@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -131,7 +134,7 @@ def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_
 def test_a_policy_server_that_dies_is_started_again(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """The new one serves only with the present weights, and after its own handshake."""
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, engine="sglang", checkpoint_every=2)
+    arguments = opd_arguments(tiny_pair, out, engine="sglang", checkpoint_every=2, max_staleness=0)
     process = start("cluster.train", "recipe=opd", *arguments, "steps=5000")
     wait_until(lambda: len(metrics(out)) >= 3, process)
     before = len(metrics(out))
@@ -149,19 +152,23 @@ def test_a_policy_server_that_dies_is_started_again(tiny_pair: TinyPair, tmp_pat
     assert code == 128 + signal.SIGINT, output
     assert "policy engine 0 died" in output and "its handshake agrees to" in output
     steps = metrics(out)
-    assert len(steps) > before and max(step["staleness/max"] for step in steps) <= 1
-    assert all(step["train/logprob_gap"] < 1e-3 for step in steps[-1:])
+    assert len(steps) > before
+    # Nothing is stale, so whatever was sampled, before or after, came from the present weights.
+    assert all(step["train/logprob_gap"] < 1e-3 for step in steps)
     assert trained_groups(out) == list(range(len(steps) * 4))
     assert audit(out / "ledger.jsonl").problems == []
 
 
 class ExternalTeacher:
-    """A server that the run does not own, on a port that a second one can have after it."""
+    """A server that the run does not own; a second one has its port and its keys after it."""
 
     def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._model, self._monkeypatch = model, monkeypatch
         self._port = sglang_server._free_port("127.0.0.1")
         monkeypatch.setattr(sglang_server, "_free_port", lambda host: self._port)
+        keys = cycle([secrets.token_urlsafe(), secrets.token_urlsafe()])
+        made = SimpleNamespace(token_urlsafe=lambda _length: next(keys))
+        monkeypatch.setattr(sglang_server, "secrets", made)
         self._engine: HostedSglangEngine | None = None
 
     def start(self) -> str:
