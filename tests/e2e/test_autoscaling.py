@@ -1,4 +1,7 @@
-"""A run on Ray's own autoscaler: its pool and the cluster grow under load, and shrink after it."""
+"""A run on Ray's own autoscaler: its pool and the cluster grow under load, and shrink after it.
+
+And engines that come and go in the middle of a run, by a script.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,15 @@ import pytest
 from cluster import story
 from cluster.audit import audit
 from tests.conftest import TinyPair
-from tests.e2e import harness, slow_reward
-from tests.e2e.harness import events, finish, metrics, wait_until
+from tests.e2e import harness, scripted_scaling, slow_reward
+from tests.e2e.harness import (
+    events,
+    finish,
+    metrics,
+    opd_arguments,
+    trained_groups,
+    wait_until,
+)
 from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
 
 pytestmark = pytest.mark.e2e
@@ -71,3 +81,42 @@ def test_a_pool_and_the_cluster_follow_the_load(
     assert not found.problems, found.lines()
     assert found.trained == 2 * len(metrics(out)) and not found.set_aside
     assert story.main([f"out={out}"]) == 0
+
+
+def test_engines_that_come_and_go_lose_nothing(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They join with the present weights and a handshake; they leave when nothing is under way."""
+    out = tmp_path / "run"
+    script = [
+        {"policy": policies, "teacher": teachers}
+        for policies, teachers in [(1, 1), (2, 1), (2, 2), (1, 2), (1, 1)]
+    ]
+    monkeypatch.setenv(scripted_scaling.SCRIPT, json.dumps(script))
+    arguments = opd_arguments(
+        tiny_pair, out, steps=100_000, lr=1e-4, checkpoint_every=100_000, group_size=4,
+        max_new_tokens=48, policy_engines_max=2, teacher_engines_max=2, scale_up_after_s=2,
+        scale_down_after_s=2,
+    )  # fmt: skip
+    process = harness.start("tests.e2e.scripted_scaling", "recipe=opd", *arguments)
+
+    def is_over() -> bool:
+        ready = {pool: [size["ready"] for size in sizes(out, pool)] for pool in script[0]}
+        return all(seen and max(seen) == 2 and seen[-1] == 1 for seen in ready.values())
+
+    wait_until(is_over, process)
+    steps = len(metrics(out))
+    wait_until(lambda: len(metrics(out)) >= steps + 2, process)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    for joined in ("policy engine 1", "teacher engine 1"):
+        assert f"{joined} joins: its handshake agrees to" in output
+    for pool in script[0]:
+        assert any(size["draining"] for size in sizes(out, pool)), f"{pool} never drained"
+    pushed = [step["push/engines"] for step in metrics(out)]
+    assert pushed[0] == pushed[-1] == 1 and max(pushed) == 2, pushed
+    assert not events(out, "death")
+    assert trained_groups(out) == list(range(4 * len(metrics(out))))
+    found = audit(out / "ledger.jsonl")
+    assert not found.problems, found.lines()

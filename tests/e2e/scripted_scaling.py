@@ -1,0 +1,36 @@
+"""`cluster.train`, with the autoscaler's decisions taken from a script; all else is as it is.
+
+`SCRIPT` in the environment is a JSON list of sizes by pool; each entry holds until the pools are
+what it says, the last until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import cluster.scaling
+from cluster.autoscale import Decision, Observation
+from cluster.train import main
+
+SCRIPT = "ISOTHERM_TEST_SCALING"
+
+
+class Scripted:
+    """In the autoscaler's place."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._script: list[dict[Any, int]] = json.loads(os.environ[SCRIPT])
+
+    def observe(self, observation: Observation) -> Decision:
+        now = {pool: observation.ready[pool] for pool in self._script[0]}
+        if now == self._script[0] and len(self._script) > 1:
+            self._script.pop(0)
+        return Decision(targets=self._script[0], reasons={}, held={})
+
+
+if __name__ == "__main__":
+    cluster.scaling.Autoscaler = Scripted  # pyright: ignore[reportAttributeAccessIssue]
+    sys.exit(main())
