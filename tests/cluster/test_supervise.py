@@ -146,6 +146,21 @@ def test_an_actor_without_a_sign_of_life_is_ended(
     assert house.pid() != old
 
 
+def test_one_that_is_not_needed_any_more_is_not_made_again(
+    new_house: Callable[..., House],
+) -> None:
+    house = new_house()
+    house.started(0, 1)
+    assert house.supervisor.give_up_restart("helper") is None
+    os.kill(house.pid(1), signal.SIGKILL)
+    house.until(lambda: house.buried == ["helper 1"])
+    assert house.supervisor.give_up_restart("helper") == 1
+    assert house.supervisor.expected("helper") == 1 and house.supervisor.indices("helper") == {0}
+    end_of_delay = time.monotonic() + 1
+    house.until(lambda: time.monotonic() > end_of_delay)
+    assert house.made == [(0, 0), (1, 0)]
+
+
 def test_more_deaths_than_allowed_fail_the_run(new_house: Callable[..., House]) -> None:
     house = new_house(max_restarts=1)
     house.started(0)
