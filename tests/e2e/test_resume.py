@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from cluster.audit import audit
+from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     DEADLINE_S,
@@ -145,15 +146,15 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(
-    tiny_pair: TinyPair, tmp_path: Path
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=2)
     assert run("cluster.train", "recipe=opd", *arguments)[0] == 0
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0 and "nothing to do" in output
-    code, output = run("cluster.train", "recipe=opd", *arguments, "temperature=0.9")
-    assert code == 2 and "temperature was 0.7 there and is 0.9 now" in output
+    assert main(["recipe=opd", *arguments]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(["recipe=opd", *arguments, "temperature=0.9"]) == 2
+    assert "temperature was 0.7 there and is 0.9 now" in capsys.readouterr().err
     code, output = run("cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, steps=4))
     assert code == 0, output
     assert_whole(out, 4)
