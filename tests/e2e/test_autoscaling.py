@@ -112,8 +112,6 @@ def test_engines_that_come_and_go_lose_nothing(
     assert code == 130, output
     for joined in ("policy engine 1", "teacher engine 1"):
         assert f"{joined} joins: its handshake agrees to" in output
-    for pool in script[0]:
-        assert any(size["draining"] for size in sizes(out, pool)), f"{pool} never drained"
     pushed = [step["push/engines"] for step in metrics(out)]
     assert pushed[0] == pushed[-1] == 1 and max(pushed) == 2, pushed
     assert not events(out, "death")
