@@ -68,8 +68,9 @@ class Driver:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
-            if line.startswith(ANSWER):
-                return json.loads(line.removeprefix(ANSWER))
+            _, answered, rest = line.partition(ANSWER)
+            if answered:  # Ray's own lines may begin or end in the middle of it
+                return json.JSONDecoder().raw_decode(rest)[0]
         raise AssertionError("the driver ended")
 
 
