@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -14,10 +16,13 @@ from typing import Any
 import numpy as np
 
 from distill.errors import ConfigError, DataError
+from distill.maths import math_answer, math_equal
 from distill.names import known_names
 
 # (response, answer) -> reward
 RewardFunction = Callable[[str, str], float]
+# One thread: see `judge`.
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
 
 # A sign that is no minus between two operands; digits with or without commas between thousands; a
 # decimal part. A dollar may stand before the digits; a dot after them only ends the sentence.
@@ -25,6 +30,15 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)])(-))?(?:\$(-)?)?"
     r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
 )
+
+
+async def judge(reward: RewardFunction, response: str, answer: str) -> float:
+    """`reward(response, answer)`, in the one thread that this process has for rewards.
+
+    A reward may take long and need not be thread-safe, and what else the process does goes on
+    meanwhile.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, reward, response, answer)
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -59,7 +73,21 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "last_number": last_number,
     "contains": contains,
+    "math_equal": math_equal,
 }
+
+
+# What a response answers, where a reward knows: responses that answer the same vote together.
+_ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
+    exact_match: str.strip,
+    last_number: _last_number,
+    math_equal: math_answer,
+}
+
+
+def answer_of(reward: RewardFunction) -> Callable[[str], Hashable | None] | None:
+    """Finds the answer in a response (None: there is none); None for a reward that cannot."""
+    return _ANSWERS.get(reward)
 
 
 def load_reward(name: str) -> RewardFunction:

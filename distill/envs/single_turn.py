@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -13,11 +11,8 @@ from distill.bonuses import phrase_bonuses
 from distill.envs.base import Env, StepResult
 from distill.interfaces import Sample
 from distill.prompts import Prompt, PromptStream
-from distill.rewards import RewardFunction, exact_match
+from distill.rewards import RewardFunction, exact_match, judge
 from distill.types import TokenArray
-
-# One thread: see `SingleTurnEnv`.
-_REWARDS = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
 
 
 class SingleTurnEnv:
@@ -25,9 +20,8 @@ class SingleTurnEnv:
 
     The response is the text of the sample without special tokens.
 
-    A process computes one reward at a time, in a thread of its own: a reward may take long and need
-    not be thread-safe, and what else the process does goes on meanwhile. So n rollout workers
-    check n responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
+    A process computes one reward at a time (`distill.rewards.judge`), so n rollout workers check n
+    responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
     as there are cores for them; those that wait (for a sandbox, a server) want more workers
     without CPUs, or an environment of their own whose `step` awaits.
     """
@@ -56,9 +50,7 @@ class SingleTurnEnv:
         if answer is None:
             return 0.0
         text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        return await asyncio.get_running_loop().run_in_executor(
-            _REWARDS, self._reward, text, answer
-        )
+        return await judge(self._reward, text, answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,8 +125,14 @@ def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_mach", "did you mean 'exact_match'.* contains, exact_match, last_number"),
-        ("zzz", "neither a built-in reward nor .* known: contains, exact_match, last_number"),
+        (
+            "exact_mach",
+            "did you mean 'exact_match'.* contains, exact_match, last_number",
+        ),
+        (
+            "zzz",
+            "neither a built-in reward nor .* known: contains, exact_match, last_number",
+        ),
         ("house.rewards_of_mine:", "neither a built-in"),
         (":length", "neither a built-in"),
         ("nowhere.at.all:f", "cannot be imported: ModuleNotFoundError: .*'nowhere'"),
