@@ -97,8 +97,8 @@ class RolloutConfig(CommonConfig, ABC):
     )
     reward: str = chz.field(
         default="exact_match",
-        doc="what a response earns: exact_match, last_number or contains, against `answer`; or "
-        "package.module:function of (response, answer)",
+        doc="what a response earns: exact_match, last_number, math_equal or contains, against "
+        "`answer`; or package.module:function of (response, answer)",
     )
     reference: str | None = chz.field(
         default=None,
@@ -159,6 +159,11 @@ class RolloutConfig(CommonConfig, ABC):
     )
     eval_top_p: float = chz.field(default=1.0, doc="the serving decoder's top-p; 1 is off")
     eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
+    eval_samples: int = chz.field(
+        default=1,
+        doc="responses a prompt in evaluation; several give pass@k and a majority's vote, and need "
+        "eval_temperature above 0",
+    )
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluation; default: max_new_tokens"
     )
@@ -229,6 +234,7 @@ class RolloutConfig(CommonConfig, ABC):
             max_new_tokens=self.longest_evaluation(),
             top_p=self.eval_top_p,
             top_k=self.eval_top_k,
+            num_samples=self.eval_samples,
         )
 
     def longest_evaluation(self) -> int:

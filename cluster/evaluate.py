@@ -1,10 +1,11 @@
-"""`python -m cluster.evaluate model=DIR prompts=FILE`: a checkpoint at your serving decoder."""
+"""`python -m cluster.evaluate model=DIR prompts=FILE,...`: a checkpoint at your serving decoder."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.config import choose_engine, running_engines
-from actors.evaluate import Evaluator, Response, summarise
+from actors.evaluate import Evaluator, Response
 from actors.sglang_external import is_url
 from cluster.command import run_command
 from cluster.config import LocalEngineConfig
 from distill.errors import ConfigError
+from distill.evaluation import CONFIDENCE
 from distill.models import context_length, load_config, vocab_size
 from distill.prompts import load_prompts
 from distill.rewards import load_reward
@@ -27,20 +29,28 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 @chz.chz
 class EvaluateConfig(LocalEngineConfig):
-    """Responses of one model to a file of prompts; accuracy where the prompts have answers."""
+    """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
     model: str = chz.field(doc="checkpoint to evaluate: a Hugging Face directory (or hub name)")
-    prompts: str = chz.field(doc="JSONL with `prompt` or `messages`, optionally `answer`")
+    prompts: str = chz.field(
+        doc="JSONL or parquet with `prompt` or `messages`, optionally `answer`; several files with "
+        "commas between them are evaluated apart, each under its file's name"
+    )
     max_new_tokens: int = chz.field(default=256, doc="longest response, tokens")
     eval_temperature: float = chz.field(default=0.0, doc="of the serving decoder; 0 is greedy")
     eval_top_p: float = chz.field(default=1.0, doc="top-p of the serving decoder; 1 is off")
     eval_top_k: int = chz.field(default=0, doc="top-k of the serving decoder; 0 is off")
+    eval_samples: int = chz.field(
+        default=1,
+        doc="responses a prompt; several give pass@k and a majority's vote, and need "
+        "eval_temperature above 0",
+    )
     reward: str = chz.field(
         default="exact_match",
-        doc="what accuracy is the mean of: exact_match, last_number or contains, against "
-        "`answer`; or package.module:function of (response, answer)",
+        doc="what accuracy is the mean of: exact_match, last_number, math_equal or contains, "
+        "against `answer`; or package.module:function of (response, answer)",
     )
-    limit: int | None = chz.field(default=None, doc="use the first so many prompts")
+    limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
     teacher: str | None = chz.field(
         default=None, doc="with temperature=T: also KL(p_T || q_T) towards this checkpoint"
     )
@@ -51,6 +61,7 @@ class EvaluateConfig(LocalEngineConfig):
     @chz.validate
     def _consistent(self) -> None:
         self.sampling()
+        self.files()
         load_reward(self.reward)
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
@@ -72,7 +83,23 @@ class EvaluateConfig(LocalEngineConfig):
             max_new_tokens=self.max_new_tokens,
             top_p=self.eval_top_p,
             top_k=self.eval_top_k,
+            num_samples=self.eval_samples,
         )
+
+    def files(self) -> dict[str, str]:
+        """The files of prompts, by name.
+
+        Raises:
+            ConfigError: there is none, or two have one name.
+        """
+        paths = [path for path in self.prompts.split(",") if path]
+        files = {Path(path).stem: path for path in paths}
+        if not files or len(files) < len(paths):
+            raise ConfigError(
+                f"prompts={self.prompts} must be files of different names, commas between them: "
+                "each file's results are told by its name"
+            )
+        return files
 
     def train_sampling(self) -> TrainSampling:
         assert self.temperature is not None
@@ -83,42 +110,73 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     """Prints a table; writes `out` if asked to."""
     tokenizer = load_tokenizer(config.model)
     model_config = load_config(config.model)
-    prompts_P = load_prompts(
-        config.prompts,
-        tokenizer,
-        vocab_size=vocab_size(model_config),
-        context_length=context_length(model_config),
-        max_new_tokens=config.max_new_tokens,
-    )[: config.limit]
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
-    evaluator = Evaluator(prompts_P, tokenizer, load_reward(config.reward))
-    metrics, responses = asyncio.run(_measure(config, evaluator))
+    reward = load_reward(config.reward)
+    evaluators = {
+        name: Evaluator(
+            load_prompts(
+                path,
+                tokenizer,
+                vocab_size=vocab_size(model_config),
+                context_length=context_length(model_config),
+                max_new_tokens=config.max_new_tokens,
+            )[: config.limit],
+            tokenizer,
+            reward,
+        )
+        for name, path in config.files().items()
+    }
+    results = asyncio.run(_measure(config, evaluators))
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
-    table = Table(title=f"{config.model}: {len(prompts_P)} prompts")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:.4f}")
-    console.print(table)
+    console.print(_table(config, results))
     if config.out is not None:
-        report = {"metrics": metrics, "responses": [asdict(response) for response in responses]}
+        report = {
+            "model": config.model,
+            "serving decoder": asdict(config.sampling()),
+            "data sets": {
+                name: {"metrics": metrics, "responses": [asdict(each) for each in responses]}
+                for name, (metrics, responses) in results.items()
+            },
+        }
         Path(config.out).write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"every response is in {config.out}")
 
 
-async def _measure(
-    config: EvaluateConfig, evaluator: Evaluator
-) -> tuple[dict[str, float], list[Response]]:
+Results = dict[str, tuple[dict[str, float], list[Response]]]
+
+
+async def _measure(config: EvaluateConfig, evaluators: Mapping[str, Evaluator]) -> Results:
+    """Metrics and responses of each data set, on one set of engines."""
     models = [config.model] if config.teacher is None else [config.model, config.teacher]
+    results: Results = {}
     async with running_engines(*map(config.engine_config, models)) as (engine, *teachers):
-        responses = await evaluator.respond(engine, config.sampling())
-        metrics = summarise(responses)
-        for teacher in teachers:
-            metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
-                engine, {"": teacher}, config.train_sampling(), config.num_samples
-            )
-    return metrics, responses
+        for name, evaluator in evaluators.items():
+            responses = await evaluator.respond(engine, config.sampling())
+            metrics = evaluator.summarise(responses)
+            for teacher in teachers:
+                metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
+                    engine, {"": teacher}, config.train_sampling(), config.num_samples
+                )
+            results[name] = metrics, responses
+    return results
+
+
+def _table(config: EvaluateConfig, results: Results) -> Table:
+    """A row a metric, a column a data set."""
+    decoder = config.sampling()
+    how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
+    table = Table(
+        title=f"{config.model}, {how}", caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval"
+    )
+    table.add_column("metric")
+    for name, (_, responses) in results.items():
+        prompts = len(responses) // decoder.num_samples
+        table.add_column(f"{name} ({prompts} prompts)", justify="right")
+    for metric in dict.fromkeys(metric for metrics, _ in results.values() for metric in metrics):
+        values = [metrics.get(metric) for metrics, _ in results.values()]
+        table.add_row(metric, *("" if value is None else f"{value:.4f}" for value in values))
+    return table
 
 
 def main(argv: list[str] | None = None) -> int:

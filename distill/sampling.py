@@ -54,7 +54,8 @@ class TrainSampling:
 class EvalSampling:
     """Sampling of your serving decoder, for evaluation only: no loss accepts what it produced.
 
-    temperature 0 is greedy. top_p = 1 and top_k = 0 truncate nothing.
+    temperature 0 is greedy. top_p = 1 and top_k = 0 truncate nothing. `num_samples` responses are
+    sampled to each prompt.
 
     Raises:
         ConfigError: a value out of range.
@@ -64,6 +65,7 @@ class EvalSampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = 0
+    num_samples: int = 1
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.temperature) or self.temperature < 0:
@@ -73,6 +75,13 @@ class EvalSampling:
             raise ConfigError(f"eval_top_p={self.top_p} must be in (0, 1]; 1 truncates nothing")
         if self.top_k < 0:
             raise ConfigError(f"eval_top_k={self.top_k} must be 0 (off) or above")
+        if self.num_samples < 1:
+            raise ConfigError(f"eval_samples={self.num_samples} must be at least 1")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"eval_samples={self.num_samples} with eval_temperature=0: greedy decoding gives "
+                "the same response again; set eval_temperature above 0, or eval_samples=1"
+            )
 
 
 Sampling = TrainSampling | EvalSampling

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.evaluate import Evaluator, summarise
+from actors.evaluate import Evaluator, Response, summarise
 from distill.errors import ConfigError
 from distill.prompts import Prompt
+from distill.rewards import answer_of, last_number
 from distill.sampling import EvalSampling, TrainSampling
-from distill.types import TokenArray
+from distill.types import StopReason, TokenArray
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import TEMPERATURE, ids
 
@@ -49,6 +50,8 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
         "eval/response_length": 6,
         "eval/eos_share": 0,
         "eval/accuracy": pytest.approx(0.375),
+        "eval/accuracy_low": pytest.approx(0.375 - 0.245, abs=1e-3),
+        "eval/accuracy_high": pytest.approx(0.375 + 0.245, abs=1e-3),
     }
     assert metrics == asyncio.run(Evaluator(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING))
 
@@ -61,6 +64,34 @@ def test_without_a_reward_the_answer_must_be_met_exactly(
     known = [replace(PROMPTS[0], answer=first.text), *PROMPTS[1:]]
     [first, second, _] = asyncio.run(Evaluator(known, tokenizer).respond(POLICY, SERVING))
     assert (first.correct, second.correct) == (1, 0)
+
+
+def test_several_responses_give_pass_at_k_and_a_vote() -> None:
+    answers = {1: ["so 3", "3.0", "4", "none"], 2: ["7", "8", "9", "8"], 3: ["?", "?", "?", "?"]}
+    right = {1: "3", 2: "9", 3: "1"}
+    responses = [
+        Response(
+            line=line, sample=i, text=text, stop_reason=StopReason.EOS, num_tokens=1,
+            correct=last_number(text, right[line]),
+        )
+        for line, texts in answers.items()
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    metrics = summarise(responses, answer_of(last_number))
+    assert metrics["eval/accuracy"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6 + 0) / 3)
+    assert metrics["eval/pass@4"] == pytest.approx(2 / 3)
+    assert metrics["eval/majority@4"] == pytest.approx(1 / 3)  # 3 wins, 8 wins, nobody votes
+    assert not any(name.startswith("eval/majority") for name in summarise(responses))
+
+
+def test_each_prompt_is_sampled_as_often_as_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    sampling = replace(SERVING, num_samples=3)
+    responses = asyncio.run(Evaluator(PROMPTS, tokenizer).respond(POLICY, sampling))
+    assert [(each.line, each.sample) for each in responses] == [
+        (line, sample) for line in (1, 2, 4) for sample in range(3)
+    ]
+    assert len({each.text for each in responses[:3]}) > 1
 
 
 @pytest.mark.parametrize("hint_T", [None, ids(50, 51)])

@@ -76,14 +76,15 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     """Every setting arrives where it belongs; T in the sampling alone, and so in the data."""
     config = opd(
         temperature=0.3, max_new_tokens=5, eval_temperature=0.9, eval_top_p=0.8, eval_top_k=7,
-        eval_max_new_tokens=6, kl_coef=0.4, kl_discount_factor=0.5, reward_coef=0.6, lr=0.01,
+        eval_samples=3, eval_max_new_tokens=6, kl_coef=0.4, kl_discount_factor=0.5,
+        reward_coef=0.6, lr=0.01,
         lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=3.0, steps=9,
         token_budget=77, seed=4, threads=2, dtype="bfloat16",
     )  # fmt: skip
     assert config.train_sampling() == TrainSampling(temperature=0.3, max_new_tokens=5)
     evaluation = config.eval_sampling()
     assert (evaluation.temperature, evaluation.top_p, evaluation.top_k) == (0.9, 0.8, 7)
-    assert evaluation.max_new_tokens == 6
+    assert (evaluation.max_new_tokens, evaluation.num_samples) == (6, 3)
     assert opd(max_new_tokens=5).eval_sampling().max_new_tokens == 5
     objective = config.objective()
     assert (objective.kl_coef, objective.kl_discount_factor) == (0.4, 0.5)

@@ -49,6 +49,11 @@ def test_greedy_evaluation_truncates_nothing_by_default() -> None:
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 0)
 
 
+def test_greedy_decoding_is_not_asked_twice() -> None:
+    with pytest.raises(ConfigError, match="eval_samples=3 with eval_temperature=0"):
+        EvalSampling(temperature=0.0, max_new_tokens=3, num_samples=3)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -59,6 +64,7 @@ def test_greedy_evaluation_truncates_nothing_by_default() -> None:
         ("top_p", 1.01, "eval_top_p=1.01"),
         ("top_p", math.nan, "eval_top_p=nan"),
         ("top_k", -1, "eval_top_k=-1"),
+        ("num_samples", 0, "eval_samples=0"),
     ],
 )
 def test_evaluation_ranges(name: str, value: float, message: str) -> None:
