@@ -9,7 +9,8 @@ which Kubernetes' Horizontal Pod Autoscaler scales (desired = ceil(current * met
 
 **Shrink** when the learner does not wait and workers stand idle for want of credit: by one, the
 pool with the fewest groups a member. At the run's end, when nothing is left to be started, to the
-number of groups that a pool may still see.
+number of groups that a pool may still see. (Staleness is no input of its own: credit bounds it, and
+supply in excess of the bound shows as want of credit.)
 
 What keeps it from flapping:
 
@@ -89,7 +90,6 @@ class Observation:
     environment: float  # groups in their environment or reward, outside any engine
     scoring: float  # groups in a teacher engine
     queue_depth: int  # finished groups at its end that are not in published weights yet
-    staleness: float  # mean of the last step, versions
     sizes: Mapping[str, int]  # members by pool, those that are starting among them
     ready: Mapping[str, int]  # members by pool that work
     exhausted: bool = False  # every group of the run has been leased

@@ -92,7 +92,6 @@ class Scaling:
         self._ended: tuple[float, float] | None = None  # seconds of a window, and of its waits
         self._samples: list[_Sample] = []
         self._before: QueueStatus | None = None  # the window began
-        self.staleness = 0.0
         self._recorded: dict[str, object] = {}
 
     def waiting(self) -> None:
@@ -158,7 +157,6 @@ class Scaling:
             environment=environment,
             scoring=scoring,
             queue_depth=status.depth,
-            staleness=self.staleness,
             sizes={name: self._size(roles) for name, roles in self._roles.items()},
             ready={
                 name: sum(len(self._fleet.supervisor.serving(role)) for role in roles)

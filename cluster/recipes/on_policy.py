@@ -171,7 +171,6 @@ class _Run:
         step = int(metrics["step"])
         every = self._config.eval_every
         self._watermark = int(metrics["groups/last"]) + 1
-        self.fleet.scaling.staleness = metrics["staleness/mean"]
         self._running.directory.append_event(
             "step",
             step=step,

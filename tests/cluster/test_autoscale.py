@@ -38,7 +38,6 @@ def seen(sizes: Mapping[Any, int] | None = None, **changes: Any) -> Observation:
             "environment": 1,
             "scoring": 2,
             "queue_depth": 3,
-            "staleness": 1.0,
             "sizes": sizes,
             "ready": sizes,
         }
