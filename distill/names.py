@@ -1,9 +1,13 @@
-"""Saying which names there are where a given one is unknown."""
+"""Names in settings: those that are known, and `package.module:attribute` of a user's own."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Collection
 from difflib import get_close_matches
+from typing import Any
+
+from distill.errors import ConfigError
 
 
 def known_names(name: str, known: Collection[str]) -> str:
@@ -11,3 +15,36 @@ def known_names(name: str, known: Collection[str]) -> str:
     near = get_close_matches(name, known, n=1)
     every = ", ".join(sorted(known))
     return f"did you mean {near[0]!r}? Known: {every}" if near else f"known: {every}"
+
+
+def resolve(setting: str, name: str, known: Collection[str]) -> Any:
+    """What `package.module:attribute` names, given as the value of `setting`.
+
+    Raises:
+        ConfigError: it is of another form, and none of the `known` names; or it cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"{setting}={name!r} is neither built in nor `package.module:attribute`; "
+            f"{known_names(name, known)}"
+        )
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # the module is the user's: importing it may raise anything
+        raise ConfigError(
+            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "
+            "module installed, or its directory on PYTHONPATH?"
+        ) from error
+
+
+def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
+    """`resolve`, of what can be called.
+
+    Raises:
+        ConfigError: see `resolve`; it cannot be called.
+    """
+    found = resolve(setting, name, known)
+    if not callable(found):
+        raise ConfigError(f"{setting}={name!r} is a {type(found).__name__}, not a function")
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pkgutil
 import re
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from distill.errors import ConfigError, DataError
+from distill.errors import DataError
 from distill.maths import math_answer, math_equal
-from distill.names import known_names
+from distill.names import resolve_function
+from distill.sandbox import require_sandbox
+from distill.unit_tests import unit_tests
 
 # (response, answer) -> reward
 RewardFunction = Callable[[str, str], float]
@@ -69,11 +70,13 @@ def contains(response: str, answer: str) -> float:
     return float(answer.strip() in response)
 
 
+DEFAULT_REWARD = "exact_match"
 _BUILT_IN: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "last_number": last_number,
     "contains": contains,
     "math_equal": math_equal,
+    "unit_tests": unit_tests,
 }
 
 
@@ -87,32 +90,21 @@ _ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
 
 def answer_of(reward: RewardFunction) -> Callable[[str], Hashable | None] | None:
     """Finds the answer in a response (None: there is none); None for a reward that cannot."""
-    return _ANSWERS.get(reward)
+    return None if isinstance(reward, CheckedReward) else _ANSWERS.get(reward)
 
 
 def load_reward(name: str) -> RewardFunction:
     """A built-in reward by its name, or the function at `package.module:function`, checked.
 
     Raises:
-        ConfigError: an unknown name, or something that cannot be imported or called.
+        ConfigError: an unknown name, something that cannot be imported or called, or a sandbox that
+            is needed and cannot be made.
     """
     if name in _BUILT_IN:
+        if name == "unit_tests":
+            require_sandbox()
         return _BUILT_IN[name]
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise ConfigError(
-            f"reward={name!r} is neither a built-in reward nor `package.module:function`; "
-            f"{known_names(name, _BUILT_IN)}"
-        )
-    try:
-        function = pkgutil.resolve_name(name)
-    except Exception as error:  # the module is the user's: importing it may raise anything
-        raise ConfigError(
-            f"reward={name!r} cannot be imported: {type(error).__name__}: {error}. Is the module "
-            "installed, or its directory on PYTHONPATH?"
-        ) from error
-    if not callable(function):
-        raise ConfigError(f"reward={name!r} is a {type(function).__name__}, not a function")
+    function = resolve_function("reward", name, _BUILT_IN)
     return CheckedReward(name=name, function=function)
 
 

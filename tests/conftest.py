@@ -13,10 +13,8 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
-import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import ray
@@ -24,8 +22,10 @@ import torch
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.errors import ConfigError
+from distill.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
-from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.tiny import TinyPair, make_tiny_pair
 
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
@@ -33,31 +33,23 @@ settings.register_profile("isotherm", deadline=None, derandomize=True, max_examp
 settings.load_profile("isotherm")
 
 
-@dataclass(frozen=True)
-class TinyPair:
-    """Two models of one tokenizer, and prompts for them."""
-
-    student: str
-    teacher: str
-    prompts: str
-
-
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
-    root = tmp_path_factory.mktemp("tiny-pair")
-    student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1)
-    teacher = tiny_model_dir(root, seed=2)
-    for directory in (student, teacher):
-        save_tokenizer(directory)
-    prompts = root / "prompts.jsonl"
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(5)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TinyPair(student=student, teacher=teacher, prompts=str(prompts))
+    return make_tiny_pair(tmp_path_factory.mktemp("tiny-pair"))
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny_pair: TinyPair) -> PreTrainedTokenizerBase:
     return load_tokenizer(tiny_pair.student)
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> None:
+    """For tests that run programs in the sandbox."""
+    try:
+        require_sandbox()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from distill.errors import ConfigError, DataError
-from distill.rewards import contains, exact_match, last_number, load_reward
+from distill.rewards import answer_of, contains, exact_match, last_number, load_reward
 
 MODULE = """
+import dataclasses
 import math
 
 LENGTH = 3
@@ -21,6 +22,15 @@ def length(response, answer):
 
 def right(response, answer):
     return response == answer
+
+@dataclasses.dataclass
+class Scaled:
+    by: float
+
+    def __call__(self, response, answer):
+        return self.by * right(response, answer)
+
+half = Scaled(0.5)
 
 def broken(response, answer):
     return {"nan": math.nan, "inf": math.inf, "none": None, "text": "1"}[answer]
@@ -131,10 +141,10 @@ def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> N
         ),
         (
             "zzz",
-            "neither a built-in reward nor .* known: contains, exact_match, last_number",
+            "neither built in nor .* known: contains, exact_match, last_number",
         ),
-        ("house.rewards_of_mine:", "neither a built-in"),
-        (":length", "neither a built-in"),
+        ("house.rewards_of_mine:", "neither built in"),
+        (":length", "neither built in"),
         ("nowhere.at.all:f", "cannot be imported: ModuleNotFoundError: .*'nowhere'"),
         ("house.rewards_of_mine:weight", "cannot be imported: AttributeError: .*'weight'"),
         ("house.fails:f", "cannot be imported: RuntimeError: no licence"),
@@ -145,3 +155,12 @@ def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> N
 def test_names_that_cannot_be_loaded(user_module: str, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward='{name}' .*{message}"):
         load_reward(name)
+
+
+def test_only_rewards_of_ours_know_what_a_response_answers(user_module: str) -> None:
+    """A user's may be an object without a hash."""
+    mine = load_reward(f"{user_module}:half")
+    assert mine("4", "4") == 0.5 and answer_of(mine) is None
+    find = answer_of(last_number)
+    assert find is not None and find("so 18") == find("18.0")
+    assert answer_of(contains) is None

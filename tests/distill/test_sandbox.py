@@ -1,0 +1,311 @@
+"""Real programs that mean harm: none reaches our files, our network, our memory or our time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distill.errors import ConfigError
+from distill.sandbox import SandboxLimits, SandboxResult, run_python
+
+pytestmark = pytest.mark.usefixtures("sandbox")
+
+
+def run(source: str, *, stdin: str = "", **limits) -> SandboxResult:
+    return asyncio.run(run_python(source, stdin=stdin, limits=SandboxLimits(**limits)))
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_a_program_reads_writes_and_ends(isolation) -> None:
+    source = "import sys; print(input()[::-1]); print('no', file=sys.stderr); sys.exit(3)"
+    result = run(source, stdin="ünicode", isolation=isolation)
+    assert (result.stdout, result.stderr) == ("edocinü\n", "no\n")
+    assert (result.exit_code, result.outcome) == (3, "error")
+    assert run("", isolation=isolation).outcome == "ok"
+
+
+def test_the_interpreter_s_packages_are_there() -> None:
+    result = run("import numpy; print(numpy.ones((3, 3)).sum())")
+    assert result.stdout == "9.0\n", result.stderr
+
+
+def test_text_that_is_none() -> None:
+    assert (
+        run(r"import sys; sys.stdout.buffer.write(b'a\xff')").stdout == "a\N{REPLACEMENT CHARACTER}"
+    )
+    assert run("print(input())", stdin="a\ud800").stdout == "a?\n"
+    assert run("print('a\ud800')").stdout == "a?\n"
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_our_environment_is_not_there(monkeypatch: pytest.MonkeyPatch, isolation) -> None:
+    monkeypatch.setenv("TOKEN_OF_OURS", "hf_secret")
+    result = run("import os; print(dict(os.environ))", isolation=isolation)
+    assert result.outcome == "ok"
+    assert "hf_secret" not in result.stdout and "TOKEN" not in result.stdout
+
+
+def test_our_open_files_are_not_there(tmp_path: Path) -> None:
+    with open(tmp_path / "open", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        source = """
+import os
+for fd in range(3, 200):
+    try:
+        print(fd, os.fstat(fd))
+    except OSError:
+        pass
+"""
+        assert run(source).stdout == ""
+
+
+def test_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = f"import socket; socket.create_connection({server.getsockname()!r}, 5)"
+        with pytest.raises(BlockingIOError):
+            _accept(server)
+        result = run(source)
+        assert (result.outcome, "unreachable" in result.stderr) == ("error", True), result
+        with pytest.raises(BlockingIOError):
+            _accept(server)
+        # The program as such would reach it.
+        assert run(source, isolation="process").outcome == "ok"
+        _accept(server)
+
+
+def _accept(server: socket.socket) -> None:
+    server.setblocking(False)
+    server.accept()[0].close()
+
+
+def test_no_file_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("secret")
+    places = [
+        str(tmp_path),
+        str(Path.home() / ".bashrc"),
+        __file__,
+        "/etc/passwd",
+        "/proc",
+        "/sys",
+    ]
+    source = f"""
+import os
+for place in {places!r}:
+    print(os.path.lexists(place), end=" ")
+print(open({str(tmp_path / "weights")!r}).read())
+"""
+    result = run(source)
+    assert result.stdout.split() == ["False"] * len(places), result.stdout
+    assert "FileNotFoundError" in result.stderr
+
+
+def test_nothing_is_written_outside(tmp_path: Path) -> None:
+    source = f"""
+import os, sys
+for place in ["/", "/usr", "/dev", {sys.prefix!r}, {sys.base_prefix!r}, {str(Path.home())!r}]:
+    try:
+        os.makedirs(place, exist_ok=True)
+        open(place + "/written-by-a-program", "w")
+        print(place)
+    except OSError:
+        pass
+os.makedirs({str(tmp_path)!r})
+open({str(tmp_path / "there")!r}, "w").write("x")
+open("here", "w").write("x")
+print(os.getcwd(), os.listdir())
+"""
+    result = run(source)
+    assert result.stdout.startswith("/tmp ['here', "), result
+    assert not os.listdir(tmp_path)
+    assert "here" not in run("import os; print(os.listdir())").stdout  # gone with its program
+    assert not os.path.exists("/tmp/here")
+
+
+def test_it_is_nobody_and_stays_so() -> None:
+    source = """
+import ctypes, os
+print(os.getuid(), os.getgid(), os.getpid())
+libc = ctypes.CDLL(None)
+print(libc.unshare(0x10000000), libc.mount(b"x", b"/tmp", b"tmpfs", 0, None))
+try:
+    os.kill(1, 9)
+except PermissionError:
+    print("no")
+"""
+    lines = run(source).stdout.splitlines()
+    assert lines[0] == "65534 65534 2" and lines[1].endswith(" -1")
+    if os.access("/proc/sys/user/max_user_namespaces", os.W_OK):
+        assert lines[1].startswith("-1")
+    assert lines[2:] == (["no"] if os.geteuid() == 0 else lines[2:])
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_what_takes_too_long(isolation) -> None:
+    result = run(
+        "print('so far', flush=True)\nimport time; time.sleep(600)", wall_s=2, isolation=isolation
+    )
+    assert (result.stdout, result.outcome, result.exit_code) == ("so far\n", "time", None)
+    result = run("while True: pass", cpu_s=1, wall_s=60, isolation=isolation)
+    assert result.outcome == "time"
+    ignores = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert run(ignores, cpu_s=1, wall_s=60, isolation=isolation).outcome == "time"
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_what_takes_too_much_memory(isolation) -> None:
+    result = run("x = 'a' * (1 << 30)", memory_mb=256, isolation=isolation)
+    assert (result.outcome, result.stderr.splitlines()[-1]) == ("memory", "MemoryError")
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_what_writes_too_much(isolation) -> None:
+    before = psutil.Process().memory_info().rss
+    result = run("while True: print('x' * 1000)", output_bytes=10_000, isolation=isolation)
+    assert (result.outcome, len(result.stdout)) == ("output", 10_000)
+    source = "import os\nwhile True: os.write(2, b'x' * 100000)"
+    result = run(source, output_bytes=5000, isolation=isolation)
+    assert (result.outcome, len(result.stderr), result.stdout) == ("output", 5000, "")
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_files_are_limited_together() -> None:
+    source = """
+for i in range(8):
+    with open(str(i), "wb") as file:
+        file.write(b"x" * (1 << 20))
+    print(i, flush=True)
+"""
+    result = run(source, files_mb=4)
+    assert result.outcome == "error" and "No space left" in result.stderr
+    assert len(result.stdout.split()) <= 4
+
+
+def test_a_fork_bomb() -> None:
+    source = """
+import os, time
+children = 0
+try:
+    while os.fork():
+        children += 1
+except OSError as error:
+    print(children, flush=True)
+time.sleep(600)
+"""
+    result = run(source, processes=8, wall_s=3)
+    assert (result.outcome, result.stdout) == ("time", "7\n")
+
+
+ORPHAN = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600) #{mark}"],
+                 start_new_session=True)
+print("started", flush=True)
+{then}
+"""
+
+
+def alive(mark: str) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(mark in argument for argument in process.info["cmdline"] or [])
+    ]
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+@pytest.mark.parametrize("then", ["", "time.sleep(600)", "os._exit(1)"])
+def test_no_orphans(isolation, then: str) -> None:
+    mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
+    result = run(ORPHAN.format(mark=mark, then=then), wall_s=3, isolation=isolation)
+    assert result.stdout == "started\n", result.stderr
+    assert not alive(mark)
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_cancelled_it_ends_the_program(isolation) -> None:
+    mark = f"cancelled-{os.getpid()}-{time.monotonic_ns()}"
+    limits = SandboxLimits(wall_s=600, isolation=isolation)
+
+    async def cancel() -> None:
+        source = ORPHAN.format(mark=mark, then="time.sleep(600)")
+        task = asyncio.create_task(run_python(source, limits=limits))
+        while not alive(mark):
+            await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(cancel(), 60))
+    assert not alive(mark)
+
+
+def test_it_dies_with_us() -> None:
+    mark = f"parent-{os.getpid()}-{time.monotonic_ns()}"
+    source = ORPHAN.format(mark=mark, then="time.sleep(600)")
+    code = f"""
+import asyncio
+from distill.sandbox import SandboxLimits, run_python
+asyncio.run(run_python({source!r}, limits=SandboxLimits(wall_s=600)))
+"""
+    ours = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while len(alive(mark)) < 2 and time.monotonic() < deadline:  # ours has it in its own arguments
+        time.sleep(0.05)
+    ours.kill()
+    ours.wait()
+    while alive(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(mark)
+
+
+def test_many_at_once() -> None:
+    async def many() -> list[str]:
+        results = await asyncio.gather(*(run_python(f"print({i})") for i in range(8)))
+        return [result.stdout for result in results]
+
+    assert asyncio.run(many()) == [f"{i}\n" for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"cpu_s": 0}, "cpu_s must be positive, got 0"),
+        ({"wall_s": -1.0}, "wall_s must be positive"),
+        ({"memory_mb": 8}, "memory_mb must be at least 64"),
+        ({"isolation": "proces"}, "unknown sandbox isolation 'proces'; did you mean 'process'"),
+    ],
+)
+def test_limits_that_cannot_be(limits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SandboxLimits(**limits)
+
+
+def test_without_namespaces_it_is_refused() -> None:
+    """In a namespace of users that may make no other: what a strict container looks like."""
+    code = """
+import asyncio
+from distill.sandbox import require_sandbox, run_python
+for call in (require_sandbox, lambda: asyncio.run(run_python("print('ran')"))):
+    try:
+        call()
+    except ValueError as error:
+        print(type(error).__name__, error)
+"""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", forbid, sys.executable, code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and "ran" not in lines
+    for line in lines:
+        assert line.startswith("ConfigError the sandbox cannot be made on this machine: [Errno")
+        assert 'isolation="process"' in line
