@@ -1,0 +1,63 @@
+"""What a tool is, and what a model asks of it: OpenAI's function calling."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ToolError(Exception):
+    """What a tool tells the model in place of a result: it went wrong, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call, as the model wrote it.
+
+    `arguments` are an object by name; or the text that is none, as it stands. `id` ties the answer
+    to the call, where the model's format has such.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] | str
+    id: str | None = None
+
+
+class Tool(ABC):
+    """A function that the model may call. It pickles, and many episodes call it at once."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What it does and when to call it: the model reads it."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments, an object."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates and OpenAI's `tools` have it."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.parameters),
+            },
+        }
+
+    @abstractmethod
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The result as text; `arguments` fit `parameters`.
+
+        Raises:
+            ToolError: told to the model.
+        """

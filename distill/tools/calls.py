@@ -1,0 +1,196 @@
+"""Running what a model asked for: every call has an answer, and none of them is its undoing.
+
+call ── known? ── arguments fit? ── tool, for at most timeout_s ── text
+                                                                    │ cut by characters
+              message of role "tool" ── cut by tokens ── neutral ── encodable
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import ConfigError, IsothermError
+from distill.names import known_names
+from distill.renderer import Message
+from distill.tools.base import Tool, ToolCall, ToolError
+from distill.tools.text import encodable, longest_prefix, neutralised
+
+Failure = Literal["unknown", "arguments", "failed", "timeout"]
+
+# No tokenizer has many tokens that are longer; megabytes are not tokenised to be thrown away.
+_CHARACTERS_PER_TOKEN = 32
+_LONGEST_NAME = 64
+_LONGEST_COMPLAINT = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """What one call may take, and give.
+
+    Raises:
+        ConfigError: a limit that is not positive.
+    """
+
+    timeout_s: float = 30.0
+    max_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, value in (("timeout_s", self.timeout_s), ("max_tokens", self.max_tokens)):
+            if not value > 0:
+                raise ConfigError(f"tool_{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """What a call gave: the message that tells the model, and what became of it on the way.
+
+    `truncated`: the result was longer than `max_tokens`. `neutralised`: it had control tokens of
+    the chat template in it.
+    """
+
+    message: Message
+    error: Failure | None
+    seconds: float
+    truncated: bool
+    neutralised: bool
+
+
+class _Refused(Exception):
+    """A call that has no result; the text is for the model."""
+
+    def __init__(self, failure: Failure, text: str) -> None:
+        super().__init__(text)
+        self.failure: Failure = failure
+
+
+async def run_calls(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Tool],
+    limits: ToolLimits,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[ToolOutcome]:
+    """Runs all calls at the same time; outcomes in their order.
+
+    Whatever a tool raises is told to the model. A tool that blocks the event loop is not
+    interrupted; `function_tool` runs blocking functions in threads.
+
+    Raises:
+        IsothermError: a tool found that it is set up wrongly; no model can do anything about it.
+    """
+    return list(await asyncio.gather(*(_run(call, tools, limits, tokenizer) for call in calls)))
+
+
+async def _run(
+    call: ToolCall,
+    tools: Mapping[str, Tool],
+    limits: ToolLimits,
+    tokenizer: PreTrainedTokenizerBase,
+) -> ToolOutcome:
+    began = time.monotonic()
+    failure: Failure | None = None
+    try:
+        tool = _known(call.name, tools)
+        result = await _result(tool, _fitting(call, tool), limits.timeout_s)
+    except _Refused as refused:
+        failure, result = refused.failure, f"Error: {refused}"
+    seconds = time.monotonic() - began
+    content, truncated, changed = _content(result, limits.max_tokens, tokenizer)
+    # The model wrote the name and the id, and a template prints them.
+    message = {
+        "role": "tool",
+        "name": neutralised(call.name[:_LONGEST_NAME], tokenizer),
+        "content": content,
+    }
+    if call.id is not None:
+        message["tool_call_id"] = neutralised(call.id, tokenizer)
+    return ToolOutcome(
+        message=message,
+        error=failure,
+        seconds=seconds,
+        truncated=truncated,
+        neutralised=changed,
+    )
+
+
+def _known(name: str, tools: Mapping[str, Tool]) -> Tool:
+    if name in tools:
+        return tools[name]
+    short = name[:_LONGEST_NAME]
+    raise _Refused("unknown", f"there is no tool named {short!r}; {known_names(short, tools)}")
+
+
+def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
+    """The arguments, as its schema has them."""
+    if isinstance(call.arguments, str):
+        raise _Refused("arguments", _not_an_object(call.arguments, tool))
+    arguments = dict(call.arguments)
+    known = tool.parameters.get("properties", {})
+    if "additionalProperties" not in tool.parameters:
+        for name in arguments:
+            if name not in known:
+                complaint = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
+                raise _Refused("arguments", f"{complaint}; {known_names(str(name), known)}")
+    wrong = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(arguments))
+    if wrong is not None:
+        where = ".".join(str(part) for part in wrong.absolute_path)
+        complaint = wrong.message[:_LONGEST_COMPLAINT]
+        raise _Refused(
+            "arguments",
+            f"the arguments of {tool.name} are wrong: {f'{where}: ' if where else ''}{complaint}",
+        )
+    return arguments
+
+
+def _not_an_object(text: str, tool: Tool) -> str:
+    start = f"the arguments of {tool.name} must be a JSON object"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"{start}, and are not JSON: {error}"
+    return f"{start}, got a {type(value).__name__}: {text[:_LONGEST_NAME]}"
+
+
+async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:
+    clock = asyncio.timeout(timeout_s)
+    try:
+        async with clock:
+            return str(await tool(arguments))
+    except ToolError as error:
+        raise _Refused("failed", str(error)) from error
+    except IsothermError:
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled us: the tool awaited what was cancelled.
+        raise _Refused("failed", f"{tool.name} was cancelled") from error
+    except (Exception, SystemExit) as error:  # the tool is the user's: it may raise anything
+        if isinstance(error, TimeoutError) and clock.expired():
+            told = f"{tool.name} took longer than {timeout_s:g} s and was stopped"
+            raise _Refused("timeout", told) from error
+        line = str(error).strip().split("\n", 1)[0]
+        told = f"{type(error).__name__}: {line}"[:_LONGEST_COMPLAINT]
+        raise _Refused("failed", f"{tool.name} failed: {told}") from error
+
+
+def _content(
+    text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool, bool]:
+    """What the model is told; whether it was cut, and whether it had control tokens."""
+    start = encodable(text[: max_tokens * _CHARACTERS_PER_TOKEN], tokenizer)
+    neutral = neutralised(start, tokenizer)
+    kept = longest_prefix(neutral, max_tokens, tokenizer)
+    if len(text) == len(start) and kept == neutral:
+        return kept, False, neutral != start
+    note = f"\n[cut: the first {min(len(kept), len(text) - 1)} of {len(text)} characters]"
+    return kept + encodable(note, tokenizer), True, neutral != start

@@ -1,0 +1,132 @@
+"""A Python function as a tool: its types and its docstring say how a model is to call it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import pkgutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from distill.errors import ConfigError
+from distill.tools.base import Tool, ToolError
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def function_tool(function: Callable[..., Any]) -> Tool:
+    """A tool of a function at the top of a module, synchronous or not; it pickles by its name.
+
+    Every argument has a type, and an entry under `Args:` in the docstring (Google's style). A
+    synchronous function runs in a thread of its own, which nothing can end: one that hangs keeps
+    its thread, not the caller.
+
+    Raises:
+        ConfigError: the function cannot be found by its name, or says too little about itself.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in function.__qualname__:
+        raise ConfigError(
+            f"tool {name} cannot be sent to other processes, which find it by its name; define it "
+            "at the top of a module"
+        )
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in _BY_NAME:
+            raise ConfigError(
+                f"tool {name}: {parameter} cannot be given by name, as a model gives arguments"
+            )
+    return _FunctionTool(name, function)
+
+
+def _tool_at(name: str) -> Tool:
+    found = pkgutil.resolve_name(name)
+    # As a decorator, function_tool leaves the tool in the function's place.
+    return found if isinstance(found, Tool) else function_tool(found)
+
+
+class _FunctionTool(Tool):
+    def __init__(self, place: str, function: Callable[..., Any]) -> None:
+        try:
+            self._about: dict[str, Any] = get_json_schema(function)["function"]
+        except Exception as error:  # of several types, not all of them public
+            raise ConfigError(
+                f"tool {place} does not say how to call it: {error}. It needs a docstring with an "
+                "entry under `Args:` for each argument, and a type for each"
+            ) from error
+        self._place = place
+        self._function = function
+
+    @property
+    def name(self) -> str:
+        return self._about["name"]
+
+    @property
+    def description(self) -> str:
+        return self._about["description"]
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return _plain(self._about["parameters"])
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        if inspect.iscoroutinefunction(self._function):
+            return str(await self._function(**arguments))
+        return str(await _in_thread(self._function, arguments))
+
+    def __reduce__(self) -> tuple[Callable[[str], Tool], tuple[str]]:
+        return _tool_at, (self._place,)
+
+
+def _plain(schema: Any) -> Any:
+    """`nullable` is OpenAPI's word; JSON schema has a type of null."""
+    if isinstance(schema, list):
+        return [_plain(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _plain(value) for key, value in schema.items()}
+    if plain.get("nullable") is True and isinstance(plain.get("type"), str | list):
+        del plain["nullable"]
+        kinds = plain["type"]
+        plain["type"] = [*([kinds] if isinstance(kinds, str) else kinds), "null"]
+        if "enum" in plain:
+            plain["enum"] = [*plain["enum"], None]
+    return plain
+
+
+async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Not in the loop's own pool: there, hung calls use up the threads, and the end waits for all.
+
+    What is no Exception (an exit) is made one: it is the function that ends, not we.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():  # nobody waits for it any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = context.run(function, **arguments)
+        except StopIteration as error:  # a future refuses it
+            failure = ToolError(f"StopIteration: {error}")
+        except Exception as error:  # whoever awaits gets it
+            failure = error
+        except BaseException as error:  # sys.exit: see above
+            failure = ToolError(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name=f"tool {function.__name__}", daemon=True).start()
+    return await future

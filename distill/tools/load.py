@@ -1,0 +1,75 @@
+"""Tools by their names, as a setting has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from distill.errors import ConfigError
+from distill.names import resolve
+from distill.sandbox import Isolation, SandboxLimits, require_sandbox
+from distill.tools.base import Tool
+from distill.tools.calculator import Calculator
+from distill.tools.functions import function_tool
+from distill.tools.python import PythonTool
+from distill.tools.retrieval import Retrieval
+
+_BUILT_IN: dict[str, Callable[[], Tool]] = {
+    "calculator": Calculator,
+    "python": lambda: _python("namespaces"),
+    "python:process": lambda: _python("process"),
+}
+_RETRIEVAL = ("retrieval", "search")
+
+
+def load_tools(names: str) -> tuple[Tool, ...]:
+    """Tools of a list with commas; none for an empty one.
+
+    `calculator`; `python`, or `python:process` where the sandbox cannot be made (see
+    `distill.sandbox`); `retrieval:DIRECTORY`, or `search:DIRECTORY`; and
+    `package.module:attribute`, a function, a Tool, or a class of Tools without arguments.
+
+    Raises:
+        ConfigError: an unknown name, two tools of one name, or a tool that cannot be made.
+    """
+    tools = tuple(_load(name.strip()) for name in names.split(",")) if names.strip() else ()
+    for name, count in Counter(tool.name for tool in tools).items():
+        if count > 1:
+            raise ConfigError(f"tools={names!r} has {count} tools named {name!r}; keep one")
+    return tools
+
+
+def _python(isolation: Isolation) -> Tool:
+    require_sandbox(isolation)
+    return PythonTool(SandboxLimits(isolation=isolation))
+
+
+def _load(name: str) -> Tool:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]()
+    module, _, attribute = name.partition(":")
+    if module in _RETRIEVAL:
+        if not attribute:
+            raise ConfigError(f"tools={name!r} needs a directory of texts: {module}:DIRECTORY")
+        return Retrieval(attribute)
+    return _user_s(name)
+
+
+def _user_s(name: str) -> Tool:
+    known = [*_BUILT_IN, *(f"{kind}:DIRECTORY" for kind in _RETRIEVAL)]
+    found = resolve("tools", name, known)
+    if isinstance(found, type) and issubclass(found, Tool):
+        try:
+            found = found()
+        except Exception as error:  # the class is the user's: it may raise anything
+            raise ConfigError(
+                f"tools={name!r} cannot be made: {type(error).__name__}: {error}. A class of tools "
+                "takes no arguments"
+            ) from error
+    if isinstance(found, Tool):
+        return found
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(
+            f"tools={name!r} is {found!r}: neither a function nor a Tool (distill.tools.base)"
+        )
+    return function_tool(found)

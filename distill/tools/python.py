@@ -1,0 +1,64 @@
+"""Python, in the sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distill.sandbox import Outcome, SandboxLimits, SandboxResult, run_python
+from distill.tools.base import Tool, ToolError
+
+_LAST_LINES = 20
+
+
+class PythonTool(Tool):
+    """Runs a program from its start; nothing is kept between calls. Returns what it printed.
+
+    `distill.sandbox.require_sandbox` says beforehand whether the machine can.
+    """
+
+    def __init__(self, limits: SandboxLimits | None = None) -> None:
+        self.limits = limits or SandboxLimits()
+
+    @property
+    def name(self) -> str:
+        return "python"
+
+    @property
+    def description(self) -> str:
+        return (
+            "Runs a Python program and returns what it prints. Every call starts afresh, without "
+            f"network, and has {self.limits.wall_s:g} seconds."
+        )
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        code = {"type": "string", "description": "The program. It must print its results."}
+        return {"type": "object", "properties": {"code": code}, "required": ["code"]}
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        """The program's standard output.
+
+        Raises:
+            ToolError: it failed or was ended; with what it had printed, and the end of its errors.
+            ConfigError: the sandbox cannot be made on this machine.
+        """
+        result = await run_python(arguments["code"], limits=self.limits)
+        if result.outcome == "ok":
+            return result.stdout or "(the program printed nothing)"
+        raise ToolError(_told(result, self.limits))
+
+
+def _told(result: SandboxResult, limits: SandboxLimits) -> str:
+    reasons: dict[Outcome, str] = {
+        "error": f"the program ended with exit code {result.exit_code}",
+        "time": f"the program took too long: {limits.wall_s:g} s, {limits.cpu_s} s of computing",
+        "memory": f"the program needed more than {limits.memory_mb} MB of memory",
+        "output": f"the program printed more than {limits.output_bytes} bytes",
+    }
+    lines = [reasons[result.outcome]]
+    if result.stderr.strip():
+        lines += result.stderr.rstrip().split("\n")[-_LAST_LINES:]
+    if result.stdout:
+        lines += ["It had printed:", result.stdout]
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""Text of strangers made fit for a model's context: encodable, without control tokens, cut."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import count
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import DataError
+from distill.renderer import encode
+
+# Put inside a control token: invisible where the tokenizer knows it, else the least visible.
+_BREAKS = ("\N{ZERO WIDTH SPACE}", " ", "_", ".", "-")
+_REPLACEMENTS = ("\N{REPLACEMENT CHARACTER}", "?", "_", " ")
+# A break may complete another token, in a vocabulary made for it; then tokens are taken out.
+_ROUNDS = 8
+
+
+def neutralised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`text` in which no added token of the tokenizer is left, special or not.
+
+    Tool results and web pages may hold `<|im_end|>` or `<tool_call>`; encoded as they stand they
+    would end the turn, or forge one. A zero-width space is put after the first character of each
+    (another sign, where the tokenizer does not know that one). Added tokens of white space alone
+    are left: no template speaks with them. The result is `encodable`.
+    """
+    text = encodable(text, tokenizer)
+    gap = _first(_BREAKS, tokenizer)
+    for round_ in count():
+        spans = _control_spans(text, tokenizer)
+        if not spans:
+            return text
+        for start, end in reversed(spans):
+            token = text[start:end]
+            broken = token[0] + gap + token[1:] if round_ < _ROUNDS and len(token) > 1 else ""
+            text = text[:start] + broken + text[end:]
+        # The tokenizer may know its letters as parts of the token only.
+        text = encodable(text, tokenizer)
+    raise AssertionError("text does not shrink for ever")
+
+
+def encodable(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`text` with what the tokenizer cannot encode replaced: half characters, unknown ones."""
+    whole = text.encode("utf-8", "replace").decode()
+    if _is_known(whole, tokenizer):
+        return whole
+    unknown = {c for c in set(whole) if not _is_known(c, tokenizer)}
+    instead = _first(_REPLACEMENTS, tokenizer) if unknown else ""
+    return "".join(instead if c in unknown else c for c in whole)
+
+
+def longest_prefix(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The most of an `encodable` text, from its start, that is at most `max_tokens`."""
+    if count_tokens(text, tokenizer) <= max_tokens:
+        return text
+    fits, too_long = 0, len(text)
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if count_tokens(text[:middle], tokenizer) <= max_tokens:
+            fits = middle
+        else:
+            too_long = middle
+    return text[:fits]
+
+
+def count_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    return len(_ids(text, tokenizer))
+
+
+def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """It encodes, without the token for what is unknown."""
+    try:
+        ids = _ids(text, tokenizer)
+    except DataError:
+        return False
+    return tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids
+
+
+def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first that the tokenizer encodes as something; empty if it does none."""
+    for text in candidates:
+        if _is_known(text, tokenizer) and _ids(text, tokenizer):
+            return text
+    return ""
+
+
+def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
+    """Where added tokens stand in the text, as it is written or as the tokenizer reads it."""
+    added = {
+        token.content: id_
+        for id_, token in tokenizer.added_tokens_decoder.items()
+        if token.content.strip()
+    }
+    written = _pattern(frozenset(added)).finditer(text) if added else ()
+    if spans := [match.span() for match in written]:
+        return spans
+    # A normalizer may make a token of what is none as it is written: in capitals, in full width.
+    ids = set(added.values())
+    if ids.isdisjoint(_ids(text, tokenizer)):
+        return []
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    pairs = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+    return [(start, end) for id_, (start, end) in pairs if id_ in ids and end > start]
+
+
+@lru_cache(maxsize=16)
+def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
+    """The longest first, where several begin at one place."""
+    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)))
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return encode(tokenizer, text, add_special_tokens=False)

@@ -1,0 +1,107 @@
+"""Arithmetic by value; and what is none, is too large, or would take for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+
+import pytest
+
+from distill.tools.base import ToolError
+from distill.tools.calculator import Calculator, calculate
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1 + 2) * 3", "9"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        ("10 / 4", "2.5"),
+        ("10 / 5", "2"),
+        ("1e3", "1000"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 / 3", "0.333333333333"),
+        ("2.0 ** 53", "9.00719925474e+15"),
+        ("2.0 ** 53 - 1", "9007199254740991"),
+        ("2 ** 64", "18446744073709551616"),
+        ("sqrt(16)", "4"),
+        ("round(2.567, 2)", "2.57"),
+        ("max(1, 2.5, -3)", "2.5"),
+        ("abs(-3)", "3"),
+        ("factorial(5)", "120"),
+        ("log10(1000)", "3"),
+        ("cos(pi)", "-1"),
+        (" 6 \N{MULTIPLICATION SIGN} 7 ", "42"),
+        ("+3", "3"),
+    ],
+)
+def test_values(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("1 / 0", "division by zero"),
+        ("1 +", "cannot evaluate '1 \\+'"),
+        ("", "cannot evaluate"),
+        ("2 ^ 3", "write \\*\\*"),
+        ("x + 1", "'x' is not defined"),
+        ("foo(1)", "'foo' not defined|foo"),
+        ("sqrt(-1)", "cannot evaluate"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("1e308 * 10", "too large"),
+        ("round(5, -1000000000)", "at most 100"),
+        ("factorial(100000)", "from 0 to 1000"),
+        ("min()", "cannot evaluate"),
+        ("sqrt(value=2)", "cannot evaluate"),
+        ("'a' * 1000", "cannot evaluate"),
+        ("True + 1", "not a real number|not defined"),
+        ("1j * 1j", "not a real number"),
+        ("[1, 2]", "cannot evaluate"),
+        ("1 if 1 else 2", "cannot evaluate"),
+        ("1 < 2", "cannot evaluate"),
+        ("1,000 + 1", "cannot evaluate"),
+        ("(1).real", "cannot evaluate"),
+        ("x = 3", "cannot evaluate"),
+        ("__import__('os').getpid()", "cannot evaluate"),
+        ("sqrt.__globals__", "cannot evaluate"),
+        ("(lambda: 1)()", "cannot evaluate"),
+        ("1" * 1001, "longer than 1000"),
+        ("(" * 450 + "1" + ")" * 450, "nested too deeply|cannot evaluate"),
+        ("-" * 999 + "1", "nested too deeply"),
+        ("\0", "cannot evaluate"),
+    ],
+)
+def test_what_is_no_arithmetic(expression: str, message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        calculate(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9 ** 9 ** 9 ** 9",
+        "10 ** 1000000",
+        "(10 ** 2000) ** 1000",
+        "*".join(["factorial(1000)"] * 50),
+        "(-3) ** 10000000",
+        "2 ** -100000000",
+    ],
+)
+def test_what_is_huge_is_refused_at_once(expression: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ToolError, match="too large"):
+        calculate(expression)
+    assert time.monotonic() - began < 5  # computed, it would be hours
+
+
+def test_the_tool() -> None:
+    tool = pickle.loads(pickle.dumps(Calculator()))
+    assert asyncio.run(tool({"expression": "6 * 7"})) == "42"
+    assert tool.schema["function"]["parameters"]["required"] == ["expression"]

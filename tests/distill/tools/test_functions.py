@@ -1,0 +1,139 @@
+"""Functions as tools: what the model reads, what it gets back, and how they travel."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from distill.errors import ConfigError
+from distill.tools.base import ToolError
+from distill.tools.functions import function_tool
+
+MODULE = '''
+import asyncio, contextvars, sys, threading, time
+from typing import Literal
+from distill.tools.functions import function_tool
+
+def add(a: int, b: int | None = None) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + (b or 0)
+
+async def greet(name: str) -> str:
+    """Greets.
+
+    Args:
+        name: whom
+    """
+    await asyncio.sleep(0)
+    return f"hello {name}"
+
+@function_tool
+def decorated() -> str:
+    """Says where it runs."""
+    return threading.current_thread().name
+
+def hang() -> str:
+    """Takes for ever."""
+    time.sleep(600)
+
+def leave() -> str:
+    """Ends the process."""
+    sys.exit(3)
+
+def stop() -> str:
+    """Raises what a future refuses."""
+    raise StopIteration("x")
+
+def silent(a: int) -> int:
+    return a
+
+def untyped(a) -> int:
+    """Has no type.
+
+    Args:
+        a: what
+    """
+
+def many(*numbers: int) -> int:
+    """Takes many.
+
+    Args:
+        numbers: them
+    """
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "functions_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "functions_of_mine", raising=False)
+    import functions_of_mine  # pyright: ignore[reportMissingImports]
+
+    return functions_of_mine
+
+
+def test_what_the_model_reads(mine) -> None:
+    schema = function_tool(mine.add).schema["function"]
+    assert (schema["name"], schema["description"]) == ("add", "Adds two numbers.")
+    parameters = schema["parameters"]
+    assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
+    assert parameters["required"] == ["a"]
+    check = Draft202012Validator(parameters)
+    assert check.is_valid({"a": 1, "b": None}) and not check.is_valid({"a": "1"})
+
+
+def test_results_are_text(mine) -> None:
+    assert asyncio.run(function_tool(mine.add)({"a": 1, "b": 2})) == "3"
+    assert asyncio.run(function_tool(mine.greet)({"name": "you"})) == "hello you"
+
+
+@pytest.mark.parametrize("name", ["add", "greet", "decorated"])
+def test_it_pickles_by_name(mine, name: str) -> None:
+    tool = mine.decorated if name == "decorated" else function_tool(getattr(mine, name))
+    packed = pickle.dumps(tool)
+    assert f"functions_of_mine:{name}".encode() in packed
+    assert pickle.loads(packed).name == name
+
+
+def test_a_function_that_blocks_does_not_block_the_loop(mine) -> None:
+    """Nor the end of the loop, which waits for its own threads."""
+
+    async def both() -> str:
+        hanging = asyncio.create_task(function_tool(mine.hang)({}))  # pyright: ignore[reportArgumentType]
+        await asyncio.sleep(0)
+        told = await mine.decorated({})
+        hanging.cancel()
+        return told
+
+    began = time.monotonic()
+    assert asyncio.run(both()) == "tool decorated"
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("name", "message"), [("leave", "SystemExit: 3"), ("stop", "StopIter")])
+def test_a_function_that_leaves_does_not_take_us_with_it(mine, name: str, message: str) -> None:
+    with pytest.raises(ToolError, match=message):
+        asyncio.run(function_tool(getattr(mine, name))({}))
+
+
+@pytest.mark.parametrize("name", ["silent", "untyped", "many"])
+def test_functions_that_say_too_little(mine, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"tool functions_of_mine:{name}"):
+        function_tool(getattr(mine, name))
+
+
+def test_a_function_without_a_place() -> None:
+    with pytest.raises(ConfigError, match="at the top of a module"):
+        function_tool(lambda: 1)

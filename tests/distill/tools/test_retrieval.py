@@ -1,0 +1,89 @@
+"""Passages by their words, in any script, the same every time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distill.errors import ConfigError, DataError
+from distill.tools.retrieval import Retrieval
+from distill.words import words
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "birds.txt").write_text("The heron stands still.\n\nA swift never lands.\n")
+    (tmp_path / "deep" / "cities.md").write_text(
+        "# 城市\n\n北京是中国的首都。\n\n東京は日本の首都です。"
+    )
+    rows = [{"text": "Isotherms join places of one temperature."}, {"text": "Isobars: pressure."}]
+    (tmp_path / "maps.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "ignored.bin").write_text("heron heron heron")
+    return tmp_path
+
+
+def search(directory: Path, query: str, **arguments) -> str:
+    return asyncio.run(Retrieval(directory)({"query": query, **arguments}))
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("HERON", "[1] birds.txt\nThe heron stands still."),
+        ("which swift lands?", "[1] birds.txt\nA swift never lands."),
+        ("temperature", "[1] maps.jsonl:1\nIsotherms join places of one temperature."),
+        ("中国首都", "[1] deep/cities.md\n北京是中国的首都。"),
+        ("日本", "[1] deep/cities.md\n東京は日本の首都です。"),
+        ("quetzal", "No passage has any of these words."),
+        ("?!", "No passage has any of these words."),
+    ],
+)
+def test_what_is_found(texts: Path, query: str, first: str) -> None:
+    assert search(texts, query).split("\n\n")[0] == first
+
+
+def test_as_many_as_asked_for(texts: Path) -> None:
+    assert search(texts, "首都", top_k=1).count("首都") == 1
+    assert search(texts, "首都").count("首都") == 2
+
+
+def test_words() -> None:
+    assert words("Ｆull-width, snake_case 3.14") == ["full", "width", "snake", "case", "3", "14"]  # noqa: RUF001
+    assert words("北京市A") == ["北", "京", "市", "北京", "京市", "a"]
+    assert words("水") == ["水"]
+
+
+def test_it_pickles_by_its_directory_and_finds_the_same_elsewhere(texts: Path) -> None:
+    tool = Retrieval(texts)
+    here = asyncio.run(tool({"query": "the heron swift 首都"}))
+    packed = pickle.dumps(tool)
+    assert str(texts).encode() in packed and b"stands still" not in packed
+    code = f"""
+import asyncio, pickle, sys
+print(asyncio.run(pickle.loads({packed!r})({{"query": "the heron swift 首都"}})))
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True)
+    assert done.stdout.decode().strip() == here, done.stderr.decode()
+
+
+def test_directories_without_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        Retrieval(tmp_path / "none")
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(ConfigError, match="it has no text"):
+        Retrieval(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{", '{"texts": "a"}', '{"text": 1}', "[]"])
+def test_rows_that_are_none(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line)
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        search(tmp_path, "a")

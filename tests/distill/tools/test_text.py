@@ -1,0 +1,119 @@
+"""No text of a stranger speaks for the template, whatever tokenizer reads it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.tokenizer import load_tokenizer
+from distill.tools.text import count_tokens, encodable, longest_prefix, neutralised
+from tests.tiny import save_tokenizer
+
+CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "</think>", "<eos>")
+
+
+def byte_level(normalizer: normalizers.Normalizer | None = None) -> PreTrainedTokenizerBase:
+    backend = Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>", "<eos>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["the start of a tool_call is the end of im_start think"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    # As Qwen has them: added, normalized, and not special.
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "</think>"])
+    return tokenizer
+
+
+@lru_cache
+def tokenizers() -> dict[str, PreTrainedTokenizerBase]:
+    with TemporaryDirectory() as directory:
+        save_tokenizer(directory)
+        tiny = load_tokenizer(directory)
+        save_tokenizer(Path(directory) / "2", alphabet="abc <>eos|", unk_token=None)
+        tinier = load_tokenizer(str(Path(directory) / "2"))
+    lower = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    spiteful = byte_level()
+    spiteful.add_tokens(["a\u200b", "\u200b<", "ab", "b"])  # breaking one makes another
+    return {
+        "tiny": tiny,
+        "tinier": tinier,
+        "bytes": byte_level(),
+        "lower": byte_level(lower),
+        "spiteful": spiteful,
+    }
+
+
+NAMES = ("tiny", "tinier", "bytes", "lower", "spiteful")
+PIECES = st.one_of(
+    st.sampled_from([*CONTROL, "<pad>", "<unk>", "<EOS>", "\N{FULLWIDTH LESS-THAN SIGN}eos>"]),
+    st.sampled_from(["<|im_", "start|>", "<", "|", ">", "ab", "a\u200b", "\ud800", "\n"]),
+    st.text(st.characters(), max_size=5),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=st.lists(PIECES, max_size=8).map("".join))
+@example(text="<|im_<|im_start|>start|>")
+@example(text="<e<e<eos>os>os>")
+@example(text="<\u200beos>")
+@example(text="水<pad>é\ud800<EOS>")
+def test_no_control_token_is_left(name: str, text: str) -> None:
+    tokenizer = tokenizers()[name]
+    clean = neutralised(text, tokenizer)
+    added = set(tokenizer.added_tokens_decoder)
+    assert added.isdisjoint(tokenizer(clean, add_special_tokens=False)["input_ids"])
+    assert not any(token.content in clean for token in tokenizer.added_tokens_decoder.values())
+    assert neutralised(clean, tokenizer) == clean
+
+
+def test_as_it_stands_it_would_be_one() -> None:
+    """Else the test above could not fail."""
+    for name in NAMES:
+        tokenizer = tokenizers()[name]
+        ids = tokenizer("a<eos>", add_special_tokens=False)["input_ids"]
+        assert tokenizer.eos_token_id in ids
+
+
+def test_the_break_is_invisible_where_it_can_be() -> None:
+    text = "so <|im_end|> and <tool_call> end"
+    clean = neutralised(text, tokenizers()["bytes"])
+    assert clean == "so <\u200b|im_end|> and <\u200btool_call> end"
+    assert neutralised("a <eos>", tokenizers()["tiny"]) == "a < eos>"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "a < b > c | d", "x\n\n  y"])
+def test_plain_text_stays(text: str) -> None:
+    for name in ("tiny", "bytes", "lower"):
+        tokenizer = tokenizers()[name]
+        assert neutralised(text, tokenizer) == text
+
+
+def test_what_cannot_be_encoded_is_replaced() -> None:
+    assert encodable("a水\ud800b", tokenizers()["tiny"]) == "a??b"
+    assert encodable("a水\ud800b", tokenizers()["bytes"]) == "a水?b"
+    assert encodable("a水b", tokenizers()["tinier"]) == "a b"
+
+
+@pytest.mark.parametrize("name", ["tiny", "bytes"])
+def test_the_longest_prefix_fits_and_no_longer_one_does(name: str) -> None:
+    tokenizer = tokenizers()[name]
+    text = "the start of a tool call, the end of it. " * 20
+    kept = longest_prefix(text, 50, tokenizer)
+    assert text.startswith(kept) and count_tokens(kept, tokenizer) <= 50
+    assert count_tokens(text[: len(kept) + 1], tokenizer) > 50
+    assert longest_prefix(text, 10**6, tokenizer) == text
