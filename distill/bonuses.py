@@ -8,10 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.spans import decode, token_spans
 from distill.types import FloatArray, TokenArray
-
-# What a decoder writes for bytes that are not (yet) a character.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def phrase_bonuses(
@@ -27,41 +25,13 @@ def phrase_bonuses(
     """
     rewards_T = np.zeros(len(tokens_T), np.float64)
     ids = tokens_T.tolist()
-    text = _decode(tokenizer, ids)
+    text = decode(tokenizer, ids)
     if not any(phrase in text for phrase in bonuses):
         return rewards_T.astype(np.float32)
-    text, starts_T, stops_T = _spans(tokenizer, ids)
+    text, starts_T, stops_T = token_spans(tokenizer, ids)
     has_text_T = stops_T > starts_T
     for phrase, value in bonuses.items():
         for found in re.finditer(re.escape(phrase), text):
             spells_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
             rewards_T[spells_T] += value / spells_T.sum()
     return rewards_T.astype(np.float32)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _spans(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int]
-) -> tuple[str, np.ndarray, np.ndarray]:
-    """(text, start of each token's part of it, end of it).
-
-    A token is decoded behind the ones before it, since some decoders drop a leading space; only the
-    last piece of them is needed for that, so the work is linear in the length.
-    """
-    text, anchor, read = "", 0, 0
-    starts_T, stops_T = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    for t in range(len(ids)):
-        before, now = _decode(tokenizer, ids[anchor:read]), _decode(tokenizer, ids[anchor : t + 1])
-        if now.endswith(_INCOMPLETE) and t + 1 < len(ids):
-            continue  # the rest of the character is in the tokens that follow
-        piece = now[len(before) :]
-        starts_T[read : t + 1] = len(text)
-        text += piece
-        stops_T[read : t + 1] = len(text)
-        if piece:
-            anchor = read
-        read = t + 1
-    return text, starts_T, stops_T

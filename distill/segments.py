@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from distill.errors import DataError
@@ -21,6 +23,10 @@ class _Chain:
 
     def seen_T(self) -> TokenArray:
         return np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(mask.any() for mask in self.mask)
 
     def segment(
         self, temperature: float, *, with_bonuses: bool, teacher_context_T: TokenArray | None
@@ -52,12 +58,17 @@ class SegmentBuilder:
         self._with_bonuses = False
 
     def append(
-        self, observation_T: TokenArray, sample: Sample, bonuses_T: FloatArray | None = None
+        self,
+        observation_T: TokenArray,
+        sample: Sample,
+        bonuses_T: FloatArray | None = None,
+        *,
+        trained: bool = True,
     ) -> None:
         """Adds one turn: all the tokens the model saw (`observation_T`), then what it sampled.
 
         `bonuses_T` are the rewards of the sampled tokens, one each. Once a turn has some, all
-        segments of the episode do, 0 elsewhere.
+        segments of the episode do, 0 elsewhere. A turn that is not trained is context alone.
 
         Raises:
             DataError: bonuses for another number of tokens.
@@ -76,17 +87,26 @@ class SegmentBuilder:
         chain = self._chains[-1]
         new = len(observation_T) - len(seen_T)
         chain.tokens += [np.asarray(observation_T[len(seen_T) :], np.int32), sample.tokens_T]
-        chain.mask += [np.zeros(new, np.bool_), np.ones(sampled, np.bool_)]
+        chain.mask += [np.zeros(new, np.bool_), np.full(sampled, trained)]
+        if not trained:
+            sample = replace(
+                sample,
+                logprobs_T=np.zeros(sampled, np.float32),
+                versions_T=np.full(sampled, -1, np.int32),
+            )
+            bonuses_T = np.zeros(sampled, np.float32)
         chain.logprobs += [np.zeros(new, np.float32), sample.logprobs_T]
         chain.versions += [np.full(new, -1, np.int32), sample.versions_T]
         chain.bonuses += [np.zeros(new, np.float32), np.asarray(bonuses_T, np.float32)]
 
     def build(self) -> tuple[Segment, ...]:
-        """The episode's segments, in order.
+        """The episode's segments, in order, but for those of which nothing is trained.
 
         Raises:
-            DataError: as of `Segment`.
+            DataError: as of `Segment`; no turn is trained.
         """
+        if not any(chain.is_trained for chain in self._chains):
+            raise DataError("no turn of the episode is trained: there is nothing to learn from")
         return tuple(
             chain.segment(
                 self._temperature,
@@ -94,4 +114,5 @@ class SegmentBuilder:
                 teacher_context_T=self._teacher_context_T if i == 0 else None,
             )
             for i, chain in enumerate(self._chains)
+            if chain.is_trained
         )

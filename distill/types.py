@@ -38,6 +38,9 @@ class StopReason(StrEnum):
     EOS = "eos"  # the model sampled one of its end-of-sequence tokens
     LENGTH = "length"  # max_new_tokens or the context's end
     ABORTED = "aborted"  # cancelled from outside; the tokens so far are kept
+    DONE = "done"  # the environment has ended: a game is over, say
+    TURNS = "turns"  # the environment's limit on turns
+    TIME = "time"  # the environment's limit on seconds
 
 
 def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.ndarray:

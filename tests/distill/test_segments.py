@@ -70,8 +70,27 @@ def test_the_chain_goes_on_from_where_it_broke() -> None:
     assert [segment.tokens_T.tolist() for segment in made] == [[5, 7], [9, 8, 3, 2]]
 
 
-def test_no_turns_no_segments() -> None:
-    assert build() == ()
+def test_nothing_trained_is_refused() -> None:
+    with pytest.raises(DataError, match="no turn of the episode is trained"):
+        build()
+    builder = SegmentBuilder(0.7)
+    builder.append(ids(5), sample(7), trained=False)
+    with pytest.raises(DataError, match="no turn of the episode is trained"):
+        builder.build()
+
+
+def test_a_turn_that_is_not_trained_is_context() -> None:
+    """Also of its own segment: one in which nothing is trained is left out."""
+    builder = SegmentBuilder(0.7)
+    builder.append(ids(5), sample(7, 8), row(1, 2), trained=False)
+    builder.append(ids(5, 7, 8, 3), sample(6), row(4))
+    builder.append(ids(9), sample(7), trained=False)
+    [made] = builder.build()
+    assert made.tokens_T.tolist() == [5, 7, 8, 3, 6]
+    assert made.action_mask_T.tolist() == [False] * 4 + [True]
+    assert made.versions_T.tolist()[:4] == [-1] * 4
+    assert made.behaviour_logprobs_T.tolist()[:4] == [0] * 4
+    assert made.bonuses_T is not None and made.bonuses_T.tolist() == [0, 0, 0, 0, 4]
 
 
 def test_nothing_to_see_before_the_first_sample_is_refused() -> None:

@@ -1,0 +1,54 @@
+"""Which part of a text each token spells: decoding token by token, whatever the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# What a decoder writes for bytes that are not (yet) a character.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """All of it, special tokens included, spaces as they are."""
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def token_spans(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int]
+) -> tuple[str, np.ndarray, np.ndarray]:
+    """(text, start of each token's part of it, end of it).
+
+    Tokens that spell a character together, byte by byte, share its part. A token is decoded behind
+    the ones before it, since some decoders drop a leading space; only the last piece of them is
+    needed for that, so the work is linear in the length.
+    """
+    text, anchor, read = "", 0, 0
+    starts_T, stops_T = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+    for t in range(len(ids)):
+        before, now = decode(tokenizer, ids[anchor:read]), decode(tokenizer, ids[anchor : t + 1])
+        if now.endswith(_INCOMPLETE) and t + 1 < len(ids):
+            continue  # the rest of the character is in the tokens that follow
+        piece = now[len(before) :]
+        starts_T[read : t + 1] = len(text)
+        text += piece
+        stops_T[read : t + 1] = len(text)
+        if piece:
+            anchor = read
+        read = t + 1
+    return text, starts_T, stops_T
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str | None]:
+    """The text of each token; joined, they are the whole text.
+
+    None: the token goes on spelling the text of the one before it, a character of several tokens.
+    """
+    text, starts_T, stops_T = token_spans(tokenizer, list(ids))
+    texts: list[str | None] = []
+    for t, (start, stop) in enumerate(zip(starts_T, stops_T, strict=True)):
+        shared = t > 0 and stop > start and (start, stop) == (starts_T[t - 1], stops_T[t - 1])
+        texts.append(None if shared else text[start:stop])
+    return texts

@@ -1,0 +1,235 @@
+"""Chunks: all of the text, once, in order, in its budget, and cut where a reader would pause."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chunks import Chunk, chunk_text, count_tokens, cut_text
+from distill.errors import DataError
+from tests.distill.test_bonuses import byte_tokenizer
+
+GUIDE = """# Guide
+
+The wall keeps out the wind. It was built by hand, e.g. by Dr. Smith's mother!
+
+## Installation
+
+Run this:
+
+```python
+def double(x):
+    # Not a heading.
+
+    return 2 * x
+```
+
+Then open the door.
+
+- one item of the list
+- another item of it
+"""
+CHINESE = "长城是中国古代的军事工程。它有多长？两万多公里！很多人去看它；也有人不去。"  # noqa: RUF001
+JAPANESE = "日本語の文章です。句点で終わります。「引用です。」と言った。"
+BYTES = byte_tokenizer(GUIDE, CHINESE, JAPANESE, vocab_size=420)
+
+
+def chunks(text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase = BYTES) -> list[Chunk]:
+    found = chunk_text(text, tokenizer=tokenizer, max_tokens=max_tokens)
+    check(found, text, max_tokens, tokenizer)
+    return found
+
+
+def check(
+    found: list[Chunk], text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Between one chunk and the next there is nothing but whitespace."""
+    end = 0
+    for chunk in found:
+        assert chunk.text == text[chunk.start : chunk.stop] and chunk.text.strip()
+        assert chunk.start >= end and not text[end : chunk.start].strip()
+        real = len(tokenizer.encode(chunk.text, add_special_tokens=False))
+        assert chunk.num_tokens == real <= max_tokens
+        end = chunk.stop
+    assert not text[end:].strip()
+
+
+def texts(text: str, max_tokens: int) -> list[str]:
+    return [chunk.text for chunk in chunks(text, max_tokens)]
+
+
+PIECES = [
+    *("# Title\n", "\n## Part\n\n", "```\n", "~~~~py\n", "    x = 1\n", "- item\n", "| a | b |\n"),
+    *("One sentence. ", "And another! ", "Is it? ", "word ", "\n", "\n\n", " ", "\t", "\r\n"),
+    *(
+        CHINESE,
+        JAPANESE,
+        "長",
+        "🙂",
+        "e\u0301",
+        "👩‍👩‍👧",
+        "\x00",
+        "\x1c",
+        "\x85",
+        "\u3000",
+        "<eos>",
+    ),
+]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(
+    st.characters(exclude_categories=["Cs"]), max_size=60
+)
+
+
+@given(TEXT, st.integers(8, 80))
+@example("a" * 3000, 8)
+@example("长" * 3000, 8)
+@example("\n" * 3000 + "a", 8)
+@example("```\n" + "x = 1\n" * 500 + "```\nafter", 8)
+def test_all_of_the_text_once_in_order_within_the_budget(text: str, max_tokens: int) -> None:
+    assert chunks(text, max_tokens) == chunks(text, max_tokens)
+
+
+@given(TEXT, st.integers(1, 40))
+def test_whatever_the_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int
+) -> None:
+    chunks(text, max_tokens, tokenizer)
+
+
+@pytest.mark.parametrize("text", ["", " ", "\n\n \t\n"])
+def test_nothing_has_no_chunks(text: str) -> None:
+    assert chunks(text, 5) == []
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 10**6])
+def test_what_fits_is_one_chunk(max_tokens: int) -> None:
+    assert texts(GUIDE + CHINESE, max_tokens) == [GUIDE + CHINESE]
+
+
+def test_a_section_that_fits_is_whole() -> None:
+    first, second = GUIDE.split("## Installation")
+    size = max(count_tokens(BYTES, part) for part in (first, "## Installation" + second))
+    assert texts(GUIDE, size) == [first.strip(), ("## Installation" + second).strip()]
+
+
+def test_a_heading_stays_with_a_part_of_what_follows() -> None:
+    sentences = ["The wall keeps out the wind."] * 4
+    first, *others = texts("# Guide\n\n" + " ".join(sentences), 24)
+    assert first == "# Guide\n\n" + sentences[0]
+    assert " ".join(others) == " ".join(sentences[1:])
+
+
+def test_a_fenced_block_that_fits_is_whole() -> None:
+    code = GUIDE[GUIDE.index("```") : GUIDE.rindex("```") + 3]
+    assert code in texts(GUIDE, count_tokens(BYTES, code))
+
+
+def test_kinds() -> None:
+    kinds = {chunk.text: chunk.kind for chunk in chunks(GUIDE, 24)}
+    assert kinds["## Installation\n\nRun this:"] == kinds[GUIDE[:37]] == "heading"
+    [(code, kind)] = [(text, kind) for text, kind in kinds.items() if "Not a heading" in text]
+    assert kind == "code" and "def double" in code
+    assert kinds["- one item of the list\n- another item of it"] == "paragraph"
+    assert [c.kind for c in chunks("Title\n=====\n", 90)] == ["heading"]
+    assert [c.kind for c in chunks("# comment", 90)] == ["heading"]
+    assert [c.kind for c in chunks("~~~\n# comment", 90)] == ["code"]
+
+
+def test_lines_of_code_stay_code() -> None:
+    text = "Before.\n\n```\n" + "x = 1\n" * 20 + "```\n\nAfter it all.\n"
+    found = chunks(text, 12)
+    kinds = [chunk.kind for chunk in found]
+    assert kinds[0] == "paragraph" and kinds.count("code") > 4
+    for chunk, kind in zip(found, kinds, strict=True):
+        assert kind == "code" or not ({"x = 1", "```"} & set(chunk.text.split("\n")))
+
+
+def test_a_heading_stays_with_what_follows() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        size = rng.randint(20, 60)  # a heading and a paragraph fit
+        parts = [rng.choice(["# A heading", "Some words.", "More words here."]) for _ in range(20)]
+        found = chunks("\n\n".join(parts), size)
+        for chunk, following in pairwise(found):
+            assert following.text.startswith("#") or not chunk.text.endswith("# A heading")
+
+
+@pytest.mark.parametrize("text", [CHINESE, JAPANESE])
+def test_sentences_without_spaces(text: str) -> None:
+    longest = max(count_tokens(BYTES, part + "。") for part in text.split("。"))
+    found = chunks(text, longest)
+    assert len(found) > 1
+    assert [chunk.kind for chunk in found] == ["paragraph", *["sentence"] * (len(found) - 1)]
+
+
+def test_english_sentences() -> None:
+    sentences = ["The wind is cold today.", "The wall is old.", "Nobody goes there in winter!"]
+    found = chunks(" ".join(sentences), count_tokens(BYTES, sentences[-1]))
+    assert [chunk.text for chunk in found] == sentences
+    assert [c.kind for c in found] == ["paragraph", "sentence", "sentence"]
+
+
+def test_inside_a_sentence_words_stay_whole() -> None:
+    text = "The wall keeps out the wind and the snow and the rain"
+    size = max(count_tokens(BYTES, word) for word in text.split())
+    found = chunks(text, size)
+    assert " ".join(chunk.text for chunk in found) == text
+    assert {chunk.kind for chunk in found[1:]} == {"fragment"}
+
+
+def test_less_than_a_word() -> None:
+    """A character of several tokens is not cut."""
+    assert texts("xq zz", 1) == ["x", "q", "z", "z"]
+    assert texts("🙂🙂", 4) == ["🙂", "🙂"]
+
+
+def test_less_than_a_character() -> None:
+    with pytest.raises(DataError, match="max_tokens=3 is less than the 4 tokens of '🙂'"):
+        chunks("so 🙂", 3)
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1])
+def test_no_budget(max_tokens: int) -> None:
+    with pytest.raises(DataError, match=f"max_tokens={max_tokens} must be at least 1"):
+        chunks("so", max_tokens)
+
+
+def test_what_is_no_text() -> None:
+    with pytest.raises(DataError, match="the tokenizer cannot encode"):
+        chunks("so \ud800", 5)
+
+
+def test_a_megabyte() -> None:
+    text = (GUIDE + CHINESE + "\n\n" + JAPANESE + "\n\n") * (10**6 // 700)
+    found = chunks(text, 4096)
+    assert min(chunk.num_tokens for chunk in found[:-1]) > 4096 / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("One is here. Two is there. Three", "One is here. Two is there."),
+        ('He said "so." And I\'d gone away', 'He said "so."'),
+        ("它有多长？两万多公里！很多人去看它", "它有多长？两万多公里！"),  # noqa: RUF001
+        ("「引用です。」と言った", "「引用です。」"),
+        ("First line\n\nand so on", "First line"),
+        ("Costs 3.14 or so", "Costs 3.14 or s"),
+    ],
+)
+def test_a_cut_ends_with_a_sentence(
+    tokenizer: PreTrainedTokenizerBase, text: str, kept: str
+) -> None:
+    assert cut_text(text, tokenizer=tokenizer, max_tokens=len(text) - 1) == kept
+    assert cut_text(text, tokenizer=tokenizer, max_tokens=len(text)) == text
+
+
+@given(TEXT, st.integers(0, 60))
+def test_a_cut_fits(text: str, max_tokens: int) -> None:
+    kept = cut_text(text, tokenizer=BYTES, max_tokens=max_tokens)
+    assert text.startswith(kept) and count_tokens(BYTES, kept) <= max_tokens
+    assert kept or max_tokens < 4 or not text.strip() or count_tokens(BYTES, text) > max_tokens

@@ -1,0 +1,327 @@
+"""Every family's calls are read, nothing a model writes raises, and what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.errors import ConfigError
+from distill.renderer import chat_text
+from distill.tool_calls import (
+    ParsedTurn,
+    agreement,
+    assistant_message,
+    detect_format,
+    markers,
+    parse_turn,
+)
+from distill.tool_grammars import ToolFormat
+from distill.tools.base import ToolCall
+from tests.chat_templates import ADD, FORMATS, chat_tokenizer, stop_of
+
+BAR, GAP = "\uff5c", "\u2581"
+ARGUMENTS = {"a": 1, "b": 2}
+
+
+def deepseek(words: str) -> str:
+    return f"<{BAR}{words.replace(' ', GAP)}{BAR}>"
+
+
+def deepseek_call(arguments: str = '{"a": 1, "b": 2}') -> str:
+    return (
+        f"{deepseek('tool call begin')}function{deepseek('tool sep')}add\n```json\n{arguments}\n"
+        f"```{deepseek('tool call end')}"
+    )
+
+
+CALLS = deepseek("tool calls begin"), deepseek("tool calls end")
+ONE_CALL: dict[ToolFormat, list[str]] = {
+    "hermes": [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+        '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n',
+    ],
+    "xml": [
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function>",
+    ],
+    "llama": [
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}',
+        '\n\n{"name": "add", "arguments": {"a": 1, "b": 2}} ',
+    ],
+    "mistral": [
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]',
+        '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}',
+        '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1, "b": 2}',
+    ],
+    "deepseek": [
+        CALLS[0] + deepseek_call() + CALLS[1],
+        CALLS[0]
+        + deepseek("tool call begin")
+        + "add"
+        + deepseek("tool sep")
+        # as V3.1 has it
+        + '{"a": 1, "b": 2}'
+        + deepseek("tool call end")
+        + CALLS[1],
+    ],
+}
+
+
+def parse(text: str, tool_format: ToolFormat = "hermes", **settings: Any) -> ParsedTurn:
+    return parse_turn(text, tool_format, [ADD], **settings)
+
+
+def said(parsed: ParsedTurn) -> list[tuple[str, object]]:
+    return [(call.name, call.arguments) for call in parsed.calls]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"), [(name, text) for name, texts in ONE_CALL.items() for text in texts]
+)
+def test_one_call(tool_format: ToolFormat, text: str) -> None:
+    parsed = parse(text, tool_format)
+    assert said(parsed) == [("add", ARGUMENTS)]
+    assert (parsed.content, parsed.malformed, parsed.text) == ("", (), text)
+    assert parsed.calls[0].id == ("abcdefghi" if "abcdefghi" in text else "call00000")
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("hermes", "\n".join(ONE_CALL["hermes"][:2])),
+        ("xml", "\n".join([ONE_CALL["xml"][0]] * 2)),
+        ("llama", "; ".join([ONE_CALL["llama"][0]] * 2)),
+        ("mistral", f"[TOOL_CALLS] [{', '.join([ONE_CALL['llama'][0]] * 2)}]"),
+        ("mistral", ONE_CALL["mistral"][2] * 2),
+        ("deepseek", CALLS[0] + deepseek_call() + "\n" + deepseek_call() + CALLS[1]),
+    ],
+)
+def test_calls_in_parallel(tool_format: ToolFormat, text: str) -> None:
+    parsed = parse(text, tool_format, first=7)
+    assert said(parsed) == [("add", ARGUMENTS)] * 2
+    assert [call.id for call in parsed.calls] == ["call00007", "call00008"]
+    assert parsed.content == ""
+
+
+def test_content_stands_beside_the_calls() -> None:
+    call = ONE_CALL["hermes"][0]
+    assert parse(f"Let me see.\n{call}").content == "Let me see."
+    assert parse(f"Let me see.\n\n{call}").content == "Let me see.\n"
+    assert parse(f"{call}\nOne more:\n{call} Done.").content == "One more:\nDone."
+    assert parse("  no call \n").content == "  no call \n"
+
+
+def test_a_call_in_the_thinking_is_a_thought() -> None:
+    call = ONE_CALL["hermes"][0]
+    for thinking in (f"<think>{call}</think>\n\n", f"so {call}</think>\n\n"):
+        parsed = parse(thinking + call)
+        assert len(parsed.calls) == 1 and parsed.content == thinking.removesuffix("\n")
+        assert parse(thinking + "no").calls == ()
+    assert parse(f"<think>{call}").calls == ()
+    assert parse(f"thus {call}", opened=True).calls == ()
+    assert len(parse(f"thus {call}").calls) == 1
+    assert said(parse('hm</think>{"name": "add", "parameters": {}}', "llama")) == [("add", {})]
+
+
+def test_arguments_may_speak_of_the_marks() -> None:
+    for value in ("</tool_call>", "<think>", "</think>", "a\n</parameter> b"):
+        text = json.dumps({"name": "add", "arguments": {"a": value}})
+        assert said(parse(f"<tool_call>\n{text}\n</tool_call>")) == [("add", {"a": value})]
+        text = f"<tool_call>\n<function=add>\n<parameter=x>\n{value}\n</parameter>\n</function>\n"
+        if value != "</tool_call>":
+            assert said(parse(f"{text}</tool_call>", "xml")) == [("add", {"x": value})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "integer"}, "3", 3),
+        ({"type": "integer"}, "3.5", "3.5"),
+        ({"type": "number"}, "3.5", 3.5),
+        ({"type": "number"}, "many", "many"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "boolean"}, "1", "1"),
+        ({"type": "string"}, "3", "3"),
+        ({"type": "string"}, "a\n\nb", "a\n\nb"),
+        ({}, "3", "3"),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, '{"x": {}}', {"x": {}}),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+    ],
+)
+def test_parameters_in_xml_have_the_types_of_the_schema(
+    schema: dict, written: str, value: object
+) -> None:
+    tool = {"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n"
+    [call] = parse_turn(f"{text}</tool_call>", "xml", [tool]).calls
+    assert isinstance(call.arguments, dict) and call.arguments == {"x": value}
+    assert type(call.arguments["x"]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {a}}</tool_call>', None),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}} </tool_call>', None),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a"', None),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "[1]"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>', None),
+        ("xml", "<tool_call><function=add><parameter=a>1</function></tool_call>", None),
+        ("xml", "<tool_call><function=add>so</function></tool_call>", None),
+        ("llama", '{"name": "add", "parameters": {a}}', None),
+        ("llama", '{"name": "add", "parameters": {}} Right?', None),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {a}}]', None),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{a}", "{a}"),
+        ("deepseek", CALLS[0] + deepseek_call("{a}") + CALLS[1], None),
+    ],
+)
+def test_arguments_that_are_no_object_are_told_as_they_stand(
+    tool_format: ToolFormat, text: str, arguments: str | None
+) -> None:
+    parsed = parse(text, tool_format)
+    [call] = parsed.calls
+    assert call.name == "add" and isinstance(call.arguments, str) and not parsed.malformed
+    assert call.arguments == arguments if arguments else call.arguments in text
+    assert assistant_message(parsed) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "why"),
+    [
+        ("hermes", "<tool_call>add(1, 2)</tool_call>", "no JSON object"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>', "no JSON object"),
+        ("hermes", "<tool_call>" + "[" * 9999, "no JSON object"),
+        ("xml", ONE_CALL["hermes"][0], "no <function=NAME> follows"),
+        ("llama", "<|python_tag|>add.call(a=1)", "no JSON object"),
+        ("mistral", "[TOOL_CALLS]", "no JSON object"),
+        ("deepseek", CALLS[0] + deepseek("tool call begin") + "add", "it has no name"),
+    ],
+)
+def test_a_call_without_a_name_is_malformed(tool_format: ToolFormat, text: str, why: str) -> None:
+    parsed = parse(text, tool_format)
+    assert not parsed.calls
+    [message] = parsed.malformed
+    assert why in message and "write it as" in message and len(message) < 500
+    assert assistant_message(parsed) == {"role": "assistant", "content": text}
+
+
+def test_an_answer_in_json_is_no_call() -> None:
+    for answer in ('{"answer": 4}', '{"name": "Ada"}', "{", "{'a': 1} is a dict"):
+        assert parse(answer, "llama") == ParsedTurn(text=answer, content=answer)
+
+
+def test_arguments_too_deep_to_be_written_again_are_text() -> None:
+    nested = '{"a": ' * 80 + "1" + "}" * 80
+    [call] = parse(f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>').calls
+    assert isinstance(call.arguments, str)
+
+
+_MARKS = ["{", "}", "[", "]", '"name": "add"', '"arguments": {}', ";", "```json\n", "\n", " ", "x"]
+_MARKS += ["<think>", "</think>", "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
+_MARKS += [mark for name in get_args(ToolFormat) for mark in markers(name)]
+_MARKS += [text for texts in ONE_CALL.values() for text in texts]
+
+
+@given(
+    text=st.text() | st.lists(st.sampled_from(_MARKS) | st.text(max_size=3)).map("".join),
+    tool_format=st.sampled_from(get_args(ToolFormat)),
+    opened=st.booleans(),
+)
+def test_whatever_is_written_can_be_read_and_shown_again(
+    text: str, tool_format: ToolFormat, opened: bool
+) -> None:
+    parsed = parse(text, tool_format, opened=opened)
+    assert all(call.id and len(call.id) == 9 for call in parsed.calls)
+    assert all(isinstance(call.arguments, (dict, str)) for call in parsed.calls)
+    message = assistant_message(parsed)
+    question = {"role": "user", "content": "q"}
+    tokenizer = chat_tokenizer("qwen2.5")
+    chat_text(tokenizer, [question, message], tools=[ADD], add_generation_prompt=False)
+
+
+@given(arguments=st.dictionaries(st.text(), st.recursive(st.none() | st.text(), st.lists)))
+def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
+    written = json.dumps({"name": "add", "arguments": arguments})
+    assert said(parse(f"<tool_call>\n{written}\n</tool_call>")) == [("add", arguments)]
+
+
+def test_a_message_in_openais_format() -> None:
+    assert assistant_message(parse(f"So:\n{ONE_CALL['hermes'][0]}")) == {
+        "role": "assistant",
+        "content": "So:",
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+            }
+        ],
+    }
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_template_tells_its_format(family: str) -> None:
+    assert detect_format(chat_tokenizer(family)) == FORMATS[family]
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_what_a_template_writes_is_read_back(family: str) -> None:
+    tokenizer, call = (
+        chat_tokenizer(family),
+        ToolCall(name="add", arguments={"b": 3}, id="a2b4c6d8e"),
+    )
+    message = assistant_message(ParsedTurn(text="", content="", calls=(call,)))
+    messages = [{"role": "user", "content": "q"}]
+    before = chat_text(tokenizer, messages, tools=[ADD], add_generation_prompt=True)
+    after = chat_text(tokenizer, [*messages, message], tools=[ADD], add_generation_prompt=False)
+    turn = after[agreement(before.removesuffix("<think>\n"), after) :].rpartition(stop_of(family))[
+        0
+    ]
+    assert said(parse(turn, FORMATS[family])) == [("add", {"b": 3})]
+
+
+def test_a_template_that_shows_no_tools_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"does not show `tools` .* template that is made for"):
+        detect_format(chat_tokenizer("gemma"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "does not show `tools`"),
+        ("{% if tools %}{{ raise_exception('no tools') }}{% endif %}", "does not show `tools`"),
+        (
+            "{{ tools | tojson }}{{ raise_exception('no') if messages | length > 1 else '' }}",
+            "refuses an assistant's tool call",
+        ),
+        (
+            "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls }}{% endfor %}",
+            "none of the formats hermes, xml, llama, mistral, deepseek",
+        ),
+    ],
+)
+def test_a_template_without_a_known_format_is_refused(
+    monkeypatch: pytest.MonkeyPatch, template: str | None, message: str
+) -> None:
+    tokenizer = chat_tokenizer("gemma")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(ConfigError, match=message):
+        detect_format(tokenizer)
+
+
+@pytest.mark.parametrize(("one", "other"), [("", "a"), ("ab", "ab"), ("abc", "abd"), ("a", "ba")])
+def test_agreement(one: str, other: str) -> None:
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    expected = same.index(False) if False in same else len(same)
+    assert agreement(one, other) == agreement(other, one) == expected
