@@ -4,43 +4,107 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from distill.envs.base import Env, EnvGroupBuilder
-from distill.errors import EngineError
+from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
+from distill.errors import DataError, EngineError
 from distill.interfaces import GenerateRequest, Sample, Sampler
-from distill.sampling import TrainSampling
+from distill.sampling import Sampling, TrainSampling
 from distill.segments import SegmentBuilder
 from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
 
 
 async def rollout_group(
-    policy: Sampler, builder: EnvGroupBuilder, sampling: TrainSampling, *, group_id: int, seed: int
+    policy: Sampler,
+    builder: EnvGroupBuilder,
+    sampling: TrainSampling,
+    *,
+    group_id: int,
+    seed: int,
+    models: Mapping[str, Sampler] | None = None,
 ) -> TrajectoryGroup:
-    """Runs the group's G episodes at the same time.
+    """The group's G episodes as trajectories to train on.
 
-    Members that start from the same observation are sampled by one request, so the engine computes
-    their prompt once. The samples are a function of (weights, prompt, sampling, seed, group_id).
-    What the builder says of its teacher, tag and privileged context goes on the group.
+    What the builder says of its teacher, tag and privileged context goes on the group. Members that
+    never had a turn are left out.
 
     Raises:
-        EngineError: the engine aborted a sample.
+        EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
     """
-    envs_G = builder.make_envs()
-    seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
-    samples_G = await _first_turns(policy, envs_G, sampling, seeds_G)
-    episodes = [
-        _finish(policy, env, sample, sampling, member_seed, builder.teacher_tokens_T)
-        for env, sample, member_seed in zip(envs_G, samples_G, seeds_G, strict=True)
-    ]
+    episodes_G = await play_group(
+        policy, builder, sampling, group_id=group_id, seed=seed, models=models
+    )
     return TrajectoryGroup(
         group_id=group_id,
-        trajectories_G=tuple(await asyncio.gather(*episodes)),
+        trajectories_G=tuple(
+            _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
+            for episode in episodes_G
+            if episode.turns
+        ),
         teacher=builder.teacher,
         tag=builder.tag,
     )
+
+
+def _trajectory(
+    episode: Episode, temperature: float, teacher_context_T: TokenArray | None
+) -> Trajectory:
+    segments = SegmentBuilder(temperature, teacher_context_T)
+    for turn in episode.turns:
+        segments.append(turn.observation_T, turn.sample, turn.bonuses_T, trained=turn.trained)
+    return Trajectory(
+        segments=segments.build(),
+        reward=episode.reward,
+        stop_reason=episode.stop_reason,
+        metrics=episode.metrics,
+    )
+
+
+async def play_group(
+    policy: Sampler,
+    builder: EnvGroupBuilder,
+    sampling: Sampling,
+    *,
+    group_id: int,
+    seed: int,
+    models: Mapping[str, Sampler] | None = None,
+) -> list[Episode]:
+    """Plays the group's G episodes at the same time.
+
+    Members that start from the same observation are sampled by one request, so the engine computes
+    their prompt once. The samples are a function of (weights, prompt, sampling, seed, group_id).
+
+    Args:
+        models: what environments may ask besides the policy; see `EnvGroupBuilder.make_envs`.
+
+    Raises:
+        EngineError: the engine aborted a sample.
+        DataError: the builder did not reward every member.
+    """
+    envs_G = builder.make_envs({**(models or {}), "policy": policy})
+    seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
+    try:
+        first_G = await _first_turns(policy, envs_G, sampling, seeds_G)
+        async with asyncio.TaskGroup() as tasks:
+            playing = [
+                tasks.create_task(_play(policy, env, first, sampling, member_seed))
+                for env, first, member_seed in zip(envs_G, first_G, seeds_G, strict=True)
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # the others were cancelled by the first
+    finally:
+        await asyncio.gather(*(env.close() for env in envs_G))
+    episodes_G = [task.result() for task in playing]
+    rewards_G = await builder.group_rewards(envs_G, episodes_G)
+    if len(rewards_G) != len(episodes_G):
+        raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
+    return [
+        replace(episode, reward=episode.reward + reward)
+        for episode, reward in zip(episodes_G, rewards_G, strict=True)
+    ]
 
 
 def _mix(*parts: int) -> int:
@@ -49,15 +113,22 @@ def _mix(*parts: int) -> int:
 
 
 async def _first_turns(
-    policy: Sampler, envs_G: Sequence[Env], sampling: TrainSampling, seeds_G: Sequence[int]
-) -> list[Sample]:
+    policy: Sampler, envs_G: Sequence[Env], sampling: Sampling, seeds_G: Sequence[int]
+) -> list[tuple[TokenArray, Sample] | None]:
+    """First observation and sample of each member; None for those that wait for others."""
+    starters = [member for member, env in enumerate(envs_G) if env.starts]
+    observed = await asyncio.gather(*(envs_G[member].initial_observation() for member in starters))
+    observations = {
+        member: observation_T
+        for member, observation_T in zip(starters, observed, strict=True)
+        if observation_T is not None
+    }
     members_by_prompt: dict[bytes, list[int]] = defaultdict(list)
-    observations_G = [env.initial_observation() for env in envs_G]
-    for member, observation_T in enumerate(observations_G):
+    for member, observation_T in observations.items():
         members_by_prompt[observation_T.tobytes()].append(member)
     requests = [
         GenerateRequest(
-            prompt_tokens_T=observations_G[members[0]],
+            prompt_tokens_T=observations[members[0]],
             sampling=sampling,
             num_samples=len(members),
             seed=seeds_G[members[0]],
@@ -65,44 +136,61 @@ async def _first_turns(
         for members in members_by_prompt.values()
     ]
     answers = await asyncio.gather(*(policy.generate(request) for request in requests))
-    samples: dict[int, Sample] = {}
+    first_G: list[tuple[TokenArray, Sample] | None] = [None] * len(envs_G)
     for members, answer in zip(members_by_prompt.values(), answers, strict=True):
-        samples.update(zip(members, answer, strict=True))
-    return [samples[member] for member in range(len(envs_G))]
+        for member, sample in zip(members, answer, strict=True):
+            first_G[member] = observations[member], sample
+    return first_G
 
 
-async def _finish(
+async def _play(
     policy: Sampler,
     env: Env,
-    sample: Sample,
-    sampling: TrainSampling,
+    first: tuple[TokenArray, Sample] | None,
+    sampling: Sampling,
     seed: int,
-    teacher_context_T: TokenArray | None,
-) -> Trajectory:
-    """Plays one episode from its first sample to its end."""
-    segments = SegmentBuilder(sampling.temperature, teacher_context_T)
-    observation_T = env.initial_observation()
-    reward, turn = 0.0, 0
+) -> Episode:
+    """Plays one episode, from its first sample where there is one, to its end."""
+
+    async def sample_after(observation_T: TokenArray) -> Sample:
+        request = GenerateRequest(
+            prompt_tokens_T=observation_T,
+            sampling=sampling,
+            num_samples=1,
+            seed=_mix(seed, len(turns)),
+        )
+        [sample] = await policy.generate(request)
+        return sample
+
+    turns: list[Turn] = []
+    if first is not None:
+        observation_T, sample = first
+    elif (observed := None if env.starts else await env.initial_observation()) is not None:
+        observation_T, sample = observed, await sample_after(observed)
+    else:
+        return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
+    reward = 0.0
     metrics: dict[str, float] = {}
     while True:
         if sample.stop_reason is StopReason.ABORTED:
             raise EngineError("a rollout was aborted by the policy engine")
         result = await env.step(sample)
-        segments.append(observation_T, sample, result.bonuses_T)
+        turns.append(
+            Turn(
+                observation_T=observation_T,
+                sample=sample,
+                bonuses_T=result.bonuses_T,
+                trained=result.trained,
+            )
+        )
         reward += result.reward
         metrics.update(result.metrics)
         if result.observation_T is None:
-            return Trajectory(
-                segments=segments.build(),
+            return Episode(
+                turns=tuple(turns),
                 reward=reward,
-                stop_reason=sample.stop_reason,
+                stop_reason=result.stop_reason or sample.stop_reason,
                 metrics=metrics,
             )
-        observation_T, turn = result.observation_T, turn + 1
-        request = GenerateRequest(
-            prompt_tokens_T=observation_T,
-            sampling=sampling,
-            num_samples=1,
-            seed=_mix(seed, turn),
-        )
-        [sample] = await policy.generate(request)
+        observation_T = result.observation_T
+        sample = await sample_after(observation_T)

@@ -1,12 +1,13 @@
 """Evaluation: how the policy does at the serving decoder, and how far it is from the teacher.
 
-`eval/*` metrics, of R responses a prompt; rewards are those of prompts that have an answer:
+`eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
 
     eval/accuracy         the mean reward, and its 95 % interval: _low and _high
     eval/pass@k           the mean best reward of k responses, k = 2, 4, ... up to R; R > 1
     eval/majority@R       the mean reward of the answer that most responses give; R > 1, and a
                           reward that knows what a response answers
     eval/response_length  tokens; eval/eos_share: responses that end by themselves
+    eval/turns            of an episode, where some have several; eval/NAME: the environment's own
 
 The two use two sampling types on purpose. Accuracy is measured at `EvalSampling` (greedy unless
 told otherwise); KL(p_T || q_T) at the run's `TrainSampling`. Neither changes the other.
@@ -23,13 +24,11 @@ from statistics import fmean
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import rollout_group
+from actors.episode import play_group, rollout_group
 from actors.teacher import score_group, teacher_of
-from distill.envs.single_turn import SingleTurnGroupBuilder
+from distill.envs.base import EnvDataset, Episode
 from distill.evaluation import interval, majority, pass_at_k
-from distill.interfaces import Engine, GenerateRequest
-from distill.prompts import Prompt
-from distill.rewards import RewardFunction, answer_of, exact_match, judge
+from distill.interfaces import Engine
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
 
@@ -39,12 +38,15 @@ _SEED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What the policy answered to one prompt, as text, and how it was judged.
+    """What the policy answered to one problem, and how it was judged.
 
     Attributes:
-        line: the prompt's row in its file.
-        sample: which of the prompt's responses, from 0.
-        correct: its reward; None where the prompt has no answer.
+        line: the problem's row in its file, or its number.
+        sample: which of the problem's responses, from 0.
+        text: of its last turn.
+        num_tokens: that were sampled, in all turns.
+        correct: its reward; None where there is nothing to judge by.
+        metrics: the environment's.
     """
 
     line: int
@@ -52,56 +54,45 @@ class Response:
     text: str
     stop_reason: StopReason
     num_tokens: int
+    num_turns: int
     correct: float | None
+    metrics: Mapping[str, float]
 
 
 class Evaluator:
-    """Evaluates an engine on a fixed list of held-out prompts."""
+    """Evaluates an engine on a fixed list of held-out problems."""
 
-    def __init__(
-        self,
-        prompts_P: Sequence[Prompt],
-        tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction = exact_match,
-    ) -> None:
-        """`reward` judges a response by the prompt's answer, as `Response.correct`."""
-        self._prompts_P = prompts_P
+    def __init__(self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._problems = problems
         self._tokenizer = tokenizer
-        self._reward = reward
 
     async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
-        """`sampling.num_samples` responses a prompt, in order."""
+        """`sampling.num_samples` episodes a problem, in order."""
 
-        async def one(p: int, prompt: Prompt) -> list[Response]:
-            samples = await engine.generate(
-                GenerateRequest(
-                    prompt_tokens_T=prompt.tokens_T,
-                    sampling=sampling,
-                    num_samples=sampling.num_samples,
-                    seed=_SEED + p,
-                )
-            )
-            responses = []
-            for number, sample in enumerate(samples):
-                tokens = sample.tokens_T.tolist()
-                text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-                correct = None
-                if prompt.answer is not None:
-                    correct = await judge(self._reward, text, prompt.answer)
-                responses.append(
-                    Response(
-                        line=prompt.line,
-                        sample=number,
-                        text=text,
-                        stop_reason=sample.stop_reason,
-                        num_tokens=len(tokens),
-                        correct=correct,
-                    )
-                )
-            return responses
+        async def one(p: int) -> list[Response]:
+            builder = self._problems.builder(p, sampling.num_samples)
+            episodes = await play_group(engine, builder, sampling, group_id=p, seed=_SEED)
+            return [
+                self._response(p, number, episode, builder.judged)
+                for number, episode in enumerate(episodes)
+                if episode.turns
+            ]
 
-        made_P = await asyncio.gather(*(one(p, prompt) for p, prompt in enumerate(self._prompts_P)))
+        made_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
         return [response for made in made_P for response in made]
+
+    def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
+        last = episode.turns[-1].sample
+        return Response(
+            line=self._problems.line(problem),
+            sample=number,
+            text=str(self._tokenizer.decode(last.tokens_T.tolist(), skip_special_tokens=True)),
+            stop_reason=episode.stop_reason,
+            num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
+            num_turns=len(episode.turns),
+            correct=episode.reward if judged else None,
+            metrics=episode.metrics,
+        )
 
     async def evaluate(self, engine: Engine, sampling: EvalSampling) -> dict[str, float]:
         """`eval/*` metrics of the responses."""
@@ -109,7 +100,7 @@ class Evaluator:
 
     def summarise(self, responses: Sequence[Response]) -> dict[str, float]:
         """`eval/*` metrics of some responses."""
-        return summarise(responses, answer_of(self._reward))
+        return summarise(responses, self._problems.answer)
 
     async def reverse_kl(
         self,
@@ -118,18 +109,16 @@ class Evaluator:
         sampling: TrainSampling,
         num_samples: int = 1,
     ) -> float:
-        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh samples a prompt.
+        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes a problem.
 
-        Scored as in training: by the teacher that the prompt names, after the context it gives.
+        Scored as in training: by the teacher that the problem names, after the context it gives.
 
         Raises:
-            ConfigError: `teachers` lacks the one that a prompt names.
+            ConfigError: `teachers` lacks the one that a problem names.
         """
 
-        async def one(p: int, prompt: Prompt) -> np.ndarray:
-            builder = SingleTurnGroupBuilder(
-                prompt=prompt, tokenizer=self._tokenizer, group_size=num_samples
-            )
+        async def one(p: int) -> np.ndarray:
+            builder = self._problems.builder(p, num_samples)
             group = await rollout_group(policy, builder, sampling, group_id=p, seed=_SEED)
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(
@@ -142,14 +131,14 @@ class Evaluator:
                 ]
             )
 
-        gaps = await asyncio.gather(*(one(p, prompt) for p, prompt in enumerate(self._prompts_P)))
+        gaps = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
         return float(np.concatenate(gaps).mean())
 
 
 def summarise(
     responses: Sequence[Response], answer: Callable[[str], Hashable | None] | None = None
 ) -> dict[str, float]:
-    """`eval/*` metrics of some responses, the same number to each prompt.
+    """`eval/*` metrics of some responses, the same number to each problem.
 
     Args:
         answer: finds what a response answers, for the majority's vote; None: there is no vote.
@@ -158,6 +147,12 @@ def summarise(
         "eval/response_length": fmean(response.num_tokens for response in responses),
         "eval/eos_share": fmean(response.stop_reason is StopReason.EOS for response in responses),
     }
+    if any(response.num_turns > 1 for response in responses):
+        metrics["eval/turns"] = fmean(response.num_turns for response in responses)
+    for name in sorted({name for response in responses for name in response.metrics}):
+        metrics[f"eval/{name}"] = fmean(
+            response.metrics[name] for response in responses if name in response.metrics
+        )
     judged_P: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for response in responses:
         if response.correct is not None:

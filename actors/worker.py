@@ -22,8 +22,8 @@ from typing import Literal, Protocol
 from actors.episode import rollout_group
 from actors.teacher import score_rollout
 from distill.delivery import Lease
-from distill.envs.base import EnvGroupBuilder
-from distill.interfaces import Engine, GenerateRequest, Sample
+from distill.envs.base import EnvStream
+from distill.interfaces import Engine, GenerateRequest, Sample, Sampler
 from distill.sampling import TrainSampling
 from distill.types import TrajectoryGroup
 
@@ -31,12 +31,6 @@ logger = logging.getLogger(__name__)
 
 # Where a group is: its environment's turn, the policy engine's, or the teacher's.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
-
-
-class EnvGroupDataset(Protocol):
-    """A run's endless, seeded sequence of environment groups."""
-
-    def builder(self, group_id: int) -> EnvGroupBuilder: ...
 
 
 class GroupSink(Protocol):
@@ -74,6 +68,7 @@ class RolloutWorker:
         policy: samples.
         teachers: by name, as groups name theirs; none for plain RL.
         reference: the policy that the learner is held near to; None without such a term.
+        models: what environments may ask besides the policy and the teachers, by name.
         top_k: how many of the teacher's likeliest tokens the objective wants at each action.
         max_groups: most groups under way at once.
     """
@@ -84,16 +79,18 @@ class RolloutWorker:
         policy: Engine,
         teachers: Mapping[str, Engine],
         sink: GroupSink,
-        dataset: EnvGroupDataset,
+        dataset: EnvStream,
         sampling: TrainSampling,
         seed: int,
         max_groups: int,
         reference: Engine | None = None,
+        models: Mapping[str, Sampler] | None = None,
         top_k: int = 0,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
         self._reference = reference
+        self._models = {**teachers, **(models or {})}
         self._top_k = top_k
         self._sink = sink
         self._dataset = dataset
@@ -174,6 +171,7 @@ class RolloutWorker:
             self._sampling,
             group_id=group_id,
             seed=self._seed,
+            models=self._models,
         )
         sampled = time.perf_counter()
         timings = {"time/rollout": sampled - started}

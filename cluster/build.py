@@ -43,6 +43,7 @@ from cluster.roles import (
     worker_title,
 )
 from cluster.rollout_actor import RolloutActor, build_worker
+from cluster.rollouts import RolloutLog
 from cluster.supervise import (
     HEALTH_GROUP,
     Role,
@@ -54,8 +55,7 @@ from cluster.supervise import (
 from cluster.visible import this_node
 from cluster.weights_group import own_address
 from distill.delivery import TrainedGroups
-from distill.envs.single_turn import PromptDataset
-from distill.rewards import load_reward
+from distill.envs.base import EnvStream
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.group import Membership, open_store
@@ -91,7 +91,6 @@ class RolloutCast:
     ) -> None:
         self._config, self._inputs, self._directory = config, inputs, directory
         self._device, self._placement = device, placement
-        self._reward = load_reward(config.reward)
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
         """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
@@ -124,22 +123,14 @@ class RolloutCast:
 
         def create(_index: int, attempt: int) -> Any:
             options = here() | {"name": self._name(EVALUATOR, 0, attempt)}
-            return actor_class.options(**options).remote(
-                inputs.eval_prompts_P, inputs.tokenizer, self._reward
-            )
+            return actor_class.options(**options).remote(inputs.held_out, inputs.tokenizer)
 
         return self._role(EVALUATOR, lambda _: EVALUATOR, create)
 
     def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
         """Rollout workers. Their engines are told to them by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
-        dataset = PromptDataset(
-            inputs.train_prompts_P,
-            inputs.tokenizer,
-            group_size=config.group_size,
-            seed=config.seed,
-            reward=self._reward,
-        )
+        dataset = EnvStream(inputs.train, group_size=config.group_size, seed=config.seed)
         actor_class = _actor_class(RolloutActor)
 
         def create(index: int, attempt: int) -> Any:
@@ -147,7 +138,8 @@ class RolloutCast:
                 build_worker,
                 policy=POLICY,
                 teachers=teacher_roles(config),
-                reference=REFERENCE if config.reference is not None else None,
+                reference=REFERENCE if config.scored_by_reference else None,
+                models=dict.fromkeys(config.env.asks, REFERENCE),
                 top_k=config.objective().asked_of_teacher,
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
@@ -266,6 +258,7 @@ class RolloutCast:
             resume_from=resume_from,
             dump_dir=str(directory.path / "failed"),
             trace_path=directory.trace,
+            rollouts=RolloutLog(directory.rollouts, config.keep_rollouts_every),
         )
         losses = partial(policy_losses, config, device)
         return make_learners(

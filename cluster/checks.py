@@ -20,12 +20,12 @@ from cluster.config import CommonConfig
 from cluster.config_on_policy import RolloutConfig
 from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
 from distill.batching import TrainingRow
+from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
 from distill.errors import CheckpointError, ConfigError
 from distill.interfaces import EngineInfo
 from distill.models import context_length, load_config, stop_token_ids, vocab_size
 from distill.objective import ObjectiveConfig
 from distill.preferences import load_preference_pairs
-from distill.prompts import Prompt, load_prompts
 from distill.sft_rows import load_sft_rows
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
 from learner.lora import check_lora
@@ -39,8 +39,8 @@ class RolloutInputs:
     """A checked opd or rl run: what its actors are built from."""
 
     tokenizer: PreTrainedTokenizerBase
-    train_prompts_P: list[Prompt]
-    eval_prompts_P: list[Prompt]
+    train: EnvDataset
+    held_out: EnvDataset
     sft_rows_D: list[TrainingRow]
 
 
@@ -79,12 +79,12 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             )
         if role != "reference":
             _check_distribution(config.objective(), role, scorer, vocab_size(student))
-    train_P, eval_P = _load_prompts(config, tokenizer, student, list(scorers.values()))
-    _check_signal(config, train_P)
+    train, held_out = _load_problems(config, tokenizer, student, list(scorers.values()))
+    _check_signal(config, train)
     return RolloutInputs(
         tokenizer=tokenizer,
-        train_prompts_P=train_P,
-        eval_prompts_P=eval_P,
+        train=train,
+        held_out=held_out,
         sft_rows_D=[]
         if config.sft_data is None
         else load_sft_rows(
@@ -126,49 +126,62 @@ def _check_distribution(
         )
 
 
-def _load_prompts(
+def _load_problems(
     config: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
     student: Any,
     scorers: Sequence[_Scorer],
-) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, eval) prompts, each of which every model has room for."""
+) -> tuple[EnvDataset, EnvDataset]:
+    """Problems to train on and held-out ones, each of which every model has room for."""
     rooms = [scorer.context_length for scorer in scorers]
 
-    def load(path: str, max_new_tokens: int) -> list[Prompt]:
-        return load_prompts(
+    def load(env: EnvConfig, path: str | None, max_new_tokens: int) -> EnvDataset:
+        return problems_of(
+            env,
             path,
-            tokenizer,
-            vocab_size=vocab_size(student),
-            context_length=min([context_length(student), *rooms]),
-            max_new_tokens=max_new_tokens,
-            teachers=[name for name in config.teacher_models() if name],
-            teacher_context_length=min(rooms, default=None),
+            Setting(
+                tokenizer=tokenizer,
+                vocab_size=vocab_size(student),
+                context_length=min([context_length(student), *rooms]),
+                max_new_tokens=max_new_tokens,
+                reward=config.reward_function(),
+                teachers=[name for name in config.teacher_models() if name],
+                teacher_context_length=min(rooms, default=None),
+            ),
         )
 
     longest = max(config.max_new_tokens, config.longest_evaluation())
+    evaluation = config.env.evaluation()
     if config.eval_prompts is None:
-        return _hold_out(load(config.prompts, longest), config)
-    train_P = load(config.prompts, config.max_new_tokens)
-    return train_P, load(config.eval_prompts, longest)[: config.eval_size]
+        train = load(config.env, config.prompts, longest)
+        same = evaluation is config.env
+        return _hold_out(
+            train, train if same else load(evaluation, config.prompts, longest), config
+        )
+    train = load(config.env, config.prompts, config.max_new_tokens)
+    held_out = load(evaluation, config.eval_prompts, longest)
+    return train, Chosen(held_out, range(min(len(held_out), config.eval_size)))
 
 
-def _check_signal(config: RolloutConfig, train_P: Sequence[Prompt]) -> None:
-    """Refuses prompts that leave a term of the objective without anything to learn from."""
+def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
+    """Refuses problems that leave a term of the objective without anything to learn from."""
     objective = config.objective()
-    if objective.reward_coef > 0 and not all(prompt.answer is not None for prompt in train_P):
-        line = next(prompt.line for prompt in train_P if prompt.answer is None)
+    builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
+    if not builders_P:
+        raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
+    unjudged = [train.line(p) for p, builder in enumerate(builders_P) if not builder.judged]
+    if objective.reward_coef > 0 and unjudged:
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
-            f"{config.prompts}:{line} has none"
+            f"{config.prompts}:{unjudged[0]} has none"
         )
-    if objective.bonus_coef > 0 and not any(prompt.bonuses for prompt in train_P):
+    if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
         raise ConfigError(
             f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
-            "`bonuses`"
+            "`bonuses`, and the environment pays none"
         )
     for name, teacher in config.teacher_models().items():
-        its_P = [prompt for prompt in train_P if prompt.teacher == name]
+        its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
             raise ConfigError(
                 f"teachers.{name}={teacher.model} scores nothing: no prompt of {config.prompts} "
@@ -177,7 +190,7 @@ def _check_signal(config: RolloutConfig, train_P: Sequence[Prompt]) -> None:
         same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
             config.student
         )
-        hinted = any(prompt.teacher_tokens_T is not None for prompt in its_P)
+        hinted = any(builder.teacher_tokens_T is not None for builder in its_P)
         if same and not hinted and objective.reward_coef == 0:
             raise ConfigError(
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
@@ -273,13 +286,18 @@ def _limits(config: SupervisedConfig) -> dict[str, Any]:
     }
 
 
-def _hold_out(prompts_P: list[Prompt], config: RolloutConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(train, eval): a seeded choice of at most eval_size prompts and a tenth of them all."""
-    size = min(config.eval_size, len(prompts_P) // 10)
-    order = np.random.default_rng(config.seed).permutation(len(prompts_P)).tolist()
+def _hold_out(
+    problems: EnvDataset, evaluated: EnvDataset, config: RolloutConfig
+) -> tuple[EnvDataset, EnvDataset]:
+    """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
+
+    `evaluated` are the same problems, as evaluations play them.
+    """
+    size = min(config.eval_size, len(problems) // 10)
+    order = np.random.default_rng(config.seed).permutation(len(problems)).tolist()
     held_out = set(order[:size])
-    train_P = [prompt for p, prompt in enumerate(prompts_P) if p not in held_out]
-    return train_P, [prompts_P[p] for p in sorted(held_out)]
+    rest = [p for p in range(len(problems)) if p not in held_out]
+    return Chosen(problems, rest), Chosen(evaluated, sorted(held_out))
 
 
 def _shards(directory: Path) -> list[str]:

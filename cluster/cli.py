@@ -1,4 +1,4 @@
-"""The `isotherm` console script: `isotherm train|evaluate|calibrate|audit|story ...`."""
+"""The `isotherm` console script: `isotherm train|evaluate|calibrate|audit|story|report ...`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ _COMMANDS = {
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
     "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
     "story": ("cluster.story", "a run's pools, nodes, waits and deaths in one picture"),
+    "report": (
+        "cluster.report.command",
+        "a run's curves and rollouts, token by token, on one HTML page",
+    ),
+    "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
 }
 
@@ -18,7 +23,7 @@ _COMMANDS = {
 def main() -> int:
     """Returns the exit code."""
     if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
-        lines = [f"  {name:10}{text}" for name, (_, text) in _COMMANDS.items()]
+        lines = [f"  {name:17}{text}" for name, (_, text) in _COMMANDS.items()]
         print("usage: isotherm COMMAND key=value ...\n\ncommands:\n" + "\n".join(lines))
         print("\nisotherm COMMAND --help explains its settings")
         return 0 if sys.argv[1:] in ([], ["--help"]) else 2

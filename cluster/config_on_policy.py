@@ -14,6 +14,8 @@ from actors.sglang_external import is_url
 from actors.sglang_flags import parse_flags
 from actors.sglang_weights import InFlight
 from cluster.config import CommonConfig
+from cluster.config_env import env_field
+from distill.envs.base import EnvConfig
 from distill.errors import ConfigError
 from distill.objective import (
     ObjectiveConfig,
@@ -22,7 +24,7 @@ from distill.objective import (
     require_reward,
     require_teacher,
 )
-from distill.rewards import load_reward
+from distill.rewards import DEFAULT_REWARD, RewardFunction, load_reward
 from distill.sampling import EvalSampling, TrainSampling
 
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
@@ -41,11 +43,13 @@ class RolloutConfig(CommonConfig, ABC):
     """Settings of the recipes that train on the student's own samples."""
 
     student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
-    prompts: str = chz.field(
+    prompts: str | None = chz.field(
+        default=None,
         doc="JSONL or parquet; each row has `prompt` (string) or `messages` (chat), optionally "
         "`answer`, `tag`, `teacher`, `teacher_prompt` or `teacher_messages`, `bonuses`: see "
-        "docs/objectives.md"
+        "docs/objectives.md. Environments that make their own problems take none",
     )
+    env: EnvConfig = env_field()
     temperature: float = chz.field(
         doc="rollout temperature T > 0: of sampling, teacher, learner and loss alike"
     )
@@ -91,14 +95,20 @@ class RolloutConfig(CommonConfig, ABC):
         default="auto",
         doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
     )
+    keep_rollouts_every: int = chz.field(
+        default=10,
+        doc="steps between two from which the first group is kept in out/rollouts.jsonl, for "
+        "cluster.report; the first step's always is. 0 keeps none",
+    )
     max_staleness: int = chz.field(
         default=1,
         doc="weight versions a rollout may be behind when trained; 0 is fully synchronous",
     )
-    reward: str = chz.field(
-        default="exact_match",
-        doc="what a response earns: exact_match, last_number, math_equal or contains, against "
-        "`answer`; or package.module:function of (response, answer)",
+    reward: str | None = chz.field(
+        default=None,
+        doc="what a response earns: exact_match (the default), last_number, math_equal or "
+        "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
+        "sandbox; or package.module:function of (response, answer)",
     )
     reference: str | None = chz.field(
         default=None,
@@ -149,10 +159,10 @@ class RolloutConfig(CommonConfig, ABC):
     )
     eval_every: int = chz.field(default=0, doc="steps between evaluations; 0: start and end only")
     eval_prompts: str | None = chz.field(
-        default=None, doc="JSONL of held-out prompts; default: eval_size prompts held out"
+        default=None, doc="JSONL of held-out prompts; default: eval_size problems held out"
     )
     eval_size: int = chz.field(
-        default=64, doc="prompts evaluated; without eval_prompts at most a tenth is held out"
+        default=64, doc="problems evaluated; without eval_prompts at most a tenth is held out"
     )
     eval_temperature: float = chz.field(
         default=0.0, doc="the serving decoder's temperature; 0 is greedy. Never touches training"
@@ -203,17 +213,47 @@ class RolloutConfig(CommonConfig, ABC):
                     "rollouts alone"
                 )
         parse_flags(self.policy_server_flags)
-        load_reward(self.reward)
+        self._check_env()
         if self.weights == "group" and choose_engine(self.engine) == "embedded":
             raise ConfigError(
                 "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
                 "weights=auto"
             )
-        for name in ("max_staleness", "eval_every", "probe_every"):
+        for name in ("max_staleness", "eval_every", "probe_every", "keep_rollouts_every"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         self.train_sampling()
         self.eval_sampling()
+
+    def _check_env(self) -> None:
+        """Raises ConfigError for a setting that the environment does not look at."""
+        name = type(self.env).__name__
+        self.reward_function()
+        self.env.check_group(self.group_size)
+        if self.reward is not None and not self.env.judges:
+            raise ConfigError(
+                f"reward={self.reward} changes nothing: env={name} has rewards of its own"
+            )
+        for field in self.env.token_rewards:
+            if getattr(self.env, field) and self.objective().bonus_coef == 0:
+                raise ConfigError(
+                    f"env.{field}={getattr(self.env, field)} changes nothing with bonus_coef=0; "
+                    "give a coefficient, or leave it out"
+                )
+        for field in ("prompts", "eval_prompts"):
+            path = getattr(self, field)
+            if path is not None and not self.env.reads_prompts:
+                raise ConfigError(f"{field}={path} changes nothing: env={name} reads no file")
+        if self.prompts is None and self.env.reads_prompts:
+            raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
+
+    def reward_function(self) -> RewardFunction:
+        return load_reward(self.reward or DEFAULT_REWARD)
+
+    @property
+    def judge(self) -> str:
+        """Who rewards, for people to read."""
+        return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__
 
     def require_bounds(self, *pools: str) -> None:
         """Raises ConfigError if a pool's largest size is below its smallest."""
@@ -254,6 +294,11 @@ class RolloutConfig(CommonConfig, ABC):
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; the name of one that is alone is empty."""
         return {}
+
+    @property
+    def scored_by_reference(self) -> bool:
+        """Whether reference engines score the rollouts; the learner may hold one of its own."""
+        return self.reference is not None and self.objective().reference_kl_coef > 0
 
     def reference_engine(self, device: str, log_path: str) -> EngineConfig:
         assert self.reference is not None
@@ -377,8 +422,14 @@ def _check_reference(config: RolloutConfig, objective: PolicyObjective) -> None:
             "reference=DIR, the student's own checkpoint for example, or train an adapter "
             "(lora_rank), whose base is a reference"
         )
-    if config.reference is not None and objective.reference_kl_coef == 0:
+    asked = "reference" in config.env.asks
+    if config.reference is not None and objective.reference_kl_coef == 0 and not asked:
         raise ConfigError(
             f"reference={config.reference} changes nothing with reference_kl_coef=0; give a "
             "coefficient, or leave the reference out"
+        )
+    if config.reference is None and asked:
+        raise ConfigError(
+            "env.opponent=reference needs a reference model; give reference=DIR, the student's own "
+            "checkpoint for example"
         )

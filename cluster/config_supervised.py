@@ -27,11 +27,12 @@ class SupervisedConfig(CommonConfig):
 
 @chz.chz
 class SftConfig(SupervisedConfig):
-    """recipe=sft: supervised fine-tuning, loss on completions or assistant turns only."""
+    """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     data: str = chz.field(
-        doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), or "
-        "`messages` (chat; every assistant turn is trained)"
+        doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), "
+        "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
+        "ids, as cluster.rollouts_to_sft writes them)"
     )
 
 

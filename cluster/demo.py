@@ -71,7 +71,7 @@ def demo(config: DemoConfig, console: Console) -> None:
         RunFailed: an accuracy is not what the demo promises.
     """
     started = time.perf_counter()
-    out = _fresh_directory(Path(config.out).resolve())
+    out = fresh_directory(Path(config.out).resolve(), "demo")
     data = write_data(out, FORGET_CARRY, config.seed)
     distillation = _distillation(config, out, data)
     with connected(distillation):
@@ -92,10 +92,15 @@ class Data:
     books: dict[str, Path]
 
 
-def _fresh_directory(out: Path) -> Path:
-    marker = out / ".isotherm-demo"
+def fresh_directory(out: Path, command: str) -> Path:
+    """`out`, empty; what an earlier run of the command left there is removed.
+
+    Raises:
+        ConfigError: it holds what the command did not make.
+    """
+    marker = out / f".isotherm-{command}"
     if out.exists() and any(out.iterdir()) and not marker.exists():
-        raise ConfigError(f"out={out} is not empty and no demo made it; choose another out=")
+        raise ConfigError(f"out={out} is not empty and no {command} made it; choose another out=")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     marker.touch()

@@ -18,11 +18,12 @@ from actors.evaluate import Evaluator, Response
 from actors.sglang_external import is_url
 from cluster.command import run_command
 from cluster.config import LocalEngineConfig
+from cluster.config_env import env_field
+from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
 from distill.errors import ConfigError
 from distill.evaluation import CONFIDENCE
 from distill.models import context_length, load_config, vocab_size
-from distill.prompts import load_prompts
-from distill.rewards import load_reward
+from distill.rewards import DEFAULT_REWARD, load_reward
 from distill.sampling import EvalSampling, TrainSampling
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -32,10 +33,12 @@ class EvaluateConfig(LocalEngineConfig):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
     model: str = chz.field(doc="checkpoint to evaluate: a Hugging Face directory (or hub name)")
-    prompts: str = chz.field(
+    prompts: str | None = chz.field(
+        default=None,
         doc="JSONL or parquet with `prompt` or `messages`, optionally `answer`; several files with "
-        "commas between them are evaluated apart, each under its file's name"
+        "commas between them are evaluated apart, each under its file's name",
     )
+    env: EnvConfig = env_field()
     max_new_tokens: int = chz.field(default=256, doc="longest response, tokens")
     eval_temperature: float = chz.field(default=0.0, doc="of the serving decoder; 0 is greedy")
     eval_top_p: float = chz.field(default=1.0, doc="top-p of the serving decoder; 1 is off")
@@ -45,10 +48,11 @@ class EvaluateConfig(LocalEngineConfig):
         doc="responses a prompt; several give pass@k and a majority's vote, and need "
         "eval_temperature above 0",
     )
-    reward: str = chz.field(
-        default="exact_match",
-        doc="what accuracy is the mean of: exact_match, last_number, math_equal or contains, "
-        "against `answer`; or package.module:function of (response, answer)",
+    reward: str | None = chz.field(
+        default=None,
+        doc="what accuracy is the mean of: exact_match (the default), last_number, math_equal or "
+        "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
+        "sandbox; or package.module:function of (response, answer)",
     )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
     teacher: str | None = chz.field(
@@ -62,7 +66,12 @@ class EvaluateConfig(LocalEngineConfig):
     def _consistent(self) -> None:
         self.sampling()
         self.files()
-        load_reward(self.reward)
+        load_reward(self.reward or DEFAULT_REWARD)
+        if self.reward is not None and not self.env.judges:
+            name = type(self.env).__name__
+            raise ConfigError(
+                f"reward={self.reward} changes nothing: env={name} has rewards of its own"
+            )
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
         if self.teacher is not None and is_url(self.teacher):
@@ -86,12 +95,18 @@ class EvaluateConfig(LocalEngineConfig):
             num_samples=self.eval_samples,
         )
 
-    def files(self) -> dict[str, str]:
-        """The files of prompts, by name.
+    def files(self) -> Mapping[str, str | None]:
+        """The files of prompts, by name; the environment's name where it reads none.
 
         Raises:
             ConfigError: there is none, or two have one name.
         """
+        if not self.env.reads_prompts:
+            if self.prompts is not None:
+                raise ConfigError(f"prompts={self.prompts} changes nothing: env= reads no file")
+            return {type(self.env).__name__: None}
+        if self.prompts is None:
+            raise ConfigError("prompts= is missing; give prompts=FILE.jsonl")
         paths = [path for path in self.prompts.split(",") if path]
         files = {Path(path).stem: path for path in paths}
         if not files or len(files) < len(paths):
@@ -112,19 +127,16 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     model_config = load_config(config.model)
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
-    reward = load_reward(config.reward)
+    setting = Setting(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(model_config),
+        context_length=context_length(model_config),
+        max_new_tokens=config.max_new_tokens,
+        reward=load_reward(config.reward or DEFAULT_REWARD),
+    )
+    env = config.env.evaluation()
     evaluators = {
-        name: Evaluator(
-            load_prompts(
-                path,
-                tokenizer,
-                vocab_size=vocab_size(model_config),
-                context_length=context_length(model_config),
-                max_new_tokens=config.max_new_tokens,
-            )[: config.limit],
-            tokenizer,
-            reward,
-        )
+        name: Evaluator(_limited(problems_of(env, path, setting), config.limit), tokenizer)
         for name, path in config.files().items()
     }
     results = asyncio.run(_measure(config, evaluators))
@@ -141,6 +153,11 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         }
         Path(config.out).write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"every response is in {config.out}")
+
+
+def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
+    count = len(problems)
+    return Chosen(problems, range(count if limit is None else min(limit, count)))
 
 
 Results = dict[str, tuple[dict[str, float], list[Response]]]

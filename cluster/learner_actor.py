@@ -16,6 +16,7 @@ from cluster.config_supervised import DpoConfig, SupervisedConfig
 from cluster.outputs import RunDirectory
 from cluster.publisher import Publisher, PushSettings
 from cluster.queue import GroupQueue
+from cluster.rollouts import RolloutLog
 from distill.batching import TrainingRow
 from distill.models import resolve_device
 from distill.types import FloatArray
@@ -122,6 +123,7 @@ def build_policy_loop(
     resume_from: Checkpoint | None,
     dump_dir: str,
     trace_path: Path,
+    rollouts: RolloutLog,
     membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
@@ -137,6 +139,7 @@ def build_policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = losses[0]
     assert isinstance(loss, PolicyObjectiveLoss)
+    rollouts.rewind(resume_from.step if resume_from else 0)
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
@@ -150,6 +153,7 @@ def build_policy_loop(
         # What an engine holds: rounding to it here is the same, and half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
         trace=Tracing(step=config.trace_step, path=trace_path),
+        keep=rollouts.keep,
         base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
         resume_from=resume_from,
     )

@@ -6,9 +6,14 @@ memory for the next append; the run goes on.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Set
 from pathlib import Path
+from typing import Any
+
+from distill.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -98,3 +103,29 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
             return start + found + 1
         end = start
     return 0
+
+
+def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
+    """The file's objects; none without a file. A last line still being written is left out.
+
+    Raises:
+        DataError: names the line that is no object with the `required` fields.
+    """
+    try:
+        lines = path.read_bytes().splitlines() if path.is_file() else []
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
+    for number, each in enumerate(found, 1):
+        if not isinstance(each, dict) or not required <= each.keys():
+            raise DataError(
+                f"{path}:{number} is no object with {' and '.join(sorted(required))}; "
+                "remove the line"
+            )
+    return found

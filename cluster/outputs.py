@@ -4,6 +4,7 @@ out/config.json      settings and versions       out/metrics.jsonl   an object p
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
 out/calibration.json the handshake               out/final/          the trained model
 out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
+out/rollouts.jsonl   a group every few steps     (written by the learner; cluster/rollouts.py)
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _MAY_CHANGE = {
     "placement", "placement_deadline_s", "policy_engines_max", "teacher_engines_max",
     "rollout_workers_max", "rollout_cpus", "colocate", "lease_s", "max_group_failures",
     "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
+    "keep_rollouts_every",
 }  # fmt: skip
 
 
@@ -72,6 +74,10 @@ class RunDirectory:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
 
     @property
     def trace(self) -> Path:
@@ -204,7 +210,10 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _settings(config: CommonConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(chz.asdict(config)))
+    """The settings, each object's class beside its fields: an environment is told by both."""
+    settings = chz.asdict(config, include_type=True)
+    settings.pop("__chz_type__")
+    return json.loads(json.dumps(settings))
 
 
 def _step_of(line: str) -> float:

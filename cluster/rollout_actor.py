@@ -84,13 +84,15 @@ def build_worker(
     policy: str,
     teachers: Mapping[str, str],
     reference: str | None,
+    models: Mapping[str, str],
     **settings: Any,
 ) -> RolloutWorker:
-    """In the worker's actor. `policy`, `reference` and the values of `teachers` name pools."""
+    """In the worker's actor. `policy`, `reference` and the values of the others name pools."""
     return RolloutWorker(
         policy=pools[policy],
         teachers={name: pools[role] for name, role in teachers.items()},
         reference=None if reference is None else pools[reference],
+        models={name: pools[role] for name, role in models.items()},
         **settings,
     )
 

@@ -13,7 +13,6 @@ metrics alone, their steps one after the other.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
+from cluster.lines import read_lines
 from cluster.plots import COLOURS, figure_class
 from distill.errors import ConfigError, DataError
 
@@ -108,7 +108,8 @@ def read_story(out: Path) -> Story:
     """
     if not out.is_dir():
         raise ConfigError(f"out={out} is not a directory; give a run's directory")
-    events, metrics = _lines(out / "events.jsonl"), _lines(out / "metrics.jsonl")
+    events = read_lines(out / "events.jsonl", {"t", "event"})
+    metrics = read_lines(out / "metrics.jsonl", {"step"})
     if not events and not metrics:
         raise DataError(
             f"out={out} holds neither events.jsonl nor metrics.jsonl with anything in it; give the "
@@ -142,26 +143,6 @@ def read_story(out: Path) -> Story:
             if kind in of_kind
         },
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The file's objects; a last line that is still being written is left out."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
-    required = {"t", "event"} if path.name == "events.jsonl" else {"step"}
-    for number, each in enumerate(found, 1):
-        if not isinstance(each, dict) or not required <= each.keys():
-            raise DataError(
-                f"{path}:{number} is no object with {' and '.join(sorted(required))}; "
-                "remove the line"
-            )
-    return found
 
 
 def _with_metrics(

@@ -85,9 +85,9 @@ def make_console() -> Console:
 
 
 class _Output:
-    """sys.stdout, whose disk may be full for a while: that ends no run, and lines wait in memory.
+    """sys.stdout, whose disk may be full for a while: what is printed then is lost, no more.
 
-    (Python's own buffer keeps what could not be written, and writes it with the next line.)
+    The files in `out/` lose nothing: see cluster/lines.py.
     """
 
     def write(self, text: str) -> int:

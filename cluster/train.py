@@ -12,6 +12,12 @@ from rich.console import Console
 from cluster.command import exit_code, parse
 from cluster.config import CommonConfig
 from cluster.config_on_policy import OpdConfig, RlConfig
+from cluster.config_presets import (
+    OpdCondensedConfig,
+    OpdToolsConfig,
+    RlToolsConfig,
+    SelfplayConfig,
+)
 from cluster.config_supervised import DpoConfig, SftConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo, run_sft
@@ -31,6 +37,12 @@ RECIPES = {
     ),
     "rl": _Recipe(
         RlConfig, run_on_policy, "reinforcement learning (GRPO): student samples, a reward judges"
+    ),
+    "opd_tools": _Recipe(OpdToolsConfig, run_on_policy, "opd on questions answered with tools"),
+    "rl_tools": _Recipe(RlToolsConfig, run_on_policy, "rl on questions answered with tools"),
+    "selfplay": _Recipe(SelfplayConfig, run_on_policy, "rl on games of two, both seats trained"),
+    "opd_condensed": _Recipe(
+        OpdCondensedConfig, run_on_policy, "opd on documents longer than the context"
     ),
     "sft": _Recipe(SftConfig, run_sft, "supervised fine-tuning on completions or assistant turns"),
     "dpo": _Recipe(DpoConfig, run_dpo, "direct preference optimisation on chosen and rejected"),
@@ -91,7 +103,7 @@ def _refuse_truncation(argv: list[str]) -> None:
 
 
 def _usage() -> str:
-    recipes = "\n".join(f"  {name:6}{recipe.line}" for name, recipe in RECIPES.items())
+    recipes = "\n".join(f"  {name:15}{recipe.line}" for name, recipe in RECIPES.items())
     return _USAGE.format(recipes=recipes)
 
 

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from distill.advantages import has_constant_reward, reference_gaps
-from distill.types import FloatArray, Segment, StopReason, TrajectoryGroup
+from distill.types import FloatArray, Segment, StopReason, Trajectory, TrajectoryGroup
+
+# Of longer episodes, the reverse KL of so many turns is told apart.
+_TURNS_SHOWN = 8
 
 
 def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str, float]:
@@ -33,6 +36,11 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
             np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])
         ),
     }
+    if any(len(turns) > 1 for turns in map(turns_of, trajectories)):
+        metrics |= _turn_metrics(trajectories)
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        values = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[f"env/{name}"] = float(np.mean(values))
     for name in sorted({name for group in groups_P for name in group.metrics}):
         values = [group.metrics[name] for group in groups_P if name in group.metrics]
         metrics[name] = float(np.mean(values))
@@ -44,6 +52,42 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
     if bonuses:
         metrics["reward/bonus"] = float(np.sum(bonuses) / len(trajectories))
     return metrics | _breakdown(groups_P)
+
+
+def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:
+    """Where the trained turns of a trajectory are: runs of action tokens, in order."""
+    turns = []
+    for segment in trajectory.segments:
+        edges = np.flatnonzero(np.diff(segment.action_mask_T.astype(np.int8), append=0))
+        starts, stops = edges[::2] + 1, edges[1::2] + 1
+        turns += [(segment, slice(a, b)) for a, b in zip(starts, stops, strict=True)]
+    return turns
+
+
+def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How many turns and segments, why episodes end, and the reverse KL of each of the first turns.
+
+    A turn's number is its place among the turns that are trained.
+    """
+    turns_by_trajectory = [turns_of(trajectory) for trajectory in trajectories]
+    metrics = {
+        "rollout/turns": float(np.mean([len(turns) for turns in turns_by_trajectory])),
+        "rollout/segments": float(np.mean([len(t.segments) for t in trajectories])),
+    }
+    for reason in sorted({trajectory.stop_reason for trajectory in trajectories}):
+        share = np.mean([trajectory.stop_reason is reason for trajectory in trajectories])
+        metrics[f"rollout/stop/{reason.value}"] = float(share)
+    for number in range(_TURNS_SHOWN):
+        gaps = [
+            segment.behaviour_logprobs_T[where].astype(np.float64)
+            - segment.teacher_logprobs_T[where]
+            for turns in turns_by_trajectory
+            for segment, where in turns[number : number + 1]
+            if segment.teacher_logprobs_T is not None
+        ]
+        if gaps:
+            metrics[f"opd/reverse_kl/turn={number + 1}"] = float(np.concatenate(gaps).mean())
+    return metrics
 
 
 def _teacher_metrics(segments: Sequence[Segment]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from distill.errors import ConfigError, DataError
 from distill.names import known_names
 from distill.records import located, read_rows
 from distill.renderer import (
+    Message,
     check_messages,
     check_text,
     check_tools,
@@ -36,6 +37,7 @@ class Prompt:
         tag: the kind of prompt, for metrics by kind; None where the file has none.
         teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
         bonuses: what each occurrence of a phrase in the response pays.
+        messages: the prompt as a chat; empty for a plain string.
     """
 
     tokens_T: TokenArray
@@ -45,6 +47,19 @@ class Prompt:
     tag: str | None = None
     teacher_tokens_T: TokenArray | None = None
     bonuses: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatStyle:
+    """How every prompt is made the beginning of a chat.
+
+    A plain string becomes what the user says. `system` is said before, where the row has no system
+    message of its own; `tools` are schemas that go to the chat template.
+    """
+
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def load_prompts(
@@ -56,6 +71,7 @@ def load_prompts(
     max_new_tokens: int,
     teachers: Collection[str] = (),
     teacher_context_length: int | None = None,
+    chat: ChatStyle | None = None,
 ) -> list[Prompt]:
     """Reads, renders and checks every prompt of a file before anything expensive starts.
 
@@ -77,6 +93,7 @@ def load_prompts(
         teachers: names of the teachers. One named teacher scores the rows that name none as well;
             with no names `teacher` is ignored.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+        chat: makes a chat of every prompt; None: strings are encoded as they stand.
 
     Raises:
         DataError: names the file, the line, and what is wrong with it.
@@ -85,7 +102,7 @@ def load_prompts(
     prompts = []
     for number, row in read_rows(path):
         with located(f"{path}:{number}"):
-            prompt = _prompt(row, number, tokenizer, teachers)
+            prompt = _prompt(row, number, tokenizer, teachers, chat)
             seen_by_teacher_T = prompt.tokens_T
             if prompt.teacher_tokens_T is not None:
                 seen_by_teacher_T = prompt.teacher_tokens_T
@@ -104,12 +121,15 @@ def _prompt(
     number: int,
     tokenizer: PreTrainedTokenizerBase,
     teachers: Collection[str],
+    chat: ChatStyle | None,
 ) -> Prompt:
     teacher_tokens_T = None
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
-        teacher_tokens_T = _render(row, tokenizer, "teacher_")
+        teacher_tokens_T, _ = _render(row, tokenizer, "teacher_", chat)
+    tokens_T, messages = _render(row, tokenizer, "", chat)
     return Prompt(
-        tokens_T=_render(row, tokenizer, ""),
+        tokens_T=tokens_T,
+        messages=messages,
         answer=_answer(row.get("answer")),
         line=number,
         teacher=_teacher(row, teachers),
@@ -119,19 +139,42 @@ def _prompt(
     )
 
 
-def _render(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, prefix: str) -> TokenArray:
-    """Tokens of the prompt whose fields' names begin with `prefix`."""
+def _render(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: str,
+    chat: ChatStyle | None,
+) -> tuple[TokenArray, Sequence[Message]]:
+    """Tokens and messages of the prompt whose fields' names begin with `prefix`."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
         raise DataError(f"give exactly one of `{text}` (a string) and `{messages}` (chat format)")
-    if row.get(text) is not None:
-        tokens_T = render_text(tokenizer, check_text(row, text))
+    given: list[Message] = []
+    if row.get(messages) is not None:
+        given = check_messages(row[messages], messages)
+    elif chat is not None:
+        given = [{"role": "user", "content": check_text(row, text)}]
+    if given:
+        given, tools = _in_style(given, check_tools(row), chat)
+        tokens_T = render_messages(tokenizer, given, tools=tools)
     else:
-        checked = check_messages(row[messages], messages)
-        tokens_T = render_messages(tokenizer, checked, tools=check_tools(row))
+        tokens_T = render_text(tokenizer, check_text(row, text))
     if len(tokens_T) == 0:
         raise DataError(f"the {prefix}prompt is empty after tokenization")
-    return tokens_T
+    return tokens_T, given
+
+
+def _in_style(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, chat: ChatStyle | None
+) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+    """The messages and the schemas of tools that go to the template."""
+    if chat is None:
+        return messages, tools
+    if tools:
+        raise DataError("`tools` are the environment's own here; leave the field out of the row")
+    if chat.system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    return messages, chat.tools or None
 
 
 def _check_length(

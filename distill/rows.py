@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -48,6 +49,19 @@ def policy_rows(
             )
         )
     return rows_D
+
+
+def rows_by_group(
+    groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
+) -> Iterator[tuple[TrajectoryGroup, list[TrainingRow]]]:
+    """Each group with its rows, of those that `policy_rows` made of `groups_P`, in order.
+
+    A group's rows are its segments', one each, in the order of `group.segments()`.
+    """
+    assert len(rows_D) == sum(len(list(group.segments())) for group in groups_P)
+    rows = iter(rows_D)
+    for group in groups_P:
+        yield group, list(islice(rows, len(list(group.segments()))))
 
 
 def with_reference(

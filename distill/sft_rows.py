@@ -1,4 +1,15 @@
-"""Training rows from supervised examples: a prompt and its completion, or a conversation."""
+"""Training rows from supervised examples, each in one of three forms.
+
+    prompt, completion    strings; the loss is on the completion and the EOS after it
+    messages              a conversation (OpenAI chat format; `tools` beside it go to the
+                          template); the loss is on what the assistant says. It may take several
+                          rows: see distill/conversations.py
+    tokens, loss_mask     token ids, and the runs of them, [start, stop), that the loss is on;
+                          `tokenizer` beside them is the fingerprint of the tokenizer that made
+                          them, for nothing is encoded again
+
+Other fields are left alone.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +33,12 @@ from distill.renderer import (
     encode,
     render_text,
 )
+from distill.tokenizer import fingerprint
 
 # Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
 SFT_TEMPERATURE = 1.0
+# The fields of each form, the one that names it first.
+_FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
 
 
 def load_sft_rows(
@@ -35,11 +49,7 @@ def load_sft_rows(
     max_length: int,
     stop_ids: Collection[int],
 ) -> list[TrainingRow]:
-    """Rows of a file of supervised examples, JSONL or parquet.
-
-    An example has `prompt` and `completion` (strings), with the loss on the completion and its EOS,
-    or `messages` (OpenAI chat format; `tools` beside it go to the template), with the loss on what
-    the assistant says. A conversation may take several rows; see distill/conversations.py.
+    """Rows of a file of supervised examples, JSONL or parquet, in the forms above.
 
     Raises:
         DataError: names the file, the line, and what is wrong with it.
@@ -47,28 +57,86 @@ def load_sft_rows(
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
     )
+    vocab_hash = fingerprint(tokenizer).vocab_hash
     rows: list[TrainingRow] = []
     for number, example in read_rows(path):
         where = f"{path}:{number}"
         with located(where):
-            chains = _chains(encoder, example)
+            chains = _chains(encoder, example, vocab_hash)
         rows += [supervised_row(chain, where) for chain in chains]
     return rows
 
 
-def _chains(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Chain]:
-    if example.get("messages") is None:
-        return [
-            encoder.completion(check_text(example, "prompt"), check_text(example, "completion"))
-        ]
-    for field in ("prompt", "completion"):
-        if example.get(field) is not None:
+def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str) -> list[Chain]:
+    form = _form(example)
+    if form == "messages":
+        messages = check_messages(example["messages"], "messages")
+        return encoder.conversation(messages, check_tools(example))
+    if form == "tokens":
+        _check_tokenizer(example, vocab_hash)
+        ids = _check_ids(example)
+        return [encoder.as_sampled(ids, _check_runs(example, len(ids)))]
+    return [encoder.completion(check_text(example, "prompt"), check_text(example, "completion"))]
+
+
+def _form(example: Mapping[str, Any]) -> str:
+    given: dict[str, str] = {}
+    for fields in _FORMS:
+        for name in fields:
+            if example.get(name) is not None:
+                given.setdefault(fields[0], name)
+    if len(given) == 1:
+        return next(iter(given))
+    problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"
+    raise DataError(
+        f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
+        "`tokens` and `loss_mask` (token ids)"
+    )
+
+
+def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:
+    if example.get("tokenizer") != vocab_hash:
+        raise DataError(
+            f"`tokens` must be of the model's tokenizer, whose fingerprint is {vocab_hash!r}, but "
+            f"`tokenizer` is {example.get('tokenizer')!r}; train a model that shares the tokenizer "
+            "which made the ids, or give text"
+        )
+
+
+def _check_ids(example: Mapping[str, Any]) -> list[int]:
+    ids = example.get("tokens")
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise DataError(f"`tokens` must be a non-empty list of token ids, got {_short(ids)}")
+    if min(ids) < 0:
+        raise DataError(f"`tokens` holds a negative id, {min(ids)}")
+    return ids
+
+
+def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
+    """Runs that follow one another, after the first token and within the `length`."""
+    runs = example.get("loss_mask")
+    if not isinstance(runs, list) or not runs:
+        raise DataError(
+            f"`loss_mask` must be a non-empty list of [start, stop), got {_short(runs)}"
+        )
+    end, checked = 1, []
+    for i, run in enumerate(runs):
+        if not isinstance(run, list) or [type(edge) for edge in run] != [int, int]:
+            raise DataError(f"`loss_mask[{i}]` must be [start, stop), got {_short(run)}")
+        start, stop = run
+        if not end <= start < stop <= length:
             raise DataError(
-                f"`{field}` beside `messages`: give either `prompt` and `completion` (strings) or "
-                "`messages` (chat format)"
+                f"`loss_mask[{i}]` = {run} is no run of tokens in [{end}, {length}): runs are in "
+                "order, do not overlap, end within the tokens and leave out the first, which has "
+                "no context"
             )
-    messages = check_messages(example["messages"], "messages")
-    return encoder.conversation(messages, check_tools(example))
+        checked.append((start, stop))
+        end = stop
+    return checked
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +185,22 @@ class ExampleEncoder:
             self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
         )
         return [self._checked(chain) for chain in chains]
+
+    def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Chain:
+        """Token ids as they are; those in the `runs`, [start, stop), are trained.
+
+        Raises:
+            DataError: too long, or ids the model lacks.
+        """
+        if max(ids) >= self.vocab_size:
+            raise DataError(
+                f"`tokens` holds id {max(ids)}, outside the model's vocabulary of "
+                f"{self.vocab_size}; train the model whose ids these are, or one of its size"
+            )
+        mask_T = np.zeros(len(ids), np.bool_)
+        for start, stop in runs:
+            mask_T[start:stop] = True
+        return self._checked(Chain(tokens_T=np.asarray(ids, np.int32), loss_mask_T=mask_T))
 
     def _checked(self, chain: Chain) -> Chain:
         if len(chain.tokens_T) > self.max_length:

@@ -21,10 +21,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.advantages import has_constant_reward
 from distill.batching import Batch, TrainingRow
-from distill.delivery import TrainedGroups
+from distill.delivery import Taken, TrainedGroups
 from distill.losses import Metrics, StepCounts
 from distill.metrics import group_metrics, merge_updates
-from distill.rows import advantage_metrics, policy_rows, with_reference
+from distill.rows import advantage_metrics, policy_rows, rows_by_group, with_reference
 from distill.types import TrajectoryGroup
 from distill.weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -34,16 +34,6 @@ from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream
 from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing
-
-
-class Taken(Protocol):
-    """A step's groups in order of id, and the reasons of those between them that were set aside."""
-
-    @property
-    def groups_P(self) -> Sequence[TrajectoryGroup]: ...
-
-    @property
-    def set_aside(self) -> Mapping[int, str]: ...
 
 
 class GroupSource(Protocol):
@@ -60,6 +50,14 @@ class GroupSource(Protocol):
 # Hands weights of a version, which account for every group below a watermark, to every policy
 # engine; returns `push/*` metrics once all of them acknowledged.
 Publish = Callable[[Weights, int, int], Mapping[str, float]]
+# Is given a step's number, the groups it trained on, and their rows: see `rows_by_group`.
+Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]
+
+
+def keep_nothing(
+    _step: int, _groups_P: Sequence[TrajectoryGroup], _rows_D: Sequence[TrainingRow]
+) -> None:
+    """For a loop whose rollouts nobody looks at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +86,20 @@ class PolicyLoop:
         base_is_reference: bool = False,
         push_dtype: torch.dtype | None = None,
         trace: Tracing = NO_TRACE,
+        keep: Keep = keep_nothing,
         resume_from: Checkpoint | None = None,
     ) -> None:
         """
         Args:
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
+            keep: is shown what each step trained on, once it has been.
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
         self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
+        self._keep = keep
         self.learner = learner
         self._tokenizer = tokenizer
         self._source = source
@@ -175,12 +176,13 @@ class PolicyLoop:
         objective = self._loss.objective
         if objective.remove_constant_reward_groups:
             groups_P = [group for group in groups_P if not has_constant_reward(group)]
+        all_rows_D: list[TrainingRow] = []
         parts: list[list[TrainingRow]] = [[]]
         metrics: dict[str, float] = {"train/groups": len(groups_P)}
         if groups_P:
-            rows_D = policy_rows(groups_P, objective, self._teacher_weights)
-            metrics |= advantage_metrics(rows_D)
-            parts = self._split(rows_D, groups_P)
+            all_rows_D = policy_rows(groups_P, objective, self._teacher_weights)
+            metrics |= advantage_metrics(all_rows_D)
+            parts = self._split(all_rows_D, groups_P)
         updates = []
         for i, rows_D in enumerate(parts):
             update = [Part(rows_D=rows_D, loss=self._loss)] if rows_D else []
@@ -189,6 +191,7 @@ class PolicyLoop:
                 update.append(Part(rows_D=batch, loss=mixed_loss, coef=mix.coef))
             if update:
                 updates.append(self.learner.step(*update))
+        self._keep(self.step_count + 1, groups_P, all_rows_D)
         return metrics | merge_updates(updates)
 
     def _split(
@@ -204,10 +207,9 @@ class PolicyLoop:
                 _with_proximal(row, logprobs_N)
                 for row, logprobs_N in zip(rows_D, self.learner.logprobs(rows_D), strict=True)
             ]
-        rows_per_group = [len(list(group.segments())) for group in groups_P]
-        starts = np.cumsum([0, *rows_per_group])
-        cuts = [starts[part[0]] for part in np.array_split(np.arange(len(groups_P)), substeps)]
-        return [rows_D[a:b] for a, b in zip(cuts, [*cuts[1:], len(rows_D)], strict=True)]
+        rows_P = [rows for _, rows in rows_by_group(groups_P, rows_D)]
+        parts = np.array_split(np.arange(len(groups_P)), substeps)
+        return [[row for p in part for row in rows_P[p]] for part in parts]
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""

@@ -41,8 +41,10 @@ def segment(prompt: int = 3, actions: int = 4, *, seed: int = 0, version: int = 
     return Segment(**segment_fields(prompt, actions, seed=seed, version=version) | changes)
 
 
-def trajectory(*segments: Segment, reward: float = 0.0, stop: StopReason = StopReason.EOS):
-    return Trajectory(segments=segments, reward=reward, stop_reason=stop)
+def trajectory(
+    *segments: Segment, reward: float = 0.0, stop: StopReason = StopReason.EOS, **changes: Any
+):
+    return Trajectory(segments=segments, reward=reward, stop_reason=stop, **changes)
 
 
 def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: Any):

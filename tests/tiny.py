@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import string
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -13,6 +15,27 @@ from distill.models import new_qwen3
 VOCAB_SIZE = 160
 EOS = 1
 PAD = 0
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """Two models of one tokenizer, and prompts for them."""
+
+    student: str
+    teacher: str
+    prompts: str
+
+
+def make_tiny_pair(root: Path) -> TinyPair:
+    """Saves a pair under `root`; the teacher is the larger one."""
+    student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1)
+    teacher = tiny_model_dir(root, seed=2)
+    for directory in (student, teacher):
+        save_tokenizer(directory)
+    prompts = root / "prompts.jsonl"
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(5)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TinyPair(student=student, teacher=teacher, prompts=str(prompts))
 
 
 def tiny_model_dir(

@@ -61,13 +61,13 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         for name, teacher in config.teacher_models().items()
     )
     return (
-        f"{config.recipe}: {config.student} learns from {teachers or config.reward} at "
+        f"{config.recipe}: {config.student} learns from {teachers or config.judge} at "
         f"T={config.temperature:g}\n"
         f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
         f"{config.policy_engines} policy, {config.rollout_workers} rollout workers\n"
         f"  objective {_objective_line(config.objective())}\n"
-        f"  prompts   {len(inputs.train_prompts_P)} to train on, "
-        f"{len(inputs.eval_prompts_P)} held out for evaluation\n"
+        f"  problems  {len(inputs.train)} to train on, {len(inputs.held_out)} held out for "
+        f"evaluation; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
         f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
         f"  learner   {learner_line(config, config.student)}\n"
@@ -116,7 +116,7 @@ class _Run:
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._tokenizer_probe = probe(inputs.tokenizer)
         self._device = device
-        self._has_eval = bool(inputs.eval_prompts_P)
+        self._has_eval = len(inputs.held_out) > 0
         trained = trained_in(running.resume_from)
         self._watermark = trained.watermark
         resume_from = running.resume_from

@@ -1,53 +1,275 @@
-"""Environments: what a policy acts in. Single use: make one, run one episode, drop it."""
+"""Environments: what a policy acts in. Single use: make one, run one episode, drop it.
+
+    EnvConfig -> EnvDataset -> EnvGroupBuilder -> G Envs
+
+Settings make a dataset, which is a list of problems; each problem makes groups of environments that
+start alike. A dataset and its builders pickle: workers may be elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
-from distill.interfaces import Sample
-from distill.types import FloatArray, TokenArray
+import chz
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import ConfigError, IsothermError
+from distill.interfaces import Sample, Sampler
+from distill.prompts import ChatStyle, Prompt, PromptStream, load_prompts
+from distill.rewards import RewardFunction
+from distill.types import FloatArray, StopReason, TokenArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What the environment answers to one sample.
 
-    `observation_T` is everything the model sees next; None ends the episode. `reward` adds up over
-    the episode. `bonuses_T` are rewards of the sampled tokens, one each; None: no such rewards.
+    Attributes:
+        reward: adds up over the episode.
+        observation_T: everything the model sees next; None ends the episode.
+        bonuses_T: rewards of the sampled tokens, one each; None: no such rewards.
+        trained: False leaves the turn out of training: it is context, and has no loss.
+        stop_reason: why the episode ends; None: as the last sample did.
+        metrics: of the episode so far; later turns overwrite what earlier ones said.
     """
 
-    reward: float
+    reward: float = 0.0
     observation_T: TokenArray | None = None
     bonuses_T: FloatArray | None = None
+    trained: bool = True
+    stop_reason: StopReason | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class Env(Protocol):
-    """One episode."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """What the model saw, what it sampled, and what its tokens earned, each their own."""
 
-    def initial_observation(self) -> TokenArray: ...
+    observation_T: TokenArray
+    sample: Sample
+    bonuses_T: FloatArray | None
+    trained: bool
 
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One environment from its first turn, if it ever had one, to its end."""
+
+    turns: tuple[Turn, ...]
+    reward: float
+    stop_reason: StopReason
+    metrics: Mapping[str, float]
+
+
+class Env(ABC):
+    """One episode.
+
+    `starts`: its first observation waits for no other member of the group. Members that start
+    from the same observation are sampled together.
+    """
+
+    starts: bool = True
+
+    @abstractmethod
+    async def initial_observation(self) -> TokenArray | None:
+        """All that the model sees before its first turn; None: it never has one."""
+
+    @abstractmethod
     async def step(self, sample: Sample) -> StepResult: ...
 
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Lets go of what the episode held; called once, however it ended."""
 
-class EnvGroupBuilder(Protocol):
-    """Makes the G single-use environments of one group. It pickles: workers may be elsewhere."""
+
+@dataclass(frozen=True, kw_only=True)
+class EnvGroupBuilder(ABC):
+    """Makes the single-use environments of one group. It pickles.
+
+    Attributes:
+        teacher: the name of the teacher that scores the group; empty where teachers have none.
+        tag: the kind of the group's problem, for metrics by kind.
+        teacher_tokens_T: what the teacher sees in place of the initial observation; None: the same.
+        judged: whether rewards mean anything here.
+        pays_bonuses: whether single tokens may earn rewards.
+    """
+
+    teacher: str = ""
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+    judged: bool = True
+    pays_bonuses: bool = False
+
+    @abstractmethod
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        """The group's environments. `models` are there to be asked: `policy`, and by their names
+        the run's teachers and its `reference`."""
+
+    async def group_rewards(
+        self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+    ) -> Sequence[float]:
+        """What each member earns besides, once all have ended: by comparison, for example."""
+        return [0.0] * len(episodes_G)
+
+
+class EnvDataset(ABC):
+    """Problems, numbered from 0. It pickles."""
+
+    # Finds what a response answers, so that several can vote; None: nothing can.
+    answer: Callable[[str], Hashable | None] | None = None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
+
+    def line(self, problem: int) -> int:
+        """The problem's row in its file, from 1; its number, where there is no file."""
+        return problem + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The run that an environment is for.
+
+    Attributes:
+        vocab_size: of the model; ids are below it.
+        context_length: longest chain that the policy, and every model that scores, has room for.
+        max_new_tokens: longest turn.
+        reward: judges a response against an answer.
+        teachers: the names of the teachers; empty where they have none.
+        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    context_length: int
+    max_new_tokens: int
+    reward: RewardFunction
+    teachers: Collection[str] = ()
+    teacher_context_length: int | None = None
+
+    def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
+        """The prompts of a file, rendered and held to what the models have room for.
+
+        Raises:
+            DataError: see `load_prompts`.
+        """
+        return load_prompts(
+            path,
+            self.tokenizer,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            max_new_tokens=self.max_new_tokens,
+            teachers=self.teachers,
+            teacher_context_length=self.teacher_context_length,
+            chat=chat,
+        )
+
+
+@chz.chz
+class EnvConfig(ABC):
+    """What `env=package.module:Class` names: an environment's settings, `env.field=value`.
+
+    `reads_prompts` and `judges` say which settings of the run it looks at: the files `prompts` and
+    `eval_prompts`, and `reward`. One that it does not look at is refused.
+    """
+
+    reads_prompts: ClassVar[bool] = True
+    judges: ClassVar[bool] = True
+    # Fields that reward single tokens, where they are above 0: `bonus_coef` weighs them.
+    token_rewards: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def teacher(self) -> str:
-        """The name of the teacher that scores the group; empty where teachers have none."""
-        ...
+    def asks(self) -> Sequence[str]:
+        """Models of the run, besides its policy, that the environments need: `reference`."""
+        return ()
 
-    @property
-    def tag(self) -> str | None:
-        """The kind of the group's prompt, for metrics by kind."""
-        ...
+    def evaluation(self) -> EnvConfig:
+        """What evaluations play."""
+        return self
 
-    @property
-    def teacher_tokens_T(self) -> TokenArray | None:
-        """What the teacher sees in place of the initial observation; None: the same."""
-        ...
+    def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
+        """Raises ConfigError for a group that cannot be made."""
 
-    def make_envs(self) -> Sequence[Env]: ...
+    @abstractmethod
+    def __call__(self, path: str | None, setting: Setting) -> EnvDataset:
+        """The problems of the file at `path`; `path` is None where it reads none.
+
+        Raises:
+            ConfigError, DataError: with the field or file, the value and the remedy.
+        """
+
+
+def problems_of(env: EnvConfig, path: str | None, setting: Setting) -> EnvDataset:
+    """`env(path, setting)`; whatever goes wrong in somebody's code is an error of the settings.
+
+    Raises:
+        ConfigError, DataError: see `EnvConfig.__call__`.
+    """
+    try:
+        return env(path, setting)
+    except IsothermError:
+        raise
+    except Exception as error:  # the class is the user's: it may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"env={type(env).__name__} cannot make its problems: {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno})"
+        ) from error
+
+
+class Chosen(EnvDataset):
+    """Some of a dataset's problems."""
+
+    def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
+        self._dataset, self._problems = dataset, list(problems)
+        self.answer = dataset.answer
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def builder(self, problem: int, group_size: int) -> EnvGroupBuilder:
+        return self._dataset.builder(self._problems[problem], group_size)
+
+    def line(self, problem: int) -> int:
+        return self._dataset.line(self._problems[problem])
+
+
+class EnvStream:
+    """A run's endless, seeded sequence of groups: group id -> the problem at that place.
+
+    Its cursor is the group id, so a resumed run goes on with the problems that it would have had.
+    """
+
+    def __init__(self, dataset: EnvDataset, *, group_size: int, seed: int) -> None:
+        self._dataset, self._group_size = dataset, group_size
+        self._order = PromptStream(len(dataset), seed)
+
+    def builder(self, group_id: int) -> EnvGroupBuilder:
+        return self._dataset.builder(self._order.index(group_id), self._group_size)
+
+
+def only_teacher(setting: Setting) -> str:
+    """The teacher of problems that name none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if len(setting.teachers) > 1:
+        raise ConfigError(
+            f"there are teachers {', '.join(sorted(setting.teachers))}, and this environment's "
+            "problems name none; give one teacher"
+        )
+    return next(iter(setting.teachers), "")
+
+
+def require_path(path: str | None, env: str) -> str:
+    """The file of problems; raises ConfigError without one."""
+    if path is None:
+        raise ConfigError(f"env={env} needs a file of problems; give prompts=FILE.jsonl")
+    return path

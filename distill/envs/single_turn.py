@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import chz
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.bonuses import phrase_bonuses
-from distill.envs.base import Env, StepResult
-from distill.interfaces import Sample
-from distill.prompts import Prompt, PromptStream
-from distill.rewards import RewardFunction, exact_match, judge
+from distill.envs.base import (
+    Env,
+    EnvConfig,
+    EnvDataset,
+    EnvGroupBuilder,
+    Setting,
+    StepResult,
+    require_path,
+)
+from distill.interfaces import Sample, Sampler
+from distill.prompts import Prompt
+from distill.rewards import RewardFunction, answer_of, exact_match, judge
 from distill.types import TokenArray
 
 
-class SingleTurnEnv:
+class SingleTurnEnv(Env):
     """Pays `reward(response, answer)`, 0 where the prompt has no answer, and the prompt's bonuses.
 
     The response is the text of the sample without special tokens.
@@ -33,7 +43,7 @@ class SingleTurnEnv:
         self._tokenizer = tokenizer
         self._reward = reward
 
-    def initial_observation(self) -> TokenArray:
+    async def initial_observation(self) -> TokenArray:
         return self._prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
@@ -53,8 +63,8 @@ class SingleTurnEnv:
         return await judge(self._reward, text, answer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleTurnGroupBuilder:
+@dataclass(frozen=True, kw_only=True)
+class SingleTurnGroupBuilder(EnvGroupBuilder):
     """G environments on the same prompt."""
 
     prompt: Prompt
@@ -62,46 +72,58 @@ class SingleTurnGroupBuilder:
     group_size: int
     reward: RewardFunction = exact_match
 
-    @property
-    def teacher(self) -> str:
-        return self.prompt.teacher
-
-    @property
-    def tag(self) -> str | None:
-        return self.prompt.tag
-
-    @property
-    def teacher_tokens_T(self) -> TokenArray | None:
-        return self.prompt.teacher_tokens_T
-
-    def make_envs(self) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [
             SingleTurnEnv(self.prompt, self.tokenizer, self.reward) for _ in range(self.group_size)
         ]
 
 
-class PromptDataset:
-    """Group id -> environments of the prompt at that place in the run's stream."""
+def facts_of(prompt: Prompt) -> dict[str, Any]:
+    """What the prompt says of its group, as fields of `EnvGroupBuilder`."""
+    return {
+        "teacher": prompt.teacher,
+        "tag": prompt.tag,
+        "teacher_tokens_T": prompt.teacher_tokens_T,
+        "judged": prompt.answer is not None,
+        "pays_bonuses": bool(prompt.bonuses),
+    }
+
+
+class PromptDataset(EnvDataset):
+    """A file of prompts; the responses to one answer alike where the reward can tell."""
 
     def __init__(
         self,
         prompts_P: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        group_size: int,
-        seed: int,
         reward: RewardFunction = exact_match,
     ) -> None:
-        self._prompts_P = prompts_P
+        self.prompts_P = prompts_P
         self._tokenizer = tokenizer
-        self._group_size = group_size
         self._reward = reward
-        self._stream = PromptStream(len(prompts_P), seed)
+        self.answer = answer_of(reward)
 
-    def builder(self, group_id: int) -> SingleTurnGroupBuilder:
+    def __len__(self) -> int:
+        return len(self.prompts_P)
+
+    def builder(self, problem: int, group_size: int) -> SingleTurnGroupBuilder:
+        prompt = self.prompts_P[problem]
         return SingleTurnGroupBuilder(
-            prompt=self._prompts_P[self._stream.index(group_id)],
+            **facts_of(prompt),
+            prompt=prompt,
             tokenizer=self._tokenizer,
-            group_size=self._group_size,
+            group_size=group_size,
             reward=self._reward,
         )
+
+    def line(self, problem: int) -> int:
+        return self.prompts_P[problem].line
+
+
+@chz.chz
+class SingleTurn(EnvConfig):
+    """env=SingleTurn, the default: a prompt, a response, and `reward` against the `answer`."""
+
+    def __call__(self, path: str | None, setting: Setting) -> PromptDataset:
+        prompts_P = setting.prompts(require_path(path, "SingleTurn"))
+        return PromptDataset(prompts_P, setting.tokenizer, setting.reward)

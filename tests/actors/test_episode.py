@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from actors.episode import rollout_group
-from distill.envs.base import Env, StepResult
-from distill.errors import EngineError
-from distill.interfaces import GenerateRequest, Sample
+from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
+from distill.errors import DataError, EngineError
+from distill.interfaces import GenerateRequest, Sample, Sampler
 from distill.sampling import TrainSampling
 from distill.types import StopReason, TokenArray, TrajectoryGroup
 from tests.samples import TEMPERATURE, ids, sample
@@ -42,14 +42,14 @@ class CountingEngine:
 
 
 @dataclass
-class ScriptedEnv:
+class ScriptedEnv(Env):
     """Sees `observations` in turn and pays 1 a turn; bonuses as the script has them."""
 
     observations: list[TokenArray]
     bonuses: list[list[float] | None] = field(default_factory=list)
     turn: int = 0
 
-    def initial_observation(self) -> TokenArray:
+    async def initial_observation(self) -> TokenArray:
         return self.observations[0]
 
     async def step(self, sample: Sample) -> StepResult:
@@ -64,14 +64,11 @@ class ScriptedEnv:
         )
 
 
-@dataclass
-class ScriptedBuilder:
+@dataclass(frozen=True, kw_only=True)
+class ScriptedBuilder(EnvGroupBuilder):
     envs: list[ScriptedEnv]
-    teacher: str = ""
-    tag: str | None = None
-    teacher_tokens_T: TokenArray | None = None
 
-    def make_envs(self) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return self.envs
 
 
@@ -82,7 +79,7 @@ def rollout(builder: ScriptedBuilder, engine: CountingEngine | None = None) -> T
 
 def test_members_with_one_prompt_are_one_request() -> None:
     engine = CountingEngine()
-    builder = ScriptedBuilder([ScriptedEnv([ids(n)]) for n in (5, 6, 5)])
+    builder = ScriptedBuilder(envs=[ScriptedEnv([ids(n)]) for n in (5, 6, 5)])
     group = rollout(builder, engine)
     asked = [(r.prompt_tokens_T.tolist(), r.num_samples) for r in engine.requests]
     assert asked == [([5], 2), ([6], 1)]
@@ -95,7 +92,7 @@ def test_members_with_one_prompt_are_one_request() -> None:
 
 
 def test_rewards_add_up_over_the_turns() -> None:
-    builder = ScriptedBuilder([ScriptedEnv([ids(5), ids(5, 40, 50, 6), ids(9)])])
+    builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5), ids(5, 40, 50, 6), ids(9)])])
     [trajectory] = rollout(builder).trajectories_G
     assert trajectory.reward == 3.0 and trajectory.metrics == {"turns": 3}
     assert [made.tokens_T.tolist() for made in trajectory.segments] == [
@@ -105,15 +102,15 @@ def test_rewards_add_up_over_the_turns() -> None:
 
 
 def test_the_group_says_who_scores_it_and_what_it_is() -> None:
-    group = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])], teacher="maths", tag="sums"))
+    group = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])], teacher="maths", tag="sums"))
     assert (group.teacher, group.tag) == ("maths", "sums")
-    plain = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])]))
+    plain = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])]))
     assert (plain.teacher, plain.tag) == ("", None)
 
 
 def test_the_privileged_context_is_on_every_member_s_first_segment() -> None:
     envs = [ScriptedEnv([ids(5), ids(9)]) for _ in range(2)]
-    group = rollout(ScriptedBuilder(envs, teacher_tokens_T=ids(7, 8)))
+    group = rollout(ScriptedBuilder(envs=envs, teacher_tokens_T=ids(7, 8)))
     contexts = [
         [None if s.teacher_context_T is None else s.teacher_context_T.tolist() for s in t.segments]
         for t in group.trajectories_G
@@ -123,14 +120,88 @@ def test_the_privileged_context_is_on_every_member_s_first_segment() -> None:
 
 def test_bonuses_reach_the_tokens_of_their_turn() -> None:
     env = ScriptedEnv([ids(5), ids(5, 40, 50, 6)], bonuses=[None, [0.5, -1.0]])
-    [made] = rollout(ScriptedBuilder([env])).segments()
+    [made] = rollout(ScriptedBuilder(envs=[env])).segments()
     assert made.bonuses_T is not None
     assert made.bonuses_T.tolist() == [0, 0, 0, 0, 0.5, -1.0]
-    [plain] = rollout(ScriptedBuilder([ScriptedEnv([ids(5)])])).segments()
+    [plain] = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])])).segments()
     assert plain.bonuses_T is None
 
 
+def test_a_group_may_be_rewarded_by_comparison_and_lets_go_of_its_environments() -> None:
+    closed = []
+
+    class Closes(ScriptedEnv):
+        async def close(self) -> None:
+            closed.append(self)
+
+    class Ranked(ScriptedBuilder):
+        async def group_rewards(
+            self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+        ) -> Sequence[float]:
+            assert list(envs_G) == self.envs
+            return [float(len(episode.turns)) * 10 for episode in episodes_G]
+
+    envs = [Closes([ids(5)]), Closes([ids(5), ids(9)])]
+    group = rollout(Ranked(envs=envs))
+    assert [trajectory.reward for trajectory in group.trajectories_G] == [11.0, 22.0]
+    assert closed == envs
+
+
+def test_rewards_for_another_number_of_members_are_refused() -> None:
+    class Short(ScriptedBuilder):
+        async def group_rewards(
+            self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+        ) -> Sequence[float]:
+            return [1.0]
+
+    with pytest.raises(DataError, match="1 rewards to 2 members"):
+        rollout(Short(envs=[ScriptedEnv([ids(5)]), ScriptedEnv([ids(5)])]))
+
+
+def test_environments_are_let_go_of_when_one_fails() -> None:
+    closed = []
+
+    class Fails(ScriptedEnv):
+        async def step(self, sample: Sample) -> StepResult:
+            raise RuntimeError("broken")
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        rollout(ScriptedBuilder(envs=[Fails([ids(5)]), Fails([ids(6)])]))
+    assert len(closed) == 2
+
+
+def test_a_turn_that_is_not_trained_is_context() -> None:
+    class Watches(ScriptedEnv):
+        async def step(self, sample: Sample) -> StepResult:
+            return replace(await super().step(sample), trained=self.turn > 1)
+
+    builder = ScriptedBuilder(envs=[Watches([ids(5), ids(5, 40, 50, 6)])])
+    [made] = rollout(builder).segments()
+    assert made.action_mask_T.tolist() == [False] * 4 + [True, True]
+
+
+def test_environments_may_ask_the_models_of_the_run() -> None:
+    given: dict[str, Sampler] = {}
+
+    class Asks(ScriptedBuilder):
+        def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+            given.update(models)
+            return self.envs
+
+    policy, teacher = CountingEngine(), CountingEngine()
+    asyncio.run(
+        rollout_group(
+            policy, Asks(envs=[ScriptedEnv([ids(5)])]), SAMPLING, group_id=3, seed=0,
+            models={"maths": teacher},
+        )
+    )  # fmt: skip
+    assert given == {"maths": teacher, "policy": policy}
+
+
 def test_an_aborted_sample_ends_the_group() -> None:
-    builder = ScriptedBuilder([ScriptedEnv([ids(5)])])
+    builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5)])])
     with pytest.raises(EngineError, match="aborted"):
         rollout(builder, CountingEngine(StopReason.ABORTED))

@@ -10,9 +10,10 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.evaluate import Evaluator, Response, summarise
+from distill.envs.single_turn import PromptDataset
 from distill.errors import ConfigError
 from distill.prompts import Prompt
-from distill.rewards import answer_of, last_number
+from distill.rewards import RewardFunction, answer_of, exact_match, last_number
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason, TokenArray
 from tests.actors.prefix_engine import PrefixEngine
@@ -34,6 +35,14 @@ PROMPTS = [
 ]
 
 
+def evaluator_of(
+    prompts_P: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardFunction = exact_match,
+) -> Evaluator:
+    return Evaluator(PromptDataset(prompts_P, tokenizer, reward), tokenizer)
+
+
 def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     judged: list[tuple[str, str]] = []
 
@@ -41,7 +50,7 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
         judged.append((response, answer))
         return 0.25 * len(answer)
 
-    responses = asyncio.run(Evaluator(PROMPTS, tokenizer, reward).respond(POLICY, SERVING))
+    responses = asyncio.run(evaluator_of(PROMPTS, tokenizer, reward).respond(POLICY, SERVING))
     assert [response.line for response in responses] == [1, 2, 4]
     assert [response.correct for response in responses] == [0.25, 0.5, None]
     assert judged == [(responses[0].text, "a"), (responses[1].text, "bb")]
@@ -53,16 +62,18 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
         "eval/accuracy_low": pytest.approx(0.375 - 0.245, abs=1e-3),
         "eval/accuracy_high": pytest.approx(0.375 + 0.245, abs=1e-3),
     }
-    assert metrics == asyncio.run(Evaluator(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING))
+    assert metrics == asyncio.run(
+        evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING)
+    )
 
 
 def test_without_a_reward_the_answer_must_be_met_exactly(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    [first, second, _] = asyncio.run(Evaluator(PROMPTS, tokenizer).respond(POLICY, SERVING))
+    [first, second, _] = asyncio.run(evaluator_of(PROMPTS, tokenizer).respond(POLICY, SERVING))
     assert (first.correct, second.correct) == (0, 0)
     known = [replace(PROMPTS[0], answer=first.text), *PROMPTS[1:]]
-    [first, second, _] = asyncio.run(Evaluator(known, tokenizer).respond(POLICY, SERVING))
+    [first, second, _] = asyncio.run(evaluator_of(known, tokenizer).respond(POLICY, SERVING))
     assert (first.correct, second.correct) == (1, 0)
 
 
@@ -72,7 +83,7 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
     responses = [
         Response(
             line=line, sample=i, text=text, stop_reason=StopReason.EOS, num_tokens=1,
-            correct=last_number(text, right[line]),
+            num_turns=1, metrics={}, correct=last_number(text, right[line]),
         )
         for line, texts in answers.items()
         for i, text in enumerate(texts)
@@ -87,7 +98,7 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
 
 def test_each_prompt_is_sampled_as_often_as_asked(tokenizer: PreTrainedTokenizerBase) -> None:
     sampling = replace(SERVING, num_samples=3)
-    responses = asyncio.run(Evaluator(PROMPTS, tokenizer).respond(POLICY, sampling))
+    responses = asyncio.run(evaluator_of(PROMPTS, tokenizer).respond(POLICY, sampling))
     assert [(each.line, each.sample) for each in responses] == [
         (line, sample) for line in (1, 2, 4) for sample in range(3)
     ]
@@ -105,7 +116,7 @@ def test_reverse_kl_is_the_mean_gap_to_each_prompts_teacher(
         replace(PROMPTS[2], teacher="maths"),
     ]
     teachers = {"maths": maths, "code": code}
-    evaluator = Evaluator(prompts, tokenizer)
+    evaluator = evaluator_of(prompts, tokenizer)
     value = asyncio.run(evaluator.reverse_kl(POLICY, teachers, SAMPLING, num_samples=2))
     assert (len(maths.scored), len(code.scored)) == (2, 1)
     gaps = []
@@ -127,7 +138,7 @@ def test_reverse_kl_is_the_mean_gap_to_each_prompts_teacher(
 
 
 def test_a_policy_is_no_distance_from_itself(tokenizer: PreTrainedTokenizerBase) -> None:
-    evaluator = Evaluator(PROMPTS, tokenizer)
+    evaluator = evaluator_of(PROMPTS, tokenizer)
     assert asyncio.run(evaluator.reverse_kl(POLICY, {"": PrefixEngine(0)}, SAMPLING)) == 0
 
 
@@ -135,4 +146,4 @@ def test_a_prompt_of_an_unknown_teacher_is_refused(tokenizer: PreTrainedTokenize
     teachers = {"code": PrefixEngine(1), "maths": PrefixEngine(2)}
     prompts = [replace(PROMPTS[0], teacher="history")]
     with pytest.raises(ConfigError, match="'history'"):
-        asyncio.run(Evaluator(prompts, tokenizer).reverse_kl(POLICY, teachers, SAMPLING))
+        asyncio.run(evaluator_of(prompts, tokenizer).reverse_kl(POLICY, teachers, SAMPLING))

@@ -15,7 +15,7 @@ from actors.worker import RolloutWorker
 from distill.delivery import Lease
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
-from distill.interfaces import Engine, GenerateRequest, Sample, Score, ScoreRequest
+from distill.interfaces import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.sampling import TrainSampling
 from distill.types import TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
@@ -26,26 +26,23 @@ POLICY = PrefixEngine(0)
 
 
 @dataclass(frozen=True)
-class OneTurn:
+class OneTurn(Env):
     prompt_T: TokenArray
 
-    def initial_observation(self) -> TokenArray:
+    async def initial_observation(self) -> TokenArray:
         return self.prompt_T
 
     async def step(self, sample: Sample) -> StepResult:
         return StepResult(reward=float(sample.tokens_T[0]))
 
 
-@dataclass(frozen=True)
-class Pairs:
+@dataclass(frozen=True, kw_only=True)
+class Pairs(EnvGroupBuilder):
     """Two members on the same prompt."""
 
     prompt_T: TokenArray
-    teacher: str
-    tag: str | None = None
-    teacher_tokens_T: TokenArray | None = None
 
-    def make_envs(self) -> Sequence[Env]:
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [OneTurn(self.prompt_T), OneTurn(self.prompt_T)]
 
 
@@ -53,7 +50,7 @@ class Dataset:
     """Even groups name the teacher `even`, odd ones `odd`."""
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
-        return Pairs(ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
+        return Pairs(prompt_T=ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
 
 
 @dataclass

@@ -15,7 +15,7 @@ from actors.episode import rollout_group
 from actors.teacher import score_group
 from cluster.checks import check_rollout
 from cluster.config_on_policy import OpdConfig
-from distill.envs.single_turn import PromptDataset
+from distill.envs.base import EnvStream
 from distill.rows import policy_rows
 from distill.tensors import PackedTensors
 from distill.types import TrajectoryGroup
@@ -35,9 +35,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def measure_stages(config: OpdConfig, scratch: Path) -> dict[str, Any]:
     """Median seconds a step, and tokens per second, of rollout, scoring, learning and loading."""
     inputs = check_rollout(config)
-    dataset = PromptDataset(
-        inputs.train_prompts_P, inputs.tokenizer, group_size=config.group_size, seed=config.seed
-    )
+    dataset = EnvStream(inputs.train, group_size=config.group_size, seed=config.seed)
     policy = config.policy_engine(config.student, "cpu", str(scratch / "policy.log")).build()
     teacher = config.teacher_engine("", "cpu", str(scratch / "teacher.log")).build()
     learner = Learner(config.learner(config.student, "cpu"), str(scratch))

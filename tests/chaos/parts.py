@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -24,7 +23,7 @@ from tests.chaos.monkey import (
 from tests.chaos.proxy import served_teacher
 from tests.chaos.tortured import TorturedRun
 from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
-from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.tiny import make_tiny_pair
 
 PROMPTS_PER_STEP = 4
 _HANG_AFTER_S = 10.0
@@ -39,15 +38,9 @@ _CORRUPTED_SHARE = 0.15
 def settings(root: Path) -> dict[str, object]:
     """Of a small opd run on a tiny pair, which is made under `root`."""
     root.mkdir(parents=True, exist_ok=True)
-    student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1)
-    teacher = tiny_model_dir(root, seed=2)
-    for directory in (student, teacher):
-        save_tokenizer(directory)
-    prompts = root / "prompts.jsonl"
-    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(5)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pair = make_tiny_pair(root)
     return {
-        "recipe": "opd", "student": student, "teacher": teacher, "prompts": prompts,
+        "recipe": "opd", "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
         "temperature": 0.7, "steps": _ENDLESS, "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": 2, "max_new_tokens": 8, "lr": 1e-4, "checkpoint_every": 5, "eval_size": 2,
         "engine": "embedded", "max_staleness": 1, "deadline_s": 600, "max_restarts": 1000,

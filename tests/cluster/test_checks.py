@@ -13,7 +13,9 @@ import pytest
 from cluster.checks import check_dpo, check_rollout, check_sft
 from cluster.config_on_policy import OpdConfig, TeacherConfig
 from cluster.config_supervised import DpoConfig, SftConfig
+from distill.envs.base import EnvDataset
 from distill.errors import CheckpointError, ConfigError, DataError
+from distill.prompts import Prompt
 from tests.conftest import TinyPair
 from tests.tiny import save_tokenizer, tiny_model_dir
 
@@ -38,19 +40,24 @@ def prompts(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
+def prompts_of(problems: EnvDataset) -> list[Prompt]:
+    return [problems.builder(p, 1).prompt for p in range(len(problems))]
+
+
 def test_good_inputs_are_read_whole(opd: NewOpd, tiny_pair: TinyPair) -> None:
     inputs = check_rollout(opd())
-    lines = [prompt.line for prompt in inputs.train_prompts_P + inputs.eval_prompts_P]
-    assert sorted(lines) == list(range(1, 21))
-    assert len(inputs.eval_prompts_P) == 2  # at most a tenth
-    first = next(prompt for prompt in inputs.train_prompts_P if prompt.line == 2)
+    train_P, held_out_P = prompts_of(inputs.train), prompts_of(inputs.held_out)
+    assert sorted(prompt.line for prompt in train_P + held_out_P) == list(range(1, 21))
+    assert len(held_out_P) == 2  # at most a tenth
+    first = next(prompt for prompt in train_P if prompt.line == 2)
     assert inputs.tokenizer.decode(first.tokens_T.tolist()) == "0 + 1 ="
     assert first.answer == "1"
 
 
 def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
     def held_out(**settings: int) -> list[int]:
-        return [prompt.line for prompt in check_rollout(opd(**settings)).eval_prompts_P]
+        held_out = check_rollout(opd(**settings)).held_out
+        return [held_out.line(p) for p in range(len(held_out))]
 
     assert held_out(seed=1) == held_out(seed=1)
     assert len({tuple(held_out(seed=seed)) for seed in range(5)}) > 1
@@ -59,8 +66,10 @@ def test_the_held_out_prompts_follow_the_seed(opd: NewOpd) -> None:
 
 def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
     inputs = check_rollout(opd(eval_prompts=prompts({"prompt": "a"}, {"prompt": "b"}), eval_size=1))
-    assert len(inputs.train_prompts_P) == 20
-    assert [inputs.tokenizer.decode(p.tokens_T.tolist()) for p in inputs.eval_prompts_P] == ["a"]
+    assert len(inputs.train) == 20
+    assert [inputs.tokenizer.decode(p.tokens_T.tolist()) for p in prompts_of(inputs.held_out)] == [
+        "a"
+    ]
 
 
 @pytest.mark.parametrize("role", ["student", "teacher"])
@@ -133,7 +142,7 @@ def test_bad_prompts_by_file_and_line(opd: NewOpd, prompts, setting: str, line, 
 
 def test_the_longest_of_training_and_evaluation_must_fit(opd: NewOpd, prompts) -> None:
     path = prompts({"prompt": "x" * 100})
-    assert check_rollout(opd(prompts=path)).train_prompts_P[0].tokens_T.shape == (100,)
+    assert prompts_of(check_rollout(opd(prompts=path)).train)[0].tokens_T.shape == (100,)
     with pytest.raises(DataError, match=r":1: .* max_new_tokens=29 more"):
         check_rollout(opd(prompts=path, eval_max_new_tokens=29))
 
@@ -159,7 +168,7 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
         ConfigError, match=rf"reward_coef=1.0 needs an `answer` .*{path}:2 has none"
     ):
         check_rollout(opd(prompts=path, reward_coef=1.0))
-    assert len(check_rollout(opd(prompts=path)).train_prompts_P) == 2
+    assert len(prompts_of(check_rollout(opd(prompts=path)).train)) == 2
 
 
 def test_supervised_rows(sft: NewSft, prompts) -> None:
@@ -214,23 +223,23 @@ def test_settings_beside_the_objective_are_refused(
 def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, prompts) -> None:
     with pytest.raises(ConfigError, match=r"is the student itself .* gradient are zero"):
         check_rollout(opd(teacher=tiny_pair.student))
-    assert check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train_prompts_P
+    assert len(check_rollout(opd(teacher=tiny_pair.student, reward_coef=1.0)).train)
     hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
-    [prompt] = check_rollout(opd(teacher=tiny_pair.student, prompts=hinted)).train_prompts_P
+    [prompt] = prompts_of(check_rollout(opd(teacher=tiny_pair.student, prompts=hinted)).train)
     assert prompt.teacher_tokens_T is not None and len(prompt.teacher_tokens_T) == 14
 
 
 def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) -> None:
     wider = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=192)
     save_tokenizer(wider)
-    assert check_rollout(opd(teacher=wider)).train_prompts_P  # enough to score sampled tokens
+    assert len(check_rollout(opd(teacher=wider)).train)  # enough to score sampled tokens
     for estimator in ("full", "top_k"):
         with pytest.raises(ConfigError, match=r"vocabulary of 192 and the student one of 160"):
             check_rollout(opd(teacher=wider, estimator=estimator))
 
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:
-    assert check_rollout(opd(estimator="top_k", teacher_top_k=159)).train_prompts_P
+    assert len(check_rollout(opd(estimator="top_k", teacher_top_k=159)).train)
     with pytest.raises(ConfigError, match="teacher_top_k=160 must be below the vocabulary of 160"):
         check_rollout(opd(estimator="top_k", teacher_top_k=160))
 
@@ -243,7 +252,7 @@ def test_every_teacher_has_prompts_and_every_prompt_a_teacher(
         return opd(teacher=None, teachers=teachers, prompts=prompts(*rows))
 
     good = {"prompt": "a", "teacher": "math"}, {"prompt": "b", "teacher": "code"}
-    assert [p.teacher for p in check_rollout(two(*good)).train_prompts_P] == ["math", "code"]
+    assert [p.teacher for p in prompts_of(check_rollout(two(*good)).train)] == ["math", "code"]
     with pytest.raises(DataError, match=r":2: .*`teacher` is missing"):
         check_rollout(two(good[0], {"prompt": "b"}))
     with pytest.raises(DataError, match=r":2: .*'cod', no teacher's name; did you mean 'code'"):
@@ -263,7 +272,7 @@ def test_bonuses_that_nobody_pays(opd: NewOpd, prompts) -> None:
     with pytest.raises(ConfigError, match=r"bonus_coef=0\.5 changes nothing: no prompt"):
         check_rollout(opd(bonus_coef=0.5))
     paid = prompts({"prompt": "a", "bonuses": {"x": 1}})
-    assert check_rollout(opd(bonus_coef=0.5, prompts=paid)).train_prompts_P[0].bonuses == {"x": 1}
+    assert prompts_of(check_rollout(opd(bonus_coef=0.5, prompts=paid)).train)[0].bonuses == {"x": 1}
 
 
 def test_supervised_rows_beside_rollouts(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:

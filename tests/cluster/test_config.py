@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +16,18 @@ import pytest
 
 from actors.config import EngineConfig
 from cluster.checks import check_rollout, check_sft
+from cluster.command import parse
+from cluster.config_env import BUILT_IN
 from cluster.config_on_policy import OpdConfig, RlConfig
+from cluster.config_presets import SelfplayConfig
 from cluster.config_supervised import DpoConfig, SftConfig
+from cluster.evaluate import EvaluateConfig
 from cluster.train import main
 from distill.calibration import CalibrationReport, compare
-from distill.envs.single_turn import PromptDataset
+from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
+from distill.envs.reading import Reading
+from distill.envs.tic_tac_toe import TicTacToeGames
+from distill.envs.tool_use import ToolUse
 from distill.errors import (
     CalibrationError,
     CheckpointError,
@@ -139,7 +147,7 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
         (["temperatur=1"], "Did you mean .*temperature"),
         (["group_sise=1"], "Did you mean .*group_size"),
         (["steps=many"], "steps"),
-        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, rl, sft, dpo"),
+        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, rl, opd_tools, rl_tools"),
         (["student=/nowhere/at/all"], "cannot read a model config from '/nowhere/at/all'"),
     ],
 )
@@ -246,27 +254,73 @@ def test_errors_keep_their_words_and_codes(error: type, code: int) -> None:
         assert str(came(failure("why"))) == "why"
 
 
+def observed(envs: Sequence[Env]) -> set[tuple[int, ...]]:
+    return {tuple(asyncio.run(env.initial_observation()).tolist()) for env in envs}
+
+
 def test_builders_pickle_and_build_the_same(opd: NewOpd) -> None:
     inputs = check_rollout(opd())
-    dataset = PromptDataset(inputs.train_prompts_P, inputs.tokenizer, group_size=3, seed=5)
-    arrived = came(dataset)
+    stream = EnvStream(inputs.train, group_size=3, seed=5)
+    arrived = came(stream)
     seen = set()
-    for group_id in range(2 * len(inputs.train_prompts_P)):
-        envs, theirs = dataset.builder(group_id).make_envs(), arrived.builder(group_id).make_envs()
-        observations = {tuple(env.initial_observation().tolist()) for env in [*envs, *theirs]}
+    for group_id in range(2 * len(inputs.train)):
+        envs = stream.builder(group_id).make_envs({})
+        theirs = arrived.builder(group_id).make_envs({})
+        observations = observed([*envs, *theirs])
         assert len(envs) == len(theirs) == 3 and len(observations) == 1
-        assert came(dataset.builder(group_id)).group_size == 3
         seen |= observations
-    assert seen == {tuple(prompt.tokens_T.tolist()) for prompt in inputs.train_prompts_P}
+    assert seen == problems(inputs.train)
+
+
+def problems(dataset: EnvDataset) -> set[tuple[int, ...]]:
+    builders = [dataset.builder(p, 1) for p in range(len(dataset))]
+    return observed([env for builder in builders for env in builder.make_envs({})])
 
 
 def test_checked_inputs_pickle_whole(opd: NewOpd, sft) -> None:
     inputs = came(check_rollout(opd()))
-    assert [p.tokens_T.tolist() for p in inputs.train_prompts_P] == [
-        p.tokens_T.tolist() for p in check_rollout(opd()).train_prompts_P
-    ]
+    assert problems(inputs.train) == problems(check_rollout(opd()).train)
     rows = came(check_sft(sft())).rows_D
     assert [row.source for row in rows] == [row.source for row in check_sft(sft()).rows_D]
+
+
+@pytest.mark.parametrize("env", BUILT_IN)
+def test_built_in_environments_are_named_by_their_class_alone(env: type[EnvConfig]) -> None:
+    config = parse(EvaluateConfig, ["model=m", f"env={env.__name__}", *_NEEDS[env.reads_prompts]])
+    assert type(config.env) is env
+    assert type(came(config).env) is env
+
+
+_NEEDS = {True: ["prompts=p"], False: []}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts": "p"}, "prompts=p changes nothing: env=TicTacToeGames reads no file"),
+        ({"eval_prompts": "p"}, "eval_prompts=p changes nothing"),
+        ({"reward": "contains"}, "reward=contains changes nothing: env=TicTacToeGames has rewards"),
+        ({"group_size": 3}, "group_size=3 must be even"),
+        (
+            {"env": TicTacToeGames(opponent="reference", opponent_temperature=0.0)},
+            "needs a reference model",
+        ),
+        ({"reference": "r"}, "reference=r changes nothing"),
+        ({"keep_rollouts_every": -1}, "keep_rollouts_every=-1 must not be negative"),
+        (
+            {"env": ToolUse(malformed_penalty=0.5), "prompts": "p"},
+            r"env\.malformed_penalty=0\.5 changes nothing with bonus_coef=0",
+        ),
+        (
+            {"env": Reading(fact_bonus=0.5), "prompts": "p"},
+            r"env\.fact_bonus=0\.5 changes nothing with bonus_coef=0",
+        ),
+        ({"env": ToolUse()}, "env=ToolUse reads a file of prompts; give prompts=FILE"),
+    ],
+)
+def test_settings_that_the_environment_does_not_look_at(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SelfplayConfig(**{"student": "s", "out": "o", "temperature": 0.7} | settings)
 
 
 @pytest.mark.parametrize(

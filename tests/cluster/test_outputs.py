@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.config_on_policy import OpdConfig, TeacherConfig
 from cluster.outputs import RunDirectory
+from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
@@ -30,6 +31,7 @@ MAY_CHANGE = {
     "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
     "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
     "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
+    "keep_rollouts_every": 3,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
@@ -40,7 +42,7 @@ MUST_STAY = {
     "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
-    "lora_rank": 4, "lora_adapter": "directory",
+    "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(),
 }  # fmt: skip
 # The same for settings that mean something beside others only: (those others, another value).
 MUST_STAY_BESIDE = {
@@ -95,7 +97,8 @@ def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
     started(config)
     written = json.loads((directory.path / "config.json").read_text())
     assert written["recipe"] == "opd"
-    assert written["settings"] == chz.asdict(config)
+    env = {"__chz_type__": "distill.envs.single_turn:SingleTurn"}
+    assert written["settings"] == chz.asdict(config) | {"env": env}
     assert {"ray", "torch", "transformers"} <= written["versions"].keys()
     assert directory.check() is None  # started, nothing saved yet: start over
 

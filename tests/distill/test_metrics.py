@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from distill.metrics import group_metrics, merge_updates
@@ -49,7 +50,10 @@ def test_every_metric_written_out() -> None:
                         staleness += 6 - s.versions_T[t]
                         stalest = max(stalest, 6 - s.versions_T[t])
     metrics = group_metrics(groups, version=6)
-    assert metrics == pytest.approx(
+    assert all(type(value) is float for value in metrics.values())
+    by_turn = ("rollout/turns", "rollout/segments", "rollout/stop/", "opd/reverse_kl/turn=")
+    plain = {name: value for name, value in metrics.items() if not name.startswith(by_turn)}
+    assert plain == pytest.approx(
         {
             "opd/reverse_kl": kl / tokens,
             "opd/reverse_kl_vs_q1": kl_q1 / tokens,
@@ -64,7 +68,46 @@ def test_every_metric_written_out() -> None:
             "time/teacher": 1.0,
         }
     )
-    assert all(type(value) is float for value in metrics.values())
+
+
+def test_turns_are_counted_and_told_apart() -> None:
+    """The twin walks over the tokens one by one."""
+    groups = uneven_groups()
+    gaps: dict[int, list[float]] = {}
+    counts, segments, reasons = [], [], []
+    for member in (member for made in groups for member in made.trajectories_G):
+        turn = 0
+        for s in member.segments:
+            assert s.teacher_logprobs_T is not None
+            for t in range(1, len(s)):
+                if s.action_mask_T[t]:
+                    turn += not s.action_mask_T[t - 1]
+                    gap = float(s.behaviour_logprobs_T[t]) - float(s.teacher_logprobs_T[t])
+                    gaps.setdefault(turn, []).append(gap)
+        counts.append(turn)
+        segments.append(len(member.segments))
+        reasons.append(member.stop_reason)
+    assert max(counts) > 1
+    metrics = group_metrics(groups, version=6)
+    assert metrics["rollout/turns"] == pytest.approx(np.mean(counts))
+    assert metrics["rollout/segments"] == pytest.approx(np.mean(segments))
+    for reason in set(reasons):
+        share = np.mean([one == reason for one in reasons])
+        assert metrics[f"rollout/stop/{reason.value}"] == pytest.approx(share)
+    shown = {n: v for n, v in metrics.items() if n.startswith("opd/reverse_kl/turn=")}
+    expected = {f"opd/reverse_kl/turn={turn}": np.mean(found) for turn, found in gaps.items()}
+    assert shown == pytest.approx(expected)
+
+
+def test_the_environment_s_own_metrics_are_averaged_over_those_that_have_them() -> None:
+    made = [
+        trajectory(segment(1, 2), metrics={"tool_calls": 2.0}),
+        trajectory(segment(1, 2), metrics={"tool_calls": 1.0, "won": 1.0}),
+        trajectory(segment(1, 2)),
+    ]
+    metrics = group_metrics([TrajectoryGroup(group_id=0, trajectories_G=tuple(made))], version=0)
+    assert (metrics["env/tool_calls"], metrics["env/won"]) == (1.5, 1.0)
+    assert "rollout/turns" not in metrics
 
 
 def test_known_numbers() -> None:

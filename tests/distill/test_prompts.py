@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError
 from distill.prompts import Prompt, PromptStream, load_prompts
@@ -239,7 +240,7 @@ def test_a_stream_needs_prompts() -> None:
 
 
 async def _rewards(builder: SingleTurnGroupBuilder, tokens: list[int]) -> list[float]:
-    results = [await env.step(sample(*tokens)) for env in builder.make_envs()]
+    results = [await env.step(sample(*tokens)) for env in builder.make_envs({})]
     assert all(result.observation_T is None for result in results)
     return [result.reward for result in results]
 
@@ -250,7 +251,8 @@ def test_a_single_turn_pays_for_the_answer(
 ) -> None:
     prompt = Prompt(tokens_T=np.array([3], np.int32), answer=answer, line=1)
     builder = SingleTurnGroupBuilder(prompt=prompt, tokenizer=tokenizer, group_size=3)
-    assert [env.initial_observation().tolist() for env in builder.make_envs()] == [[3]] * 3
+    observed = [asyncio.run(env.initial_observation()) for env in builder.make_envs({})]
+    assert [observation_T.tolist() for observation_T in observed] == [[3]] * 3
     response = [*tokenizer("4")["input_ids"], tokenizer.eos_token_id]
     assert asyncio.run(_rewards(builder, response)) == [expected] * 3
 
@@ -268,18 +270,19 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
         teacher_tokens_T=ids(5, 6),
         bonuses={"so": 1.0},
     )
-    dataset = PromptDataset([prompt], tokenizer, group_size=2, seed=0, reward=contains)
-    builder = pickle.loads(pickle.dumps(dataset)).builder(7)
+    problems = PromptDataset([prompt], tokenizer, reward=contains)
+    stream = pickle.loads(pickle.dumps(EnvStream(problems, group_size=2, seed=0)))
+    builder = stream.builder(7)
     assert (builder.teacher, builder.tag) == ("maths", "sums")
     assert builder.teacher_tokens_T.tolist() == [5, 6]
     response = tokenizer("so 4!")["input_ids"]
     assert asyncio.run(_rewards(builder, response)) == [1.0, 1.0]
-    result = asyncio.run(builder.make_envs()[0].step(sample(*response)))
+    result = asyncio.run(builder.make_envs({})[0].step(sample(*response)))
     assert result.bonuses_T.tolist() == [0.5, 0.5, 0, 0, 0]
 
 
 def test_a_prompt_without_bonuses_has_no_row_of_them(tokenizer: PreTrainedTokenizerBase) -> None:
     prompt = Prompt(tokens_T=ids(3), answer=None, line=1)
     builder = SingleTurnGroupBuilder(prompt=prompt, tokenizer=tokenizer, group_size=1)
-    [env] = builder.make_envs()
+    [env] = builder.make_envs({})
     assert asyncio.run(env.step(sample(4))).bonuses_T is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -13,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.batching import TrainingRow
 from distill.errors import DataError
 from distill.sft_rows import SFT_TEMPERATURE, load_sft_rows
-from distill.tokenizer import load_tokenizer
+from distill.tokenizer import fingerprint, load_tokenizer
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
 GOOD = {"prompt": "2+2=", "completion": "4!"}
@@ -120,6 +121,72 @@ def test_a_conversation_may_take_several_rows(tmp_path: Path) -> None:
     assert [row.source[-2:] for row in rows] == [":1", ":1", ":2"]
 
 
+def sampled(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """A row of token ids, two runs of which were sampled."""
+    row = {"tokens": [5, 6, 7, 8, EOS, 9], "loss_mask": [[1, 3], [4, 5]]}
+    return row | {"tokenizer": fingerprint(tokenizer).vocab_hash}
+
+
+def test_token_ids_are_taken_as_they_are(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    whole = sampled(tokenizer) | {"tokens": [3] * 64, "loss_mask": [[1, 64]], "text": "3" * 64}
+    rows = load(tmp_path, tokenizer, sampled(tokenizer), GOOD, CHAT, whole)
+    assert [row.source[-2:] for row in rows] == [":1", ":2", ":3", ":4"]
+    row = rows[0]
+    assert row.tokens_T.tolist() == [5, 6, 7, 8, EOS, 9] and row.tokens_T.dtype == np.int32
+    assert row.loss_mask_T.tolist() == [False, True, True, False, True, False]
+    assert row.weights_T.tolist() == [0, 1, 1, 0, 1, 0]
+    assert row.temperature == SFT_TEMPERATURE
+    assert rows[3].num_trained == 63
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": None}, "`tokens` must be a non-empty list of token ids, got None"),
+        ({"tokens": []}, r"`tokens` must be a non-empty list of token ids, got \[\]"),
+        ({"tokens": "ab"}, "`tokens` must be a non-empty list of token ids, got 'ab'"),
+        ({"tokens": [3, True]}, "`tokens` must be a non-empty list of token ids"),
+        ({"tokens": [3, 4.0]}, "`tokens` must be a non-empty list of token ids"),
+        ({"tokens": [3, -1, 4]}, "`tokens` holds a negative id, -1"),
+        (
+            {"tokens": [3] * 5 + [VOCAB_SIZE]},
+            f"`tokens` holds id {VOCAB_SIZE}, outside the model's vocabulary of {VOCAB_SIZE}",
+        ),
+        ({"tokens": [3, 2**70, 4], "loss_mask": [[1, 2]]}, "outside the model's vocabulary"),
+        ({"tokens": [3] * 65}, "65 tokens exceed the limit of 64"),
+        ({"loss_mask": None}, "`loss_mask` must be a non-empty list .*, got None"),
+        ({"loss_mask": []}, r"`loss_mask` must be a non-empty list .*, got \[\]"),
+        ({"loss_mask": [True] * 6}, r"`loss_mask\[0\]` must be \[start, stop\), got True"),
+        ({"loss_mask": [[1, 2, 3]]}, r"`loss_mask\[0\]` must be \[start, stop\)"),
+        ({"loss_mask": [[0, 2]]}, r"`loss_mask\[0\]` = \[0, 2\] .* leave out the first"),
+        ({"loss_mask": [[2, 2]]}, r"`loss_mask\[0\]` = \[2, 2\] is no run of tokens in \[1, 6\)"),
+        ({"loss_mask": [[2, 7]]}, r"`loss_mask\[0\]` = \[2, 7\] is no run of tokens in \[1, 6\)"),
+        ({"loss_mask": [[1, 3], [2, 4]]}, r"`loss_mask\[1\]` = \[2, 4\] .* in \[3, 6\)"),
+        ({"loss_mask": [[3, 4], [1, 2]]}, r"`loss_mask\[1\]` = \[1, 2\]"),
+        ({"tokenizer": None}, "fingerprint is '[0-9a-f]{16}', but `tokenizer` is None"),
+        ({"tokenizer": "another"}, "but `tokenizer` is 'another'; train a model that shares"),
+        ({"prompt": "a"}, "`prompt` beside `tokens`: give either"),
+        ({"completion": "a"}, "`completion` beside `tokens`"),
+        (CHAT, "`messages` beside `tokens`"),
+        (CHAT | {"tokens": None}, "`messages` beside `loss_mask`"),
+    ],
+)
+def test_bad_token_ids_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, changes: dict, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"data\.jsonl:2: .*{message}"):
+        load(tmp_path, tokenizer, GOOD, sampled(tokenizer) | changes)
+
+
+def test_a_row_without_an_example_is_told_the_forms(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r":1: there is no example here: give either `prompt` and"):
+        load(tmp_path, tokenizer, {"text": "a"})
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, chat_template="{{ tools[0].name }}:{{ messages | length }}")
     tokenizer = load_tokenizer(str(tmp_path))
@@ -128,11 +195,13 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_parquet_gives_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Both forms in one file: each row has the other's fields as nulls."""
+    """All forms in one file: each row has the others' fields as nulls."""
     path = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD | {"messages": None}, CHAT]), path)
+    ids = sampled(tokenizer)
+    nulls = dict.fromkeys(["messages", *ids])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD | nulls, CHAT, ids]), path)
     rows = load_sft_rows(str(path), tokenizer, **LIMITS)
-    same = load(tmp_path, tokenizer, GOOD, CHAT)
+    same = load(tmp_path, tokenizer, GOOD, CHAT, ids)
     assert [facts(row) for row in rows] == [facts(row) for row in same]
     assert rows[1].source == f"{path}:2"
 

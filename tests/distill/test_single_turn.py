@@ -37,7 +37,7 @@ def test_rewards_are_computed_one_at_a_time_beside_everything_else(
     )
 
     async def judge() -> list[float]:
-        steps = [asyncio.create_task(env.step(sample(5))) for env in builder.make_envs()]
+        steps = [asyncio.create_task(env.step(sample(5))) for env in builder.make_envs({})]
         for _ in steps:  # the event loop goes on while a reward blocks
             while not begun.acquire(blocking=False):
                 await asyncio.sleep(0.01)

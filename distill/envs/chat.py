@@ -1,0 +1,269 @@
+"""Environments of messages: write what the world says, and the rest is done here.
+
+MessageEnv      yours: the first messages, what comes back to a turn, what it earns
+ChatEnv         renders them by the model's own template, reads tool calls, runs the tools,
+                keeps the limits, condenses what grows too long; tokens stay as sampled
+ChatEnvConfig   `env=package.module:Class`: its settings, and the list of problems
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.condense import Condenser, condense_history
+from distill.envs.base import Env, StepResult
+from distill.interfaces import Sample, Sampler
+from distill.renderer import Message
+from distill.tool_calls import ParsedTurn
+from distill.tool_grammars import ToolFormat
+from distill.tools.base import Tool
+from distill.tools.calls import ToolLimits, run_calls
+from distill.turns import Conversation
+from distill.types import FloatArray, StopReason, TokenArray
+
+# (sampled tokens, tokenizer) -> float32, the reward of each token
+Oracle = Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageStep:
+    """What the world answers to a turn of the assistant's.
+
+    Attributes:
+        reward: adds up over the episode.
+        messages: what the model sees next; none end the episode.
+        afresh: the messages take the place of all that was said, instead of following it.
+        bonus: a reward of this very turn, spread over its tokens.
+        oracle: rewards of the turn's tokens, one each, such as `phrase_bonuses` and
+            `key_fact_bonuses` give. Both kinds are weighed by the objective's `bonus_coef`.
+        stop_reason: why the episode ends; None: as the turn did.
+        metrics: of the episode so far.
+    """
+
+    reward: float = 0.0
+    messages: Sequence[Message] = ()
+    afresh: bool = False
+    bonus: float = 0.0
+    oracle: Oracle | None = None
+    stop_reason: StopReason | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class MessageEnv(ABC):
+    """One episode, in messages of OpenAI's chat format.
+
+    `tools` are what the model may call. `starts`: `start` waits for no other member of the group.
+    """
+
+    tools: Sequence[Tool] = ()
+    starts: bool = True
+
+    async def start(self, models: Mapping[str, Sampler]) -> None:  # noqa: B027 - most need nothing
+        """Called first. `models` may be asked; see `EnvGroupBuilder.make_envs`."""
+
+    @abstractmethod
+    def initial_messages(self) -> Sequence[Message]:
+        """What the model sees before its first turn; nothing: it never has one."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> MessageStep:
+        """Answers a turn that calls no tool, or one that a limit cut off."""
+
+    async def unfinished(self) -> float:
+        """What an episode earns that a limit ended although it would have gone on."""
+        return 0.0
+
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Lets go of what the episode held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatLimits:
+    """What an episode may take.
+
+    Attributes:
+        max_turns: most turns of the model's.
+        max_tokens: the model sees fewer before each of its turns.
+        time_s: seconds, looked at between turns.
+    """
+
+    max_turns: int
+    max_tokens: int
+    time_s: float
+    tools: ToolLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condensing:
+    """What happens when the next observation is longer than the limit: see `condense_history`.
+
+    `condenser` is made of the models that may be asked.
+    """
+
+    condenser: Callable[[Mapping[str, Sampler]], Condenser]
+    max_tokens: int
+    keep_last: int
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[Mapping[str, Any]],
+        models: Mapping[str, Sampler],
+    ) -> Sequence[Message]:
+        return await condense_history(
+            messages,
+            condenser=self.condenser(models),
+            tokenizer=tokenizer,
+            max_tokens=self.max_tokens,
+            keep_last=self.keep_last,
+            tools=tools or None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSetting:
+    """What all episodes of a run have in common."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tool_format: ToolFormat | None
+    limits: ChatLimits
+    malformed_penalty: float
+    condensing: Condensing | None
+
+
+_TOOL_COUNTS = (
+    "tool_calls", "tool_errors", "tool_seconds", "tool_truncated", "tool_neutralised",
+)  # fmt: skip
+
+
+class ChatEnv(Env):
+    """A `MessageEnv` as tokens."""
+
+    def __init__(
+        self, env: MessageEnv, setting: ChatSetting, models: Mapping[str, Sampler]
+    ) -> None:
+        self._env, self._setting, self._models = env, setting, models
+        self.starts = env.starts
+        self._tools = {tool.name: tool for tool in env.tools}
+        self._conversation: Conversation | None = None
+        self._started = time.monotonic()
+        self._turns = 0
+        self._counts: dict[str, float] = {"condensed": 0.0} if setting.condensing else {}
+        if env.tools:
+            self._counts |= dict.fromkeys(_TOOL_COUNTS, 0.0)
+
+    async def initial_observation(self) -> TokenArray | None:
+        await self._env.start(self._models)
+        messages = self._env.initial_messages()
+        if not messages:
+            return None
+        self._conversation = Conversation(
+            self._setting.tokenizer,
+            messages,
+            tools=[tool.schema for tool in self._env.tools],
+            tool_format=self._setting.tool_format,
+        )
+        self._started = time.monotonic()
+        if len(self._conversation.observation_T) >= self._setting.limits.max_tokens:
+            await self._condense()
+        return self._conversation.observation_T
+
+    async def close(self) -> None:
+        await self._env.close()
+
+    @property
+    def conversation(self) -> Conversation:
+        assert self._conversation is not None, "initial_observation comes first"
+        return self._conversation
+
+    async def step(self, sample: Sample) -> StepResult:
+        turn = self.conversation.said(sample)
+        self._turns += 1
+        bonus = -self._setting.malformed_penalty * len(_malformed(turn))
+        cut = sample.stop_reason is StopReason.LENGTH
+        if not cut and (turn.calls or turn.malformed):
+            answered = MessageStep(messages=await self._call(turn))
+        else:
+            answered = await self._env.step(self.conversation.messages[-1])
+        reward, ended = answered.reward, answered.stop_reason
+        goes_on = bool(answered.messages) and ended is None
+        if goes_on:
+            ended = StopReason.LENGTH if cut else await self._go_on(answered)
+            goes_on = ended is None
+            if not goes_on:
+                reward += await self._env.unfinished()
+        return StepResult(
+            reward=reward,
+            observation_T=self.conversation.observation_T if goes_on else None,
+            bonuses_T=self._bonuses_T(sample, answered, bonus),
+            stop_reason=ended,
+            metrics={**self._counts, "partings": len(self.conversation.partings)}
+            | dict(answered.metrics),
+        )
+
+    async def _call(self, turn: ParsedTurn) -> list[Message]:
+        """The tools' answers, and what the model is told of calls that cannot be read."""
+        outcomes = await run_calls(
+            turn.calls, self._tools, self._setting.limits.tools, self._setting.tokenizer
+        )
+        self._counts["tool_calls"] += len(turn.calls) + len(turn.malformed)
+        errors = sum(outcome.error is not None for outcome in outcomes) + len(turn.malformed)
+        self._counts["tool_errors"] += errors
+        for name in ("seconds", "truncated", "neutralised"):
+            total = sum(float(getattr(outcome, name)) for outcome in outcomes)
+            self._counts[f"tool_{name}"] += total
+        told = [{"role": "user", "content": text} for text in turn.malformed]
+        return [*(outcome.message for outcome in outcomes), *told]
+
+    async def _go_on(self, answered: MessageStep) -> StopReason | None:
+        """Hears the messages; or says which limit ends the episode here."""
+        limits = self._setting.limits
+        if self._turns >= limits.max_turns:
+            return StopReason.TURNS
+        if time.monotonic() - self._started >= limits.time_s:
+            return StopReason.TIME
+        if answered.afresh:
+            self.conversation.replace(answered.messages)
+        else:
+            self.conversation.hear(answered.messages)
+        if len(self.conversation.observation_T) < limits.max_tokens:
+            return None
+        if self._setting.condensing is None:
+            return StopReason.LENGTH
+        await self._condense()
+        return None
+
+    async def _condense(self) -> None:
+        """Raises DataError where what must stay is too long already."""
+        condensing = self._setting.condensing
+        if condensing is None:
+            return  # the engine refuses a prompt without room for an answer
+        schemas = [tool.schema for tool in self._env.tools]
+        messages = self.conversation.messages
+        self.conversation.replace(
+            await condensing(messages, self._setting.tokenizer, schemas, self._models)
+        )
+        self._counts["condensed"] += 1
+
+    def _bonuses_T(self, sample: Sample, answered: MessageStep, bonus: float) -> FloatArray | None:
+        bonus += answered.bonus
+        if not bonus and answered.oracle is None:
+            return None
+        length = len(sample.tokens_T)
+        bonuses_T = np.full(length, bonus / length, np.float32)
+        if answered.oracle is not None:
+            bonuses_T += answered.oracle(sample.tokens_T, self._setting.tokenizer)
+        return bonuses_T
+
+
+def _malformed(turn: ParsedTurn) -> list[object]:
+    """The calls of a turn whose arguments, or all of which, cannot be read."""
+    return [*turn.malformed, *(call for call in turn.calls if isinstance(call.arguments, str))]

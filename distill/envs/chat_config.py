@@ -1,0 +1,305 @@
+"""Settings of what is played in messages: `env=package.module:Class env.field=value`."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import chz
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.condense import Condenser, KeywordCondenser, ModelCondenser, load_condenser
+from distill.envs.base import (
+    Env,
+    EnvConfig,
+    EnvDataset,
+    EnvGroupBuilder,
+    Episode,
+    Setting,
+    only_teacher,
+)
+from distill.envs.chat import ChatEnv, ChatLimits, ChatSetting, Condensing, MessageEnv
+from distill.errors import ConfigError
+from distill.interfaces import Sampler
+from distill.renderer import Message, render_messages
+from distill.sampling import EvalSampling
+from distill.tool_calls import detect_format
+from distill.tools.base import Tool
+from distill.tools.calls import ToolLimits
+from distill.types import TokenArray
+
+# (the messages of each member; none of one that never had a turn) -> what each earns besides
+Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageProblem:
+    """One problem: `make` makes a single-use environment of it, and pickles.
+
+    `compare`, which pickles too, rewards the members of a group once all have ended: see
+    `EnvGroupBuilder.group_rewards`. `line` is the problem's row in a file, `num_tokens` the length
+    of its first observation, where they are known; the other fields are those of `EnvGroupBuilder`.
+    """
+
+    make: Callable[[], MessageEnv]
+    compare: Compare | None = None
+    line: int | None = None
+    num_tokens: int | None = None
+    teacher: str = ""
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+    judged: bool = True
+    pays_bonuses: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatGroupBuilder(EnvGroupBuilder):
+    """G environments on the same problem."""
+
+    problem: MessageProblem
+    setting: ChatSetting
+    group_size: int
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [ChatEnv(self.problem.make(), self.setting, models) for _ in range(self.group_size)]
+
+    async def group_rewards(
+        self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+    ) -> Sequence[float]:
+        if self.problem.compare is None:
+            return await super().group_rewards(envs_G, episodes_G)
+        messages_G = []
+        for env, episode in zip(envs_G, episodes_G, strict=True):
+            assert isinstance(env, ChatEnv), "make_envs makes no others"
+            messages_G.append(env.conversation.messages if episode.turns else ())
+        return await self.problem.compare(messages_G)
+
+
+class ChatDataset(EnvDataset):
+    """Problems that are played in messages."""
+
+    def __init__(
+        self,
+        problems_P: Sequence[MessageProblem],
+        setting: ChatSetting,
+        *,
+        teacher: str = "",
+        answer: Callable[[str], Hashable | None] | None = None,
+    ) -> None:
+        """`teacher` scores the problems that name none."""
+        self._problems_P, self._setting, self._teacher = problems_P, setting, teacher
+        self.answer = answer
+
+    def __len__(self) -> int:
+        return len(self._problems_P)
+
+    def builder(self, problem: int, group_size: int) -> ChatGroupBuilder:
+        chosen = self._problems_P[problem]
+        return ChatGroupBuilder(
+            problem=chosen,
+            setting=self._setting,
+            group_size=group_size,
+            teacher=chosen.teacher or self._teacher,
+            tag=chosen.tag,
+            teacher_tokens_T=chosen.teacher_tokens_T,
+            judged=chosen.judged,
+            pays_bonuses=chosen.pays_bonuses or self._setting.malformed_penalty > 0,
+        )
+
+    def line(self, problem: int) -> int:
+        line = self._problems_P[problem].line
+        return problem + 1 if line is None else line
+
+
+# `env.condenser` of this name asks the policy itself.
+BY_POLICY = "model"
+
+
+@chz.chz
+class ChatConfig(EnvConfig):
+    """Settings of everything that is played in messages."""
+
+    token_rewards = ("malformed_penalty",)
+
+    max_turns: int = chz.field(default=8, doc="most turns of the model's in an episode")
+    max_tokens: int | None = chz.field(
+        default=None,
+        doc="most tokens that the model sees before a turn; default: the models' context",
+    )
+    time_s: float = chz.field(default=600.0, doc="longest episode, seconds, between two turns")
+    tool_timeout_s: float = chz.field(default=30.0, doc="longest call of a tool, seconds")
+    tool_max_tokens: int = chz.field(
+        default=512, doc="tokens of a tool's answer that the model sees; the rest is cut, and said"
+    )
+    malformed_penalty: float = chz.field(
+        default=0.0,
+        doc="taken from the tokens of a turn for each tool call that cannot be read, weighed by "
+        "bonus_coef",
+    )
+    condenser: str | None = chz.field(
+        default=None,
+        doc="makes a history that outgrew max_tokens shorter: keywords; model, the policy itself, "
+        "greedily and untrained; or package.module:function of (text, focus, max_tokens); without "
+        "one the episode ends",
+    )
+    condense_to: int | None = chz.field(
+        default=None, doc="tokens of a condensed history; default: half of max_tokens"
+    )
+    keep_last: int = chz.field(default=2, doc="last messages that are never condensed")
+
+    @chz.validate
+    def _chat_in_range(self) -> None:
+        for name in ("max_turns", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"env.{name}={getattr(self, name)} must be at least 1")
+        if not self.time_s > 0:
+            raise ConfigError(f"env.time_s={self.time_s} must be above 0")
+        if not 0 <= self.malformed_penalty < float("inf"):
+            raise ConfigError(
+                f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken"
+            )
+        if self.condense_to is not None and self.condenser is None:
+            raise ConfigError(
+                f"env.condense_to={self.condense_to} changes nothing without env.condenser; give "
+                "one, keywords for example"
+            )
+        self._tool_limits()
+
+    def _tool_limits(self) -> ToolLimits:
+        return ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens)
+
+    def toolbox(self) -> Sequence[Tool]:
+        """The tools of these environments: the chat template must know how to write their calls."""
+        return ()
+
+    def chat_setting(self, setting: Setting) -> ChatSetting:
+        """What all episodes have in common.
+
+        Raises:
+            ConfigError: limits that leave no room, or a template without tools where there are.
+        """
+        return ChatSetting(
+            tokenizer=setting.tokenizer,
+            tool_format=detect_format(setting.tokenizer) if self.toolbox() else None,
+            limits=self._limits(setting),
+            malformed_penalty=self.malformed_penalty,
+            condensing=self._condensing(setting),
+        )
+
+    def _limits(self, setting: Setting) -> ChatLimits:
+        longest = setting.context_length if self.max_tokens is None else self.max_tokens
+        if not setting.max_new_tokens < longest <= setting.context_length:
+            raise ConfigError(
+                f"env.max_tokens={longest} must be above max_new_tokens={setting.max_new_tokens}, "
+                f"the longest turn, and at most the models' context of {setting.context_length}"
+            )
+        return ChatLimits(
+            max_turns=self.max_turns,
+            max_tokens=longest,
+            time_s=self.time_s,
+            tools=self._tool_limits(),
+        )
+
+    def _condensing(self, setting: Setting) -> Condensing | None:
+        if self.condenser is None:
+            return None
+        longest = self._limits(setting).max_tokens
+        target = longest // 2 if self.condense_to is None else self.condense_to
+        if not 0 < target <= longest - setting.max_new_tokens:
+            raise ConfigError(
+                f"env.condense_to={target} must leave room for a turn of "
+                f"max_new_tokens={setting.max_new_tokens} in {longest} tokens; lower one of them"
+            )
+        return Condensing(
+            condenser=self._condenser(setting, target),
+            max_tokens=target,
+            keep_last=self.keep_last,
+        )
+
+    def _condenser(
+        self, setting: Setting, target: int
+    ) -> Callable[[Mapping[str, Sampler]], Condenser]:
+        assert self.condenser is not None
+        if self.condenser != BY_POLICY:
+            return partial(_given, load_condenser(self.condenser, setting.tokenizer))
+        sampling = EvalSampling(temperature=0.0, max_new_tokens=setting.max_new_tokens)
+        room = setting.context_length - setting.max_new_tokens
+        return partial(_by_policy, setting.tokenizer, sampling, max(1, min(target, room // 2)))
+
+
+def _given(condenser: Condenser, _models: Mapping[str, Sampler]) -> Condenser:
+    return condenser
+
+
+def _by_policy(
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: EvalSampling,
+    chunk_tokens: int,
+    models: Mapping[str, Sampler],
+) -> Condenser:
+    return ModelCondenser(
+        sampler=models["policy"], tokenizer=tokenizer, sampling=sampling, chunk_tokens=chunk_tokens
+    )
+
+
+@chz.chz
+class ChatEnvConfig(ChatConfig):
+    """`env=package.module:YourClass`: give it your fields, and `problems`."""
+
+    @abstractmethod
+    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        """What there is to play; `path` is the run's `prompts`, or `eval_prompts`."""
+
+    def answer(self, setting: Setting) -> Callable[[str], Hashable | None] | None:
+        """Finds what a last turn answers, so that several can vote; None: nothing can."""
+        return None
+
+    def __call__(self, path: str | None, setting: Setting) -> ChatDataset:
+        chat = self.chat_setting(setting)
+        problems_P = self.problems(path, setting)
+        for number, problem in enumerate(problems_P, 1):
+            length = problem.num_tokens
+            if length is None:
+                length = first_length(problem.make(), chat)
+            what = f"problem {number if problem.line is None else problem.line}"
+            if chat.condensing is None:
+                require_room(what, length, chat, setting.max_new_tokens)
+            elif length >= chat.limits.max_tokens:
+                asyncio.run(_condensed(problem.make(), chat.condensing, setting.tokenizer))
+        unnamed = any(not problem.teacher for problem in problems_P)
+        return ChatDataset(
+            problems_P,
+            chat,
+            teacher=only_teacher(setting) if unnamed else "",
+            answer=self.answer(setting),
+        )
+
+
+async def _condensed(
+    env: MessageEnv, condensing: Condensing, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises DataError if what an episode begins with cannot be condensed."""
+    # What must stay is what can be too long, and is the same for every condenser.
+    keywords = KeywordCondenser(tokenizer=tokenizer)
+    by_keywords = replace(condensing, condenser=partial(_given, keywords))
+    schemas = [tool.schema for tool in env.tools]
+    await by_keywords(env.initial_messages(), tokenizer, schemas, {})
+
+
+def first_length(env: MessageEnv, chat: ChatSetting) -> int:
+    """Tokens that the model sees before its first turn."""
+    schemas = [tool.schema for tool in env.tools]
+    return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas or None))
+
+
+def require_room(what: str, length: int, chat: ChatSetting, max_new_tokens: int) -> None:
+    """Raises ConfigError if a first turn after `length` tokens has no room."""
+    if length + max_new_tokens > chat.limits.max_tokens:
+        raise ConfigError(
+            f"{what} begins with {length} tokens, and max_new_tokens={max_new_tokens} more exceed "
+            f"the limit of {chat.limits.max_tokens} (env.max_tokens or the models' context); "
+            "shorten the system prompt or the problem, or give env.condenser"
+        )

@@ -1,0 +1,243 @@
+"""Questions about documents longer than the context: read part by part, keep notes, answer.
+
+by=model        each part is a turn: the model sees the question, its notes so far and the
+                part, and writes the new notes; at last it sees the notes alone, and answers.
+                Every turn begins afresh, so each is a segment, which the teacher scores in
+                the very context that the student had
+by=keywords     the document is cut down to what matters to the question, and the model answers;
+by=module:f     the same by your own function
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import chz
+
+from distill.chunks import chunk_text
+from distill.condense import Condenser, load_condenser
+from distill.envs.base import Setting, require_path
+from distill.envs.chat import MessageEnv, MessageStep
+from distill.envs.chat_config import ChatEnvConfig, MessageProblem
+from distill.errors import ConfigError, DataError
+from distill.interfaces import Sampler
+from distill.oracle import key_fact_bonuses
+from distill.records import located, read_rows
+from distill.renderer import Message, check_text, render_messages
+from distill.rewards import RewardFunction, answer_of, judge
+
+MODEL = "model"
+# Where texts meet, they may take more tokens than each on its own.
+_SEAMS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One problem: a question about a document, which comes in parts.
+
+    `facts` are what good notes keep; each pays `fact_bonus` to the tokens that first write it.
+    """
+
+    parts: tuple[str, ...]
+    question: str
+    answer: str
+    line: int
+    facts: tuple[str, ...] = ()
+    tag: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """How the parts and the notes are put to the model; `{}`-fields are filled in."""
+
+    read: str
+    answer: str
+
+
+WORDING = Wording(
+    read=(
+        "Question: {question}\n\nNotes so far: {notes}\n\nPart {number} of {count}:\n{part}\n\n"
+        "Write the new notes: all that the question needs, of the old notes and of this part, and "
+        "nothing else."
+    ),
+    answer="Question: {question}\n\nNotes: {notes}\n\nAnswer the question.",
+)
+# For models that are taught the task itself: no words, only the places.
+TERSE = Wording(read="{question}|{notes}|{part}>", answer="{question}|{notes}=")
+
+
+class Reader(MessageEnv):
+    """Reads part by part. The notes are the model's own turns."""
+
+    def __init__(
+        self, document: Document, wording: Wording, reward: RewardFunction, fact_bonus: float
+    ) -> None:
+        self._document, self._wording = document, wording
+        self._reward, self._fact_bonus = reward, fact_bonus
+        self._read = 0
+
+    def initial_messages(self) -> Sequence[Message]:
+        return self._shows("")
+
+    async def step(self, message: Message) -> MessageStep:
+        said = str(message.get("content") or "")
+        document = self._document
+        if self._read > len(document.parts):
+            return MessageStep(reward=await judge(self._reward, said, document.answer))
+        oracle, metrics = None, {}
+        if document.facts:
+            oracle = partial(key_fact_bonuses, facts=document.facts, value=self._fact_bonus)
+            metrics["facts_kept"] = fmean(fact in said for fact in document.facts)
+        return MessageStep(messages=self._shows(said), afresh=True, oracle=oracle, metrics=metrics)
+
+    def _shows(self, notes: str) -> list[Message]:
+        """The next part beside the notes; after the last one, the notes alone."""
+        document = self._document
+        filled = {"question": document.question, "notes": notes.strip()}
+        if self._read < len(document.parts):
+            text = self._wording.read.format(
+                **filled,
+                part=document.parts[self._read],
+                number=self._read + 1,
+                count=len(document.parts),
+            )
+        else:
+            text = self._wording.answer.format(**filled)
+        self._read += 1
+        return [{"role": "user", "content": text}]
+
+
+class Condensed(MessageEnv):
+    """Sees what a condenser leaves of the whole document, and answers."""
+
+    def __init__(
+        self,
+        document: Document,
+        wording: Wording,
+        reward: RewardFunction,
+        condenser: Condenser,
+        max_tokens: int,
+    ) -> None:
+        self._document, self._wording, self._reward = document, wording, reward
+        self._condenser, self._max_tokens = condenser, max_tokens
+        self._notes = ""
+
+    async def start(self, models: Mapping[str, Sampler]) -> None:
+        document = self._document
+        self._notes = await self._condenser(
+            "\n\n".join(document.parts), focus=document.question, max_tokens=self._max_tokens
+        )
+
+    def initial_messages(self) -> Sequence[Message]:
+        text = self._wording.answer.format(question=self._document.question, notes=self._notes)
+        return [{"role": "user", "content": text}]
+
+    async def step(self, message: Message) -> MessageStep:
+        said = str(message.get("content") or "")
+        return MessageStep(reward=await judge(self._reward, said, self._document.answer))
+
+
+@chz.chz
+class Reading(ChatEnvConfig):
+    """env=Reading: rows of `document`, `question`, `answer`, and optionally `facts` and `tag`."""
+
+    token_rewards = (*ChatEnvConfig.token_rewards, "fact_bonus")
+
+    by: str = chz.field(
+        default=MODEL,
+        doc="model: the policy reads part by part and keeps notes; keywords, or "
+        "package.module:function of (text, focus, max_tokens): the document is condensed first",
+    )
+    part_tokens: int | None = chz.field(
+        default=None, doc="tokens of a part, or of what a condenser leaves; default: what fits"
+    )
+    fact_bonus: float = chz.field(
+        default=0.0,
+        doc="paid to the tokens of the notes that first write one of the row's `facts`; weighed by "
+        "bonus_coef",
+    )
+    terse: bool = chz.field(
+        default=False, doc="no instructions: for models that were taught the task itself"
+    )
+    max_turns: int = chz.field(default=64, doc="most turns: parts and the answer")
+
+    @chz.validate
+    def _reading_in_range(self) -> None:
+        if self.part_tokens is not None and self.part_tokens < 1:
+            raise ConfigError(f"env.part_tokens={self.part_tokens} must be at least 1")
+
+    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        wording = TERSE if self.terse else WORDING
+        problems_P = []
+        for number, row in read_rows(require_path(path, "Reading")):
+            with located(f"{path}:{number}"):
+                problems_P.append(self._problem(row, number, wording, setting))
+        return problems_P
+
+    def _problem(
+        self, row: Mapping[str, Any], number: int, wording: Wording, setting: Setting
+    ) -> MessageProblem:
+        question, text = check_text(row, "question"), check_text(row, "document")
+        room = self.part_tokens or self._room(question, wording, setting)
+        document = Document(
+            parts=tuple(
+                chunk.text
+                for chunk in chunk_text(text, tokenizer=setting.tokenizer, max_tokens=room)
+            ),
+            question=question,
+            answer=check_text(row, "answer"),
+            line=number,
+            facts=_facts(row),
+            tag=None if row.get("tag") is None else check_text(row, "tag"),
+        )
+        if not document.parts:
+            raise DataError("`document` is blank; give a text")
+        if self.by == MODEL:
+            make = partial(Reader, document, wording, setting.reward, self.fact_bonus)
+            if len(document.parts) >= self.max_turns:
+                raise DataError(
+                    f"`document` has {len(document.parts)} parts of {room} tokens and needs a turn "
+                    f"more than env.max_turns={self.max_turns} allows; raise it"
+                )
+        else:
+            condenser = load_condenser(self.by, setting.tokenizer)
+            make = partial(Condensed, document, wording, setting.reward, condenser, room)
+        return MessageProblem(
+            make=make,
+            line=number,
+            tag=document.tag,
+            pays_bonuses=bool(self.fact_bonus and document.facts),
+        )
+
+    def _room(self, question: str, wording: Wording, setting: Setting) -> int:
+        """Tokens of a part: what the context leaves beside the question, the notes and a turn.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        limit = setting.context_length if self.max_tokens is None else self.max_tokens
+        empty = wording.read.format(question=question, notes="", part="", number=99, count=99)
+        fixed = len(render_messages(setting.tokenizer, [{"role": "user", "content": empty}]))
+        notes = setting.max_new_tokens if self.by == MODEL else 0
+        room = limit - fixed - notes - setting.max_new_tokens - _SEAMS
+        if room < 1:
+            raise DataError(
+                f"the question and its instructions take {fixed} tokens, notes and turn "
+                f"{notes + setting.max_new_tokens}, of {limit}: no room is left for the document; "
+                "lower max_new_tokens, or give a model with a longer context"
+            )
+        return room
+
+    def answer(self, setting: Setting) -> Callable[[str], Hashable | None] | None:
+        return answer_of(setting.reward)
+
+
+def _facts(row: Mapping[str, Any]) -> tuple[str, ...]:
+    facts = row.get("facts") or []
+    if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
+        raise DataError(f"`facts` must be a list of non-empty strings, got {facts!r}")
+    return tuple(facts)

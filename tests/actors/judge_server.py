@@ -1,0 +1,109 @@
+"""A judge as an HTTP server of this process: it speaks OpenAI's protocol, its verdicts scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+API_KEY = "the-judge's-key"
+MODEL = "tiny-judge"
+
+# Of the text that it is sent last, and the material in it by its names: what it writes, or a
+# status.
+Script = Callable[[str, dict[str, str]], str | int]
+
+_FENCED = re.compile(r"<<<([\w ]+) (\w+)>>>\n(.*?)\n<<<end of \1 \2>>>", re.DOTALL)
+
+
+def material(text: str) -> dict[str, str]:
+    """What stands in the fences, by name."""
+    return {name: inside for name, _, inside in _FENCED.findall(text)}
+
+
+class ScriptedJudge:
+    """Says what `script` has; counts what it is asked, and how many ask at once.
+
+    `delay_s` is how long it thinks, `finish_reason` why it ends; `page` is answered instead of a
+    completion.
+    """
+
+    def __init__(self) -> None:
+        self.script: Script = lambda text, given: "Score: 10"
+        self.bodies: list[dict[str, Any]] = []
+        self.delay_s = 0.0
+        self.finish_reason = "stop"
+        self.page: str | None = None
+        self.page_kind = "text/html"
+        self.at_once = self.most_at_once = 0
+        self.url = ""
+
+    @property
+    def asked(self) -> list[str]:
+        """The first message of every request."""
+        return [body["messages"][0]["content"] for body in self.bodies]
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {API_KEY}":
+            said = f"wrong key {request.headers.get('Authorization')}"
+            return web.json_response({"error": {"message": said}}, status=401)
+        if self.page is not None:
+            return web.Response(text=self.page, content_type=self.page_kind)
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [{"id": MODEL}]})
+        if request.path != "/v1/chat/completions":
+            return web.json_response({"error": {"message": "no such path"}}, status=404)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            return await self._judged(await request.json())
+        finally:
+            self.at_once -= 1
+
+    async def _judged(self, body: dict[str, Any]) -> web.Response:
+        self.bodies.append(body)
+        await asyncio.sleep(self.delay_s)
+        messages = body["messages"]
+        said = self.script(messages[-1]["content"], material(messages[0]["content"]))
+        if isinstance(said, int):
+            message = {"error": {"message": f"status {said} on purpose, key {API_KEY}"}}
+            return web.json_response(message, status=said, headers={"retry-after-ms": "1"})
+        choice = {
+            "index": 0,
+            "finish_reason": self.finish_reason,
+            "message": {"role": "assistant", "content": said},
+        }
+        answer = {"id": "1", "object": "chat.completion", "created": 1, "model": MODEL}
+        return web.json_response({**answer, "choices": [choice]})
+
+
+@contextmanager
+def running_judge() -> Iterator[ScriptedJudge]:
+    """A server in a thread of its own: those who ask may start and end event loops."""
+    judge, loop = ScriptedJudge(), asyncio.new_event_loop()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", judge.handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        judge.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        return runner
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    try:
+        yield judge
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()

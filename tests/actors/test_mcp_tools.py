@@ -1,0 +1,318 @@
+"""Tools of a real MCP server over stdio: called, hanging, dying, and gone when the episode is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.episode import play_group
+from actors.mcp_tools import McpServer, McpServerError, McpSession, McpToolUse, server_tools
+from distill.envs.base import EnvDataset, Episode
+from distill.errors import ConfigError
+from distill.interfaces import GenerateRequest, Sample
+from distill.rewards import last_number
+from distill.sampling import TrainSampling
+from tests.samples import TEMPERATURE
+from tests.scripted import Scripted, call, chat_tokenizer, setting
+
+pytest.importorskip("mcp", reason="pip install 'isotherm[mcp]'")
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=64)
+# Against hangs only.
+DEADLINE_S = 60.0
+SERVER = '''
+import os, sys, time
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("test")
+open(os.path.join(sys.argv[1], f"pid{os.getpid()}"), "w").close()
+total = 0
+
+@server.tool()
+def add(number: int) -> str:
+    """Adds to a sum that starts at 0."""
+    global total
+    total += number
+    return f"the sum is {total}"
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise ToolError("no luck today")
+
+@server.tool()
+def hang() -> str:
+    """Takes its time."""
+    time.sleep(600)
+    return "never"
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+@server.tool()
+def calculator() -> str:
+    """Of the same name as another one."""
+    return "0"
+
+@server.tool()
+def variable(name: str) -> str:
+    """A variable of the environment."""
+    return os.environ.get(name, "unset")
+
+if len(sys.argv) > 2:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
+else:
+    server.run("stdio")
+'''
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory: the server's script, and a file named after each process that ran it."""
+    directory = tmp_path_factory.mktemp("server")
+    (directory / "server.py").write_text(SERVER)
+    return directory
+
+
+def command(server: Path) -> str:
+    return shlex.join([sys.executable, str(server / "server.py"), str(server)])
+
+
+def alive(server: Path) -> list[int]:
+    pids = [int(path.name.removeprefix("pid")) for path in server.glob("pid*")]
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def dataset(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path, **settings: object
+) -> EnvDataset:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "Add 40 and 2.", "answer": "42"}')
+    config = McpToolUse(**{"mcp_command": command(server), **settings})  # pyright: ignore[reportArgumentType]
+    room = setting(tokenizer, context_length=4096, max_new_tokens=64, reward=last_number)
+    return pickle.loads(pickle.dumps(config(str(path), room)))
+
+
+def play(problems: EnvDataset, policy: Scripted, group_size: int = 1) -> list[Episode]:
+    async def run() -> list[Episode]:
+        builder = problems.builder(0, group_size)
+        return await asyncio.wait_for(
+            play_group(policy, builder, SAMPLING, group_id=0, seed=0), DEADLINE_S
+        )
+
+    return asyncio.run(run())
+
+
+def test_an_episode_calls_the_servers_tools(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    says = [call("add", {"number": 40}), call("add", {"number": 2}), call("fail", {}), "42"]
+    policy = Scripted(tokenizer, says)
+    [episode] = play(dataset(tokenizer, server, tmp_path), policy)
+    assert "Adds to a sum that starts at 0." in policy.seen[0]
+    assert "the sum is 40" in policy.seen[1] and "the sum is 42" in policy.seen[2]
+    assert "no luck today" in policy.seen[3]
+    assert episode.reward == 1.0
+    assert episode.metrics["tool_calls"] == 3 and episode.metrics["tool_errors"] == 1
+    assert not alive(server)
+
+
+def test_each_episode_has_a_server_of_its_own(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    """Members of a group add to sums of their own."""
+
+    def script(_turn: int, seen: str) -> str:
+        return "21" if "the sum is" in seen else call("add", {"number": 21})
+
+    policy = Scripted(tokenizer, script)
+    episodes = play(dataset(tokenizer, server, tmp_path), policy, group_size=2)
+    assert len(episodes) == 2
+    answered = [seen for seen in policy.seen if "the sum is" in seen]
+    assert len(answered) == 2 and all("the sum is 21" in seen for seen in answered)
+    assert not alive(server)
+
+
+def test_a_hanging_call_is_told_and_its_server_ended(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    policy = Scripted(tokenizer, [call("hang", {}), "0"])
+    [episode] = play(dataset(tokenizer, server, tmp_path, tool_timeout_s=1.0), policy)
+    assert "hang took longer than 1 s and was stopped" in policy.seen[1]
+    assert episode.metrics["tool_calls"] == 1 and episode.metrics["tool_errors"] == 1
+    assert episode.metrics["tool_seconds"] > 0.5
+    assert not alive(server)
+
+
+def test_a_dead_server_is_told_and_the_episode_goes_on(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    policy = Scripted(tokenizer, [call("die", {}), call("add", {"number": 1}), "42"])
+    [episode] = play(dataset(tokenizer, server, tmp_path), policy)
+    assert policy.seen[1].count("the server of this tool has ended") == 1
+    assert policy.seen[2].count("the server of this tool has ended") == 2
+    assert episode.reward == 1.0 and episode.metrics["tool_errors"] == 2
+
+
+def test_a_cancelled_group_ends_its_servers(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    problems = dataset(tokenizer, server, tmp_path)
+
+    class Waits(Scripted):
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            assert alive(server)
+            reached.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def run() -> None:
+        group = play_group(
+            Waits(tokenizer, []), problems.builder(0, 2), SAMPLING, group_id=0, seed=0
+        )
+        playing = asyncio.create_task(group)
+        await asyncio.wait_for(reached.wait(), DEADLINE_S)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert not alive(server)
+
+    reached = asyncio.Event()
+    asyncio.run(run())
+
+
+def test_a_server_closed_while_it_starts_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text(f"import os, time; open({str(tmp_path)!r} + f'/pid{{os.getpid()}}', 'w')\n"
+                      "time.sleep(600)\n")  # fmt: skip
+
+    async def run() -> None:
+        session = McpSession(McpServer(command=(sys.executable, str(script))))
+        opening = asyncio.create_task(session.open())
+        began = time.monotonic()
+        while not alive(tmp_path) and time.monotonic() - began < DEADLINE_S:
+            await asyncio.sleep(0.01)
+        assert alive(tmp_path)
+        await session.close()
+        assert not alive(tmp_path)
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    asyncio.run(run())
+
+
+def test_a_server_that_does_not_start_fails_the_group(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    problems = dataset(tokenizer, tmp_path, tmp_path)
+    (tmp_path / "server.py").write_text("raise SystemExit('the disk is on fire')")
+    with pytest.raises(McpServerError, match=r"did not start: .*the disk is on fire"):
+        play(problems, Scripted(tokenizer, ["0"]))
+
+
+def test_a_server_that_hangs_at_its_start_is_given_up(tmp_path: Path) -> None:
+    hangs = (sys.executable, "-c", "import time; time.sleep(600)")
+    with pytest.raises(ConfigError, match=r"no answer within 0\.5 s"):
+        server_tools(McpServer(command=hangs, start_s=0.5))
+
+
+def test_the_server_sees_no_variable_that_is_not_named(
+    tokenizer: PreTrainedTokenizerBase,
+    server: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET", "swordfish")
+    ask = [call("variable", {"name": "SECRET"}), "0"]
+    policy = Scripted(tokenizer, ask)
+    play(dataset(tokenizer, server, tmp_path), policy)
+    assert "unset" in policy.seen[1] and "swordfish" not in policy.seen[1]
+    problems = dataset(tokenizer, server, tmp_path, mcp_environment="SECRET")
+    assert b"swordfish" not in pickle.dumps(problems)
+    policy = Scripted(tokenizer, ask)
+    play(problems, policy)
+    assert "swordfish" in policy.seen[1]
+
+
+def test_a_running_server_is_spoken_to_by_its_url(
+    tokenizer: PreTrainedTokenizerBase, server: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = subprocess.Popen([*shlex.split(command(server)), str(port)])
+    try:
+        began = time.monotonic()
+        while time.monotonic() - began < DEADLINE_S:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        url = f"http://127.0.0.1:{port}/mcp"
+        policy = Scripted(tokenizer, [call("add", {"number": 42}), "42"])
+        play(dataset(tokenizer, server, tmp_path, mcp_command="", mcp_url=url), policy)
+        assert "the sum is 42" in policy.seen[1]
+    finally:
+        running.kill()
+        running.wait()
+
+
+def test_some_of_the_tools_and_others_besides(server: Path) -> None:
+    config = McpToolUse(mcp_command=command(server), mcp_tools="add, fail", tools="calculator")
+    assert [tool.name for tool in config.toolbox()] == ["calculator", "add", "fail"]
+    with pytest.raises(ConfigError, match=r"no tool 'ad'; did you mean 'add'"):
+        McpToolUse(mcp_command=command(server), mcp_tools="ad").toolbox()
+    with pytest.raises(ConfigError, match=r"has a tool named 'calculator', as the server has"):
+        McpToolUse(mcp_command=command(server), tools="calculator").toolbox()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "give one of env.mcp_command="),
+        ({"mcp_command": "a", "mcp_url": "http://127.0.0.1:1/mcp"}, "give one of env.mcp_command="),
+        (
+            {"mcp_command": "a", "mcp_environment": "NO_SUCH_VARIABLE"},
+            "NO_SUCH_VARIABLE is not set",
+        ),
+        ({"mcp_command": "a", "mcp_start_s": 0.0}, "mcp_start_s=0.0"),
+        ({"mcp_command": "no-such-program-at-all"}, "FileNotFoundError.*env.mcp_command"),
+        ({"mcp_command": "'"}, "No closing quotation"),
+        ({"mcp_url": "http://127.0.0.1:1/mcp"}, "env.mcp_url answer"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        McpToolUse(**settings).toolbox()  # pyright: ignore[reportArgumentType]
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"isotherm\[mcp\]"):
+        McpToolUse(mcp_command="never-run").toolbox()
+
+
+def test_the_clients_own_environment_has_no_secrets() -> None:
+    from mcp.client.stdio import get_default_environment
+
+    assert set(get_default_environment()) <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
+    assert os.environ.keys() - get_default_environment().keys()

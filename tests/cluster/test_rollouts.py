@@ -1,0 +1,185 @@
+"""Kept rollouts: of which steps, with what, and what a resumed run makes of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.rollouts import RolloutLog, read_rollouts
+from distill.errors import DataError
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows
+from distill.types import StopReason, TrajectoryGroup
+from learner.checkpoint import CheckpointStore
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.loop import PolicyLoop
+from learner.objective import PolicyObjectiveLoss
+from tests.conftest import TinyPair
+from tests.learner.conftest import World
+from tests.samples import group, segment, trajectory
+
+OBJECTIVE = ObjectiveConfig(reward_coef=1.0, bonus_coef=0.5)
+
+
+def two_turns() -> TrajectoryGroup:
+    """Two members: one of two segments, the first of two turns, with bonuses; one of a segment."""
+    mask = [False, True, True, False, True, False]
+    first = segment(
+        1, 5, seed=1, action_mask_T=mask, bonuses_T=[0, 0.25, 0, 0, 1e-7, 0],
+        versions_T=[-1, 3, 3, -1, 4, -1],
+    )  # fmt: skip
+    return TrajectoryGroup(
+        group_id=7,
+        trajectories_G=(
+            trajectory(first, segment(2, 2, seed=2, version=4), reward=1.0),
+            trajectory(segment(3, 1, seed=3, version=4), stop=StopReason.LENGTH),
+        ),
+        metrics={"time/rollout": 1.23456},
+        teacher="big",
+        tag="sums",
+    )
+
+
+def kept(path: Path, groups: list[TrajectoryGroup], steps: range, every: int = 1) -> RolloutLog:
+    log = RolloutLog(path, every)
+    for step in steps:
+        log.keep(step, groups, policy_rows(groups, OBJECTIVE))
+    return log
+
+
+def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
+    path, groups = tmp_path / "rollouts.jsonl", [two_turns(), group(8)]
+    rows = policy_rows(groups, OBJECTIVE)
+    kept(path, groups, range(5, 6))
+    [found] = read_rollouts(path)
+    assert (found.step, found.version, found.group_id) == (5, 4, 7)
+    assert (found.teacher, found.tag, found.temperature) == ("big", "sums", 0.7)
+    assert found.metrics == {"time/rollout": 1.235}
+    members = found.trajectories_G
+    assert [(m.reward, m.stop_reason) for m in members] == [(1.0, "eos"), (0.0, "length")]
+    segments = [each for member in members for each in member.segments]
+    assert [each.actions for each in segments] == [[(1, 3), (4, 5)], [(2, 4)], [(3, 4)]]
+    for each, made, row in zip(segments, groups[0].segments(), rows[:3], strict=True):
+        mask_T = made.action_mask_T
+        assert each.tokens_T == made.tokens_T.tolist()
+        assert each.versions_N == made.versions_T[mask_T].tolist()
+        assert each.advantages_N == pytest.approx(row.weights_T[mask_T], rel=1e-3)
+        assert each.behaviour_logprobs_N == pytest.approx(
+            made.behaviour_logprobs_T[mask_T], abs=6e-5
+        )
+        assert made.teacher_logprobs_T is not None and each.teacher_logprobs_N is not None
+        gap_N = np.subtract(each.behaviour_logprobs_N, each.teacher_logprobs_N)
+        true_N = (made.behaviour_logprobs_T - made.teacher_logprobs_T)[mask_T]
+        assert gap_N == pytest.approx(true_N, abs=1.2e-4)
+    assert segments[0].bonuses_N == [0.25, 0, 1e-7]  # small numbers keep their digits
+    assert segments[1].bonuses_N is None
+
+
+def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:
+    groups = [group(teacher_logprobs_T=None)]
+    rows = policy_rows(groups, ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
+    RolloutLog(tmp_path / "r", 1).keep(1, groups, rows)
+    [found] = read_rollouts(tmp_path / "r")
+    assert all(s.teacher_logprobs_N is None for m in found.trajectories_G for s in m.segments)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [1, 4, 7]), (10, [1])]
+)
+def test_the_first_step_and_every_nth_after_it(
+    tmp_path: Path, every: int, steps: list[int]
+) -> None:
+    kept(tmp_path / "r", [group(3), group(4)], range(1, 8), every)
+    found = read_rollouts(tmp_path / "r")
+    assert [each.step for each in found] == steps
+    assert {each.group_id for each in found} <= {3}
+
+
+def test_a_step_whose_groups_were_all_filtered_out_keeps_none(tmp_path: Path) -> None:
+    RolloutLog(tmp_path / "r", 1).keep(1, [], [])
+    assert read_rollouts(tmp_path / "r") == []
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    log = kept(path, [group()], range(1, 8))
+    with path.open("a") as file:
+        file.write('{"step": 3, "gro')  # killed in the middle of a line
+    log = pickle.loads(pickle.dumps(log))  # as it gets to the next learner
+    log.rewind(4)
+    assert [each.step for each in read_rollouts(path)] == [1, 2, 3, 4]
+    log.keep(5, [group(9)], policy_rows([group(9)], OBJECTIVE))
+    assert [each.group_id for each in read_rollouts(path)] == [0, 0, 0, 0, 9]
+    log.rewind(0)
+    assert path.read_bytes() == b""
+    RolloutLog(tmp_path / "none", 1).rewind(3)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
+    kept(tmp_path / "r", [group()], range(1, 3))
+    with (tmp_path / "r").open("a") as file:
+        file.write('{"step": 3, "gro')
+    assert len(read_rollouts(tmp_path / "r")) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("actions", [[2, 1]], "no runs of"),
+        ("actions", [[0, 999]], "no runs of"),
+        ("advantages", [1.0], "advantages has 1 entries for 3 actions"),
+        ("tokens", None, "TypeError"),
+        ("tokens", [-1, 1, 2, 3, 4], "a negative token id, -1"),
+    ],
+)
+def test_a_line_that_is_no_group_is_named(
+    tmp_path: Path, field: str, value: object, said: str
+) -> None:
+    path = tmp_path / "r"
+    kept(path, [group()], range(1, 3))
+    first, second = map(json.loads, path.read_text().splitlines())
+    second["trajectories"][0]["segments"][0][field] = value
+    path.write_text(json.dumps(first) + "\n" + json.dumps(second) + "\n")
+    with pytest.raises(DataError, match=rf"r:2 is no kept group.*{said}"):
+        read_rollouts(path)
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match="r:1 is no object with group_id and step and traj"):
+        read_rollouts(path)
+
+
+def test_the_loop_shows_what_it_trained_on(
+    tmp_path: Path, tiny_pair: TinyPair, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A group that is filtered out has no rows, and those of the others are their own."""
+    same = TrajectoryGroup(
+        group_id=0, trajectories_G=(trajectory(segment()), trajectory(segment(seed=1)))
+    )
+    groups = [same, group(1), group(2), group(3, members=3)]
+    objective = ObjectiveConfig(reward_coef=1.0, remove_constant_reward_groups=True, num_substeps=2)
+    world = World(groups)
+    loop = PolicyLoop(
+        learner=Learner(
+            LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu"), str(tmp_path / "f")
+        ),
+        tokenizer=tokenizer,
+        source=world,
+        publish=world.publish,
+        store=CheckpointStore(tmp_path / "checkpoints", keep=1),
+        loss=PolicyObjectiveLoss(objective=objective),
+        groups_per_step=4,
+        keep=RolloutLog(tmp_path / "r", 1).keep,
+    )
+    loop.step()
+    [found] = read_rollouts(tmp_path / "r")
+    assert (found.step, found.version, found.group_id) == (1, 0, 1)
+    [first, *_] = policy_rows(groups[1:], objective)
+    assert found.trajectories_G[0].segments[0].advantages_N == pytest.approx(
+        first.weights_T[first.loss_mask_T], rel=1e-3
+    )

@@ -1,0 +1,230 @@
+"""Kept rollouts as supervised rows: which of them, and that they are trained token by token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.config_supervised import SftConfig
+from cluster.recipes.supervised import run_sft
+from cluster.rollouts import RolloutLog
+from cluster.rollouts_to_sft import main
+from distill.batching import TrainingRow
+from distill.errors import DataError
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows
+from distill.sft_rows import load_sft_rows
+from distill.tokenizer import load_tokenizer
+from distill.types import Segment, TrajectoryGroup
+from tests.conftest import TinyPair
+from tests.distill.test_bonuses import byte_tokenizer
+from tests.e2e.harness import metrics
+from tests.samples import segment, trajectory
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+
+# Two turns, the environment's words between them.
+TURNS = segment(
+    1, 5, seed=1, action_mask_T=[False, True, True, False, True, False],
+    versions_T=[-1, 3, 3, -1, 4, -1],
+)  # fmt: skip
+READ, ANSWER = segment(3, 2, seed=2), segment(2, 3, seed=3)
+LOST, POOR = segment(2, 2, seed=4), segment(4, 4, seed=5)
+# Of the same tokens as READ, of which fewer were sampled.
+READ_LATER = segment(4, 1, seed=6, tokens_T=READ.tokens_T)
+GROUPS = [
+    TrajectoryGroup(
+        group_id=7,
+        trajectories_G=(
+            trajectory(TURNS, reward=1.0),
+            trajectory(READ, ANSWER, reward=1.5),
+            trajectory(LOST, POOR, reward=0.5),
+        ),
+    ),
+    TrajectoryGroup(
+        group_id=8,
+        trajectories_G=(
+            trajectory(POOR, reward=0.0),
+            trajectory(TURNS, reward=1.0),  # sampled again
+            trajectory(READ, READ_LATER, reward=1.0),
+        ),
+    ),
+]
+
+
+def write_run(out: Path, student: str, groups: list[TrajectoryGroup] = GROUPS) -> Path:
+    out.mkdir()
+    settings = {"student": student, "keep_rollouts_every": 1}
+    (out / "config.json").write_text(json.dumps({"recipe": "rl", "settings": settings}))
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')
+    log = RolloutLog(out / "rollouts.jsonl", 1)
+    for step, group in enumerate(groups, 1):
+        log.keep(step, [group], policy_rows([group], ObjectiveConfig(kl_coef=0, reward_coef=1.0)))
+    return out
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_pair: TinyPair) -> Path:
+    return write_run(tmp_path / "run", tiny_pair.student)
+
+
+@pytest.fixture
+def convert(run: Path, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """convert(*arguments): the rows that the command writes to data.jsonl."""
+
+    def rows(*arguments: str) -> list[dict[str, Any]]:
+        data = tmp_path / "data.jsonl"
+        assert main([f"out={run}", f"data={data}", *arguments]) == 0
+        return [json.loads(line) for line in data.read_text().splitlines()]
+
+    return rows
+
+
+def load(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[TrainingRow]:
+    return load_sft_rows(str(path), tokenizer, vocab_size=VOCAB_SIZE, max_length=64, stop_ids={EOS})
+
+
+def facts(chain: Segment | TrainingRow) -> tuple[list[int], list[bool]]:
+    mask_T = chain.action_mask_T if isinstance(chain, Segment) else chain.loss_mask_T
+    return chain.tokens_T.tolist(), mask_T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [TURNS, READ, ANSWER, READ_LATER]),
+        (["min_reward=1.2"], [READ, ANSWER]),
+        (["min_reward=0.5"], [TURNS, READ, ANSWER, LOST, POOR, READ_LATER]),
+        (["only=condensed"], [READ, ANSWER, READ_LATER]),
+        (["only=condensed", "min_reward=-1"], [READ, ANSWER, LOST, POOR, READ_LATER]),
+    ],
+)
+def test_what_qualifies_is_trained_token_by_token(
+    convert: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: list[str],
+    expected: list[Segment],
+) -> None:
+    convert(*arguments)
+    rows = load(tmp_path / "data.jsonl", tokenizer)
+    assert [facts(row) for row in rows] == [facts(each) for each in expected]
+
+
+def test_people_are_told_where_a_row_comes_from(
+    convert: Callable[..., list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = convert()
+    told = [(row["reward"], row["step"], row["group"]) for row in rows]
+    assert told == [(1.0, 1, 7), (1.5, 1, 7), (1.5, 1, 7), (1.0, 2, 8)]
+    assert rows[0]["text"] == tokenizer.decode(TURNS.tokens_T.tolist())
+    assert rows[0]["loss_mask"] == [[1, 3], [4, 5]]
+
+
+def test_the_command_counts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("an older one")
+    assert main([f"out={run}", f"data={data}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 of 6 kept trajectories are in" in said
+    assert said.endswith("4 rows (2 duplicates left out), 21 tokens, 9 of them trained")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "run"]
+
+
+def test_tokens_that_no_text_encodes_to_stay_as_they_were_sampled(tmp_path: Path) -> None:
+    """`also` is one token to the tokenizer; the policy spelt it, and ended within a character."""
+    tokenizer = byte_tokenizer(*["also"] * 50, vocab_size=260)
+    tokenizer.save_pretrained(tmp_path / "student")
+    spelt = [tokenizer(letter)["input_ids"][0] for letter in "also"]
+    half = tokenizer("你")["input_ids"][0]
+    assert tokenizer("also")["input_ids"] != spelt
+    made = segment(2, 3, tokens_T=np.array([*spelt, half], np.int32))
+    group = TrajectoryGroup(group_id=0, trajectories_G=(trajectory(made, reward=1.0),))
+    run = write_run(tmp_path / "run", str(tmp_path / "student"), [group])
+    data = tmp_path / "data.jsonl"
+    assert main([f"out={run}", f"data={data}"]) == 0
+    loaded = load_tokenizer(str(tmp_path / "student"))
+    [row] = load_sft_rows(str(data), loaded, vocab_size=260, max_length=5, stop_ids=())
+    assert facts(row) == facts(made)
+    assert json.loads(data.read_text())["text"] == "also\N{REPLACEMENT CHARACTER}"
+
+
+def test_the_final_tokenizer_is_the_student_s(
+    run: Path, convert: Callable[..., list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    before = convert()
+    tokenizer.save_pretrained(run / "final")
+    assert convert() == before
+
+
+def test_a_model_of_another_tokenizer_is_refused(
+    convert: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    convert()
+    save_tokenizer(tmp_path / "other", alphabet="abc")
+    with pytest.raises(DataError, match=r"jsonl:1: `tokens` must be of the model's tokenizer"):
+        load(tmp_path / "data.jsonl", load_tokenizer(str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("min_reward=2", "none of 6 kept trajectories has a reward of at least min_reward=2, and "
+         "the highest is 1.5; lower min_reward"),
+        ("only=condensed min_reward=2", "none of 3 kept trajectories has"),
+        ("data=data.parquet", "data=data.parquet must end in .jsonl"),
+        ("data={run}/rollouts.jsonl", "holds the rollouts themselves; name another file"),
+        ("data={run}/no/data.jsonl", "cannot be written"),
+        ("data={run}/metrics.jsonl/data.jsonl", "cannot be written"),
+        ("out={run}/no", "is not a directory"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, said: str
+) -> None:
+    before = (run / "rollouts.jsonl").read_bytes()
+    given = argument.format(run=run).split()
+    assert main([f"out={run}", f"data={tmp_path / 'data.jsonl'}", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "data.jsonl").exists()
+    assert (run / "rollouts.jsonl").read_bytes() == before
+
+
+def test_no_condensed_trajectories_no_rollouts_no_tokenizer(
+    tmp_path: Path, tiny_pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = TrajectoryGroup(group_id=0, trajectories_G=(trajectory(TURNS, reward=1.0),))
+    student = shutil.copytree(tiny_pair.student, tmp_path / "student")
+    run = write_run(tmp_path / "run", str(student), [single])
+    given = [f"out={run}", f"data={tmp_path / 'data.jsonl'}"]
+    assert main([*given, "only=condensed"]) == 2
+    assert "none of 1 kept trajectories has more than one segment" in capsys.readouterr().err
+    shutil.rmtree(student)
+    assert main(given) == 2
+    assert "whose token ids these are cannot be told: cannot load" in capsys.readouterr().err
+    (run / "rollouts.jsonl").unlink()
+    assert main(given) == 2
+    assert "This run kept no rollouts" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_model_learns_what_it_sampled(
+    convert: Callable[..., list[dict[str, Any]]], tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    rows = convert()
+    config = SftConfig(
+        model=tiny_pair.student, data=str(tmp_path / "data.jsonl"), out=str(tmp_path / "sft"),
+        steps=20, batch_size=len(rows), lr=3e-3,
+    )  # fmt: skip
+    run_sft(config, Console(quiet=True))
+    steps = metrics(tmp_path / "sft")
+    assert steps[-1]["train/nll"] < 0.5 * steps[0]["train/nll"]
+    assert {step["train/tokens"] for step in steps} == {9}

@@ -1,0 +1,138 @@
+"""Documents longer than the context: parts, notes, segments of their own, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.episode import rollout_group
+from distill.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
+from distill.envs.base import EnvDataset
+from distill.envs.reading import Reading
+from distill.errors import ConfigError, DataError
+from distill.sampling import TrainSampling
+from distill.types import Trajectory
+from tests.samples import TEMPERATURE
+from tests.scripted import Scripted, setting
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
+# Four documents of 24 lines, a word of two letters and a number each.
+ROWS = [
+    {
+        "document": "\n".join(f"{chr(65 + i)}{chr(66 + d)} {10 + 3 * i + d}" for i in range(24)),
+        "question": f"{chr(65 + 5 * d + 3)}{chr(66 + d)}",
+        "answer": f"{10 + 3 * (5 * d + 3) + d}",
+        "facts": [f"{10 + 3 * (5 * d + 3) + d}"],
+    }
+    for d in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    book = reading_book(documents(30, 24, seed=0), lines_a_part=4, forgets=0.2)
+    return train_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), book, CAPITALS_APART)
+
+
+def dataset(
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    rows: list[Mapping[str, object]] | None = None,
+    context_length: int = 64,
+    **settings: object,
+) -> EnvDataset:
+    path = directory / "documents.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (ROWS if rows is None else rows)))
+    config = Reading(**{"terse": True} | settings)  # pyright: ignore[reportArgumentType]
+    return config(str(path), setting(tokenizer, context_length=context_length, max_new_tokens=8))
+
+
+def reads(row: Mapping[str, str]):
+    """Notes the number as soon as it is shown, and keeps it."""
+
+    def script(_turn: int, seen: str) -> str:
+        shown = seen.rpartition("user\n")[2].partition("<|im_end|>")[0]
+        _, notes, *part = shown.split("|")
+        if not part:
+            return notes.partition("=")[0]
+        return row["answer"] if row["question"] in part[0] else notes or "-"
+
+    return script
+
+
+def played(problems: EnvDataset, policy: Scripted, problem: int = 0) -> Trajectory:
+    rolled = rollout_group(policy, problems.builder(problem, 1), SAMPLING, group_id=0, seed=0)
+    return asyncio.run(rolled).trajectories_G[0]
+
+
+def test_a_document_is_read_in_parts(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    policy = Scripted(tokenizer, reads(ROWS[0]))
+    made = played(dataset(tokenizer, tmp_path, fact_bonus=0.5), policy)
+    assert made.reward == 1.0 and made.metrics["facts_kept"] == 1.0
+    assert len(made.segments) == len(policy.seen) > 3  # each turn begins afresh
+    shown = "".join(policy.seen)
+    assert all(line in shown for line in ROWS[0]["document"].split("\n"))
+    assert all(len(request.prompt_tokens_T) + 8 <= 64 for request in policy.requests)
+    paid = [segment.bonuses_T.sum() for segment in made.segments if segment.bonuses_T is not None]
+    kept = sum(ROWS[0]["answer"] in tokenizer.decode(s.tokens_T[s.action_mask_T].tolist())
+               for s in made.segments[:-1])  # fmt: skip
+    assert sum(paid) == pytest.approx(0.5 * kept) and kept >= 1
+
+
+def test_notes_that_are_lost_answer_wrongly(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    made = played(dataset(tokenizer, tmp_path), Scripted(tokenizer, lambda _turn, _seen: "-"))
+    assert made.reward == 0.0 and made.metrics["facts_kept"] == 0.0
+
+
+@pytest.mark.parametrize("by", ["keywords", "tests.distill.test_reading:last_lines"])
+def test_a_document_is_condensed_first(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, by: str
+) -> None:
+    problems = dataset(tokenizer, tmp_path, by=by, part_tokens=30)
+    policy = Scripted(tokenizer, ["42"])
+    made = played(problems, policy)
+    assert len(made.segments) == 1
+    lines = ROWS[0]["document"].split("\n")
+    assert any(line in policy.seen[0] for line in lines)
+    assert not all(line in policy.seen[0] for line in lines)
+    if by == "keywords":
+        assert f"{ROWS[0]['question']} {ROWS[0]['answer']}" in policy.seen[0]
+
+
+def last_lines(text: str, focus: str, max_tokens: int) -> str:
+    return "\n".join(text.split("\n")[-2:])
+
+
+def test_words_for_models_that_were_not_taught_the_task(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    policy = Scripted(tokenizer, lambda _turn, _seen: "7")
+    played(dataset(tokenizer, tmp_path, terse=False, context_length=1024, part_tokens=40), policy)
+    assert "Part 1 of" in policy.seen[0] and "Write the new notes" in policy.seen[0]
+    assert "Answer the question" in policy.seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"rows": [{"document": "a", "question": "b"}]}, DataError, ":1: `answer` must be"),
+        ({"rows": [{"document": " ", "question": "b", "answer": "c"}]}, DataError, "is blank"),
+        ({"rows": [{**ROWS[0], "facts": "x"}]}, DataError, "`facts` must be a list"),
+        ({"context_length": 24}, DataError, "no room is left for the document"),
+        ({"max_turns": 2}, DataError, r"needs a turn more than env\.max_turns=2"),
+        ({"part_tokens": 0}, ConfigError, r"env\.part_tokens=0 must be at least 1"),
+        ({"by": "keyword"}, ConfigError, "keywords"),
+    ],
+)
+def test_bad_input(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, changes: dict, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        dataset(tokenizer, tmp_path, **changes)

@@ -1,0 +1,207 @@
+"""Games of the textarena library on scripted policies: real games, played to their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import re
+import sys
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.episode import play_group
+from distill.envs.base import Episode
+from distill.envs.textarena_game import RandomMover, TextArena, TextArenaGame
+from distill.envs.two_player import IllegalMove
+from distill.errors import ConfigError
+from distill.sampling import TrainSampling
+from distill.types import StopReason
+from tests.samples import TEMPERATURE
+from tests.scripted import Script, Scripted, chat_tokenizer, setting
+
+pytest.importorskip("textarena", reason="pip install 'isotherm[textarena]'")
+
+MAX_NEW_TOKENS = 16
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS)
+# Against hangs only.
+DEADLINE_S = 60.0
+LISTED = re.compile(r"Available Moves: (.*)")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def first_listed(_turn: int, seen: str) -> str:
+    return re.findall(r"\[\d\]", LISTED.findall(seen)[-1])[0]
+
+
+def play(
+    tokenizer: PreTrainedTokenizerBase,
+    script: Script,
+    *,
+    problem: int = 0,
+    group_size: int = 2,
+    **settings: object,
+) -> tuple[list[Episode], Scripted]:
+    config = TextArena(**settings)  # pyright: ignore[reportArgumentType]
+    room = setting(tokenizer, context_length=4096, max_new_tokens=MAX_NEW_TOKENS)
+    dataset = pickle.loads(pickle.dumps(config(None, room)))
+    policy = Scripted(tokenizer, script)
+
+    async def run() -> list[Episode]:
+        builder = dataset.builder(problem, group_size)
+        return await asyncio.wait_for(
+            play_group(policy, builder, SAMPLING, group_id=0, seed=0), DEADLINE_S
+        )
+
+    return asyncio.run(run()), policy
+
+
+def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """First listed move by first listed move, the first seat has 0, 2, 4, 6: a diagonal."""
+    (first, second), policy = play(tokenizer, first_listed)
+    assert (len(first.turns), len(second.turns)) == (4, 3)
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert first.metrics == {"won": 1, "drawn": 0, "illegal": 0, "partings": 0}
+    assert first.stop_reason is second.stop_reason is StopReason.DONE
+    assert "You are Player 0" in policy.seen[0] and "You are Player 1" in policy.seen[1]
+    assert all(seen.count("You are Player") == 1 for seen in policy.seen)  # the rules, once
+    assert policy.seen[-1].count("Available Moves") == 7  # and every board of the game
+
+
+def test_the_next_observation_goes_on_where_the_last_one_ended(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    (first, _), _ = play(tokenizer, first_listed)
+    before = None
+    for turn in first.turns:
+        tokens = turn.observation_T.tolist()
+        assert before is None or tokens[: len(before)] == before
+        before = tokens + turn.sample.tokens_T.tolist()
+
+
+def test_a_board_that_replaces_the_last_one_is_seen_alone(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The library's `-train` games show the rules and the board of now, not what was said."""
+    (first, second), policy = play(tokenizer, first_listed, game="TicTacToe-v0-train")
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert all(seen.count("Available Moves") == 1 for seen in policy.seen)
+    assert all(seen.count("You are Player") == 1 for seen in policy.seen)
+
+
+def test_the_library_lets_a_player_try_again_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    def second_stumbles(turn: int, seen: str) -> str:
+        return "[0]" if turn == 1 else first_listed(turn, seen)
+
+    (first, second), policy = play(tokenizer, second_stumbles)
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert (len(first.turns), len(second.turns)) == (4, 4)
+    assert "cell 0 is already occupied" in policy.seen[2]
+    assert "Please resubmit" in policy.seen[2]
+
+
+def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    (first, second), _ = play(
+        tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)
+    )
+    assert (first.reward, second.reward) == (0.0, -1.0)
+    assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "partings": 0}
+    assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "partings": 0}
+
+
+def test_thoughts_are_no_moves() -> None:
+    game = TextArenaGame("TicTacToe-v0", 0)
+    game.move("<think>[0] or [1]?</think>\n[4]")
+    assert "in cell 4" in game.view(1) and "or [1]?" not in game.view(1)
+
+
+@pytest.mark.parametrize("problem", [0, 1])
+def test_an_opponent_of_listed_moves(tokenizer: PreTrainedTokenizerBase, problem: int) -> None:
+    episodes, policy = play(
+        tokenizer, first_listed, opponent="random", problem=problem, group_size=4
+    )
+    assert len(episodes) == 4
+    assert all(episode.metrics["illegal"] == 0 for episode in episodes)
+    assert f"You are Player {problem}" in policy.seen[0]
+
+
+@pytest.mark.parametrize("name", ["Othello-v0", "KuhnPoker-v0", "SimpleTak-v0-train"])
+def test_listed_moves_play_other_games_to_their_end(name: str) -> None:
+    game, mover = TextArenaGame(name, 0), RandomMover(0)
+    for _ in range(200):
+        if game.scores is not None:
+            break
+        game.move(mover(game))
+    assert game.scores is not None and sum(game.scores) == 0
+
+
+def test_games_draw_from_generators_of_their_own() -> None:
+    """Two games at once: each goes as it does alone, and others' randomness is left as it was."""
+
+    def hands(*games: TextArenaGame) -> list[str]:
+        for _ in range(4):
+            for game in games:
+                game.move("[check]")
+        return [game.view(game.to_move) for game in games]
+
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    [alone] = hands(TextArenaGame("KuhnPoker-v0", 1))
+    together = hands(TextArenaGame("KuhnPoker-v0", 1), TextArenaGame("KuhnPoker-v0", 2))
+    assert together[0] == alone
+    assert random.random() == expected
+
+
+def test_a_game_pickles_before_its_first_move() -> None:
+    game = TextArenaGame("KuhnPoker-v0", 3)
+    again = pickle.loads(pickle.dumps(game))
+    assert again.view(again.to_move) == game.view(game.to_move)
+
+
+def test_an_invalid_end_is_an_illegal_move() -> None:
+    game = TextArenaGame("TicTacToe-v0", 0)
+    game.move("nowhere")
+    assert game.to_move == 0 and game.scores is None
+    with pytest.raises(IllegalMove, match="nowhere"):
+        game.move("nowhere")
+
+
+def test_an_evaluation_by_self_play_of_one_episode_plays_a_game(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    episodes, _ = play(tokenizer, first_listed, group_size=1)
+    assert len(episodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"game": "TicTakToe-v0"}, r"env.game=TicTakToe-v0.*did you mean 'TicTacToe-v0'"),
+        ({"game": "Sudoku-v0"}, r"env.game=Sudoku-v0 is a game for 1 player, not for 2"),
+        ({"game": "SettlersOfCatan-v0"}, r"is a game for 4 players, not for 2"),
+        ({"game": "CharacterConclave-v0"}, r"is a game for 3 to 15 players"),
+        ({"game": "BabyAiText-v0"}, r"cannot be played here: ImportError"),
+        ({"game": "Nim-v0"}, r"env.eval_opponent=random.*env.eval_opponent=self"),
+        ({"opponent": "perfect"}, r"env.opponent=perfect is no player"),
+        ({"rules": False}, r"env.rules=False"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        TextArena(**settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_games_without_listed_moves_are_played_against_oneself() -> None:
+    TextArena(game="Nim-v0", eval_opponent="self")
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    with pytest.raises(ConfigError, match=r"isotherm\[textarena\]"):
+        TextArena()

@@ -1,0 +1,179 @@
+"""Games of two on scripted policies: whose turn, who earns what, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.episode import play_group, rollout_group
+from distill.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
+from distill.envs.base import Episode
+from distill.envs.tic_tac_toe import FREE, TicTacToeGames, free_squares
+from distill.errors import EngineError
+from distill.interfaces import GenerateRequest, Sample
+from distill.sampling import TrainSampling
+from distill.types import StopReason
+from tests.samples import TEMPERATURE
+from tests.scripted import Script, Scripted, setting
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
+# Against hangs only.
+DEADLINE_S = 60.0
+BOARD = re.compile(r"[.XO]{3}\n[.XO]{3}\n[.XO]{3}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    return train_chat_tokenizer(directory, game_book(40, blunders=0.3), SQUARES_APART)
+
+
+def board_of(seen: str) -> str:
+    """The last board that a player was shown."""
+    return BOARD.findall(seen)[-1].replace("\n", "")
+
+
+def first_free(_turn: int, seen: str) -> str:
+    return str(free_squares(board_of(seen))[0] + 1)
+
+
+def play(
+    tokenizer: PreTrainedTokenizerBase, script: Script, *, group_size: int = 2, **settings: object
+) -> tuple[list[Episode], Scripted]:
+    config = TicTacToeGames(random_moves=0, **settings)  # pyright: ignore[reportArgumentType]
+    dataset = pickle.loads(pickle.dumps(config(None, setting(tokenizer, max_new_tokens=8))))
+    policy = Scripted(tokenizer, script)
+
+    async def run() -> list[Episode]:
+        builder = dataset.builder(0, group_size)
+        return await asyncio.wait_for(
+            play_group(policy, builder, SAMPLING, group_id=0, seed=0), DEADLINE_S
+        )
+
+    return asyncio.run(run()), policy
+
+
+def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase) -> None:
+    """First free square by first free square, X has 1, 3, 5, 7: a diagonal."""
+    (first, second), policy = play(tokenizer, first_free)
+    assert (len(first.turns), len(second.turns)) == (4, 3)
+    assert (first.reward, second.reward) == (1.0, -1.0)
+    assert first.metrics == {"won": 1, "drawn": 0, "illegal": 0, "partings": 0}
+    assert first.stop_reason is second.stop_reason is StopReason.DONE
+    boards = [board_of(seen) for seen in policy.seen]
+    assert boards[0] == FREE * 9 and len(set(boards)) == 7  # every move saw another board
+    assert "tic-tac-toe" in policy.seen[0] and policy.seen[0].count("tic-tac-toe") == 1
+
+
+def test_a_group_plays_as_many_games_as_it_has_pairs(tokenizer: PreTrainedTokenizerBase) -> None:
+    episodes, policy = play(tokenizer, first_free, group_size=6)
+    assert [episode.reward for episode in episodes] == [1.0, -1.0] * 3
+    assert policy.requests[0].num_samples == 3  # the three that begin see the same board
+
+
+def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    def second_blunders(turn: int, seen: str) -> str:
+        return "1" if turn == 1 else first_free(turn, seen)
+
+    (first, second), _ = play(tokenizer, second_blunders)
+    assert (first.reward, second.reward) == (0.0, -1.0)
+    assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "partings": 0}
+    assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "partings": 0}
+
+
+def test_who_never_moves_is_no_trajectory(tokenizer: PreTrainedTokenizerBase) -> None:
+    (first, second), _ = play(tokenizer, lambda _turn, _seen: "none")
+    assert first.reward == -1.0 and second.turns == ()
+    dataset = TicTacToeGames(random_moves=0)(None, setting(tokenizer, max_new_tokens=8))
+    policy = Scripted(tokenizer, lambda _turn, _seen: "none")
+    rolled = rollout_group(policy, dataset.builder(0, 4), SAMPLING, group_id=0, seed=0)
+    group = asyncio.run(asyncio.wait_for(rolled, DEADLINE_S))
+    assert len(group.trajectories_G) == 2
+
+
+def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:
+    (first, second), _ = play(tokenizer, first_free, max_turns=2)
+    assert first.stop_reason is StopReason.TURNS and first.reward == -1.0
+    assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
+
+
+@pytest.mark.parametrize("problem", [0, 1])
+def test_an_opponent_that_is_no_model(tokenizer: PreTrainedTokenizerBase, problem: int) -> None:
+    """The policy's seat alternates with the problem; nobody beats the perfect player."""
+    config = TicTacToeGames(random_moves=0, opponent="perfect")
+    dataset = config(None, setting(tokenizer, max_new_tokens=8))
+    policy = Scripted(tokenizer, first_free)
+    builder = dataset.builder(problem, 4)
+    episodes = asyncio.run(play_group(policy, builder, SAMPLING, group_id=0, seed=0))
+    assert len(episodes) == 4
+    assert all(episode.reward <= 0 for episode in episodes)
+    taken = 9 - board_of(policy.seen[0]).count(FREE)
+    assert taken == problem  # who sits second sees the first one's move
+
+
+def test_a_frozen_model_sits_opposite(tokenizer: PreTrainedTokenizerBase) -> None:
+    """It plays by its own conversation, at its own temperature, and is no member of the group."""
+    config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.0)
+    assert list(config.asks) == ["reference"] and list(TicTacToeGames().asks) == []
+    dataset = pickle.loads(pickle.dumps(config(None, setting(tokenizer, max_new_tokens=8))))
+    policy, frozen = Scripted(tokenizer, first_free), Scripted(tokenizer, first_free)
+    played = play_group(
+        policy, dataset.builder(0, 2), SAMPLING, group_id=0, seed=0, models={"reference": frozen}
+    )
+    episodes = asyncio.run(asyncio.wait_for(played, DEADLINE_S))
+    assert [episode.reward for episode in episodes] == [1.0, 1.0]
+    assert [len(episode.turns) for episode in episodes] == [4, 4]
+    assert len(frozen.seen) == 2 * 3
+    assert {request.sampling.temperature for request in frozen.requests} == {0.0}
+    assert all(seen.count("tic-tac-toe") == 1 for seen in [*policy.seen, *frozen.seen])
+
+
+def test_a_frozen_model_may_lose_by_an_illegal_move(tokenizer: PreTrainedTokenizerBase) -> None:
+    config = TicTacToeGames(random_moves=0, opponent="reference", opponent_temperature=0.7)
+    dataset = config(None, setting(tokenizer, max_new_tokens=8))
+    frozen = Scripted(tokenizer, lambda _turn, _seen: "none")
+    policy = Scripted(tokenizer, first_free)
+    played = play_group(
+        policy, dataset.builder(0, 1), SAMPLING, group_id=0, seed=0, models={"reference": frozen}
+    )
+    [episode] = asyncio.run(asyncio.wait_for(played, DEADLINE_S))
+    assert episode.reward == 0.0 and episode.metrics["illegal"] == 0.0
+
+
+def test_evaluations_play_another_opponent() -> None:
+    config = TicTacToeGames(eval_opponent="perfect")
+    evaluated = config.evaluation()
+    assert isinstance(evaluated, TicTacToeGames)
+    assert (config.opponent, evaluated.opponent) == ("self", "perfect")
+
+
+def test_a_failing_engine_ends_the_group(tokenizer: PreTrainedTokenizerBase) -> None:
+    class Fails(Scripted):
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            if self.seen:
+                raise EngineError("gone")
+            return await super().generate(request)
+
+    dataset = TicTacToeGames(random_moves=0)(None, setting(tokenizer, max_new_tokens=8))
+    played = play_group(
+        Fails(tokenizer, first_free), dataset.builder(0, 4), SAMPLING, group_id=0, seed=0
+    )
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(asyncio.wait_for(played, DEADLINE_S))
+
+
+def test_openings_with_an_odd_number_of_marks_begin_with_the_second_seat(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    config = TicTacToeGames(random_moves=1)
+    opening = next(p for p in range(99) if config.new_game(p).to_move == 1)
+    dataset = config(None, setting(tokenizer, max_new_tokens=8))
+    policy = Scripted(tokenizer, first_free)
+    episodes = asyncio.run(
+        play_group(policy, dataset.builder(opening, 2), SAMPLING, group_id=0, seed=0)
+    )
+    assert all(episode.turns for episode in episodes)
