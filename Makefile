@@ -10,10 +10,11 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo opd-vs-rl test chaos lint bench clean
+.PHONY: help install install-sglang demo show opd-vs-rl test chaos lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
+	@echo "make show    a recipe with tools, games or documents: TASK=tools|rl_tools|selfplay|condensed"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
 	@echo "make test    lint, types and the whole test suite"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
@@ -46,6 +47,9 @@ $(SGLANG): $(STAMP) requirements/sglang-cpu.txt
 demo: $(STAMP) $(if $(filter sglang,$(ENGINE)),$(SGLANG))
 	$(BIN)/python -m cluster.demo out=outputs/demo $(if $(ENGINE),engine=$(ENGINE))
 
+show: $(STAMP)
+	$(BIN)/python -m cluster.show task=$(or $(TASK),tools) out=outputs/show $(if $(ENGINE),engine=$(ENGINE))
+
 opd-vs-rl: $(STAMP)
 	$(BIN)/python -m cluster.opd_vs_rl out=outputs/opd-vs-rl
 
@@ -56,7 +60,7 @@ lint: $(STAMP)
 
 # Two files at a time: most tests wait for processes of their own. A file's tests share servers.
 test: lint $(SGLANG)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
 
 chaos: $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))

@@ -1,0 +1,67 @@
+"use strict";
+// Of all that stands in the data, nothing becomes markup: text goes into text nodes only.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+const svgSpace = byId("svg").namespaceURI;
+
+function shape(tag, attributes = {}, text = "") {
+  const element = document.createElementNS(svgSpace, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  return element;
+}
+
+function number(value, digits = 3) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  let text;
+  if (size >= 10000) text = Math.round(value).toLocaleString("en");
+  else if (size !== 0 && size < 1e-3) text = value.toExponential(1);
+  else text = String(Number(value.toPrecision(size >= 1000 ? 4 : digits)));
+  return text.replace("-", "−");
+}
+
+const fixed = (value) =>
+  value === null || value === undefined ? "–" : value.toFixed(3).replace("-", "−");
+
+const mean = (values) =>
+  values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+
+function showHead() {
+  document.title = `isotherm: ${data.title}`;
+  byId("title").textContent = data.title;
+  for (const [name, value] of data.facts) {
+    byId("facts").append(make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+  }
+}
+
+function showEvaluations() {
+  const { columns, rows } = data.evaluations;
+  const head = columns.map((name) => make("th", { scope: "col" }, name));
+  const body = rows.map(([metric, ...cells]) =>
+    make("tr", {}, make("th", { scope: "row" }, metric.replaceAll("_", " ")),
+      ...cells.map((cell) => make("td", {}, ...evaluationCell(cell)))));
+  byId("evaluation-table").append(
+    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "metric"), ...head)),
+    make("tbody", {}, ...body));
+  byId("evaluations").hidden = false;
+}
+
+function evaluationCell(cell) {
+  if (cell === null) return ["–"];
+  if (cell.length < 3) return [number(cell[0])];
+  const interval = `[${number(cell[1])}, ${number(cell[2])}]`;
+  return [number(cell[0]), make("span", { class: "interval" }, interval)];
+}
+
+showHead();
+if (data.evaluations) showEvaluations();

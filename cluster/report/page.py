@@ -1,0 +1,50 @@
+"""The page of a report: one HTML file that asks nothing of the network.
+
+What a model wrote is data here, never markup: it stands in a JSON block in which no tag can end or
+begin, and the page's script puts it on the page as text. A content security policy lets nothing but
+the page's own style and scripts take effect, whatever else comes to stand in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# In this order they are one script.
+_SCRIPTS = ("base", "curves", "groups", "tokens", "reader")
+# The only characters that mean something to an HTML parser within a script.
+_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+
+
+def report_page(data: Mapping[str, Any]) -> str:
+    """The page that shows `data`, which is what `report_data` returns."""
+    style = _part("page.css")
+    script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    # The data comes last: it may hold whatever the others are marked by.
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": as_json(data)}
+    page = _part("page.html")
+    for name, part in parts.items():
+        page = page.replace(f"@@{name}@@", part, 1)
+    return page
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """JSON that is inert within an HTML script: plain ASCII without <, > and &."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.translate(_ESCAPES)
+
+
+def _part(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

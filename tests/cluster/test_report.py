@@ -1,0 +1,383 @@
+"""The report of a made-up run: its numbers are the run's; its rollouts are text, never markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.report.command import main
+from cluster.report.data import charts, report_data, spread
+from cluster.report.page import as_json
+from cluster.report.run_files import read_run
+from cluster.rollouts import RolloutLog
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows
+from distill.spans import token_texts
+from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+from tests.distill.test_bonuses import byte_tokenizer, llama_tokenizer
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
+SETTINGS = {
+    "student": "models/small", "teacher": "http://teacher:30000", "temperature": 0.7, "steps": 40,
+    "prompts_per_step": 8, "group_size": 2, "keep_rollouts_every": 5,
+}  # fmt: skip
+SUMMARY = {
+    "status": "finished",
+    "eval teacher": {"eval/accuracy": 0.9, "eval/accuracy_low": 0.8, "eval/accuracy_high": 0.95},
+    "eval before": {"eval/accuracy": 0.25, "eval/reverse_kl": 1.5, "time/eval": 3.0},
+    "eval after": {"eval/accuracy": 0.75, "eval/reverse_kl": 0.5},
+}
+
+
+def turns(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool], version: int) -> Segment:
+    """A segment of texts: (observed or sampled, whether it was sampled)."""
+    encoded = [(tokenizer(text)["input_ids"], sampled) for text, sampled in parts]
+    mask_T = np.array([sampled for ids, sampled in encoded for _ in ids])
+    logprobs_T = np.where(mask_T, -np.arange(1, len(mask_T) + 1) / 8, 0)
+    return Segment(
+        tokens_T=np.array([token for ids, _ in encoded for token in ids], np.int32),
+        action_mask_T=mask_T,
+        behaviour_logprobs_T=logprobs_T,
+        teacher_logprobs_T=logprobs_T * 1.5,
+        versions_T=np.where(mask_T, version, -1),
+        temperature=0.7,
+    )
+
+
+def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
+    """A member of two segments and three turns, and one of a single turn; hostile throughout."""
+    long = turns(
+        tokenizer, ("ask é\n", False), ("say 你", True), ("result", False), (HOSTILE, True),
+        version=step - 1,
+    )  # fmt: skip
+    again = turns(tokenizer, ("in short: ", False), ("bye<eos>", True), version=step - 1)
+    short = turns(tokenizer, (HOSTILE, False), ("no", True), version=step - 1)
+    return TrajectoryGroup(
+        group_id=8 * step,
+        trajectories_G=(
+            Trajectory(segments=(long, again), reward=1.0, stop_reason=StopReason.EOS),
+            Trajectory(segments=(short,), reward=0.0, stop_reason=StopReason.LENGTH),
+        ),
+        tag=HOSTILE,
+    )
+
+
+def write(
+    out: Path,
+    *,
+    metrics: Sequence[Mapping[str, Any]] = ({"step": 1, "opd/reverse_kl": 2.0},),
+    settings: Mapping[str, Any] | None = SETTINGS,
+    recipe: str = "opd",
+    summary: Mapping[str, Any] | None = None,
+    rollouts: int = 0,
+) -> Path:
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    if settings is not None:
+        (out / "config.json").write_text(json.dumps({"recipe": recipe, "settings": settings}))
+    if summary is not None:
+        (out / "summary.json").write_text(json.dumps(summary))
+    if rollouts:
+        tokenizer = byte_tokenizer()
+        tokenizer.save_pretrained(out / "final")
+        log = RolloutLog(out / "rollouts.jsonl", 1)
+        for step in range(1, rollouts + 1):
+            groups = [a_group(tokenizer, step)]
+            log.keep(step, groups, policy_rows(groups, ObjectiveConfig(reward_coef=1.0)))
+    return out
+
+
+def whole_run(out: Path) -> Path:
+    metrics = [
+        {"step": step, "opd/reverse_kl": 2.0 - step / 40, "opd/reverse_kl/turn=1": 1.0,
+         "opd/reverse_kl/turn=10": 3.0, "opd/reverse_kl/turn=2": 2.0, "train/grad_norm": None,
+         "env/calls": 2.0, "train/loss": float("nan") if step == 3 else 0.5}
+        | ({"eval/accuracy": 0.5} if step == 20 else {})
+        for step in range(1, 41)
+    ]  # fmt: skip
+    return write(out, metrics=metrics, summary=SUMMARY, rollouts=3)
+
+
+class Page(HTMLParser):
+    """Tags and attributes of a page, and what its scripts hold."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.inner: dict[str, list[str]] = {"script": [], "style": []}
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in self.inner:
+            self.inner[self.open[-1]].append(data)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return json.loads(self.inner["script"][0])
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    out = whole_run(tmp_path / "run")
+    assert main([f"out={out}"]) == 0
+    return Page((out / "report.html").read_text())
+
+
+def test_the_page_is_whole_and_has_two_scripts(page: Page) -> None:
+    assert page.open == []
+    assert page.tags.count("script") == 2 and page.tags.count("style") == 1
+    assert not {"img", "link", "iframe", "object", "base", "form"} & set(page.tags)
+
+
+def test_the_page_asks_nothing_of_the_network(page: Page) -> None:
+    assert not {"src", "href", "action", "srcset"} & {name for name, _ in page.attributes}
+    own = page.inner["style"][0] + page.inner["script"][1]
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp|import\(", own)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+
+
+def test_only_the_page_s_own_script_and_style_may_take_effect(page: Page) -> None:
+    [policy] = [v for _, v in page.attributes if v is not None and v.startswith("default-src")]
+    for kind, text in (("script", page.inner["script"][1]), ("style", page.inner["style"][0])):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in policy
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+
+
+def test_no_text_gets_onto_the_page_as_markup(page: Page) -> None:
+    script = page.inner["script"][1]
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+
+
+def test_hostile_text_is_inert_and_whole(page: Page) -> None:
+    group = page.data["groups"][0]
+    assert group["tag"] == HOSTILE
+    assert "".join(group["members"][1]["segments"][0]["texts"]) == HOSTILE + "no"
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--<script>", "a & b", "\u2028\u2029", "\ud800"])
+def test_json_in_a_script_ends_no_script(text: str) -> None:
+    made = as_json({text: text})
+    assert made.isascii() and not set(made) & set("<>&")
+    assert json.loads(made) == {text: text}
+
+
+def test_the_rollouts_are_those_that_were_kept(page: Page) -> None:
+    data = page.data
+    assert [group["step"] for group in data["groups"]] == [1, 2, 3] and data["kept"] == 3
+    group = data["groups"][1]
+    assert (group["group"], group["version"], group["temperature"]) == (16, 1, 0.7)
+    assert [(m["reward"], m["stop"]) for m in group["members"]] == [(1.0, "eos"), (0.0, "length")]
+    long, again = group["members"][0]["segments"]
+    (first, stop), (second, end) = long["actions"]
+    texts = long["texts"]
+    assert "".join(filter(None, texts[:first])) == "ask é\n"
+    assert texts[first:stop] == ["s", "a", "y", " ", "你", None, None]
+    assert "".join(texts[stop:second]) == "result" and "".join(texts[second:end]) == HOSTILE
+    assert again["texts"][-1] == "<eos>" and again["special"] == [len(again["ids"]) - 1]
+    gaps = np.subtract(long["student"], long["teacher"])
+    places = [*range(first, stop), *range(second, end)]
+    assert gaps == pytest.approx([(t + 1) / 16 for t in places], abs=2e-4)
+    # A_t = reward's advantage - kl_coef * KL
+    assert long["advantages"] == pytest.approx([0.5 - gap for gap in gaps], abs=2e-3)
+    assert set(long["versions"]) == {1} and long["bonuses"] is None
+
+
+def test_the_curves_are_the_metrics(page: Page) -> None:
+    found = {chart["title"]: chart["lines"] for chart in page.data["charts"]}
+    assert list(found) == [
+        "Reverse KL per token, nats", "Reverse KL by turn", "Eval accuracy",
+        "Eval reverse KL, nats", "Loss",
+        "env/calls",
+    ]  # fmt: skip
+    [kl] = found["Reverse KL per token, nats"]
+    assert kl["steps"] == list(range(1, 41)) and kl["values"][-1] == 1.0
+    assert [line["label"] for line in found["Reverse KL by turn"]] == ["1", "2", "10"]
+    [accuracy] = found["Eval accuracy"]
+    assert (accuracy["steps"], accuracy["values"]) == ([0, 20, 40], [0.25, 0.5, 0.75])
+    assert "low" not in accuracy  # not every evaluation has an interval
+    assert 3 not in found["Loss"][0]["steps"]  # it was not finite
+
+
+def test_the_evaluations_are_a_table(page: Page) -> None:
+    assert page.data["evaluations"] == {
+        "columns": ["before", "after", "teacher"],
+        "rows": [
+            ["accuracy", [0.25], [0.75], [0.9, 0.8, 0.95]],
+            ["reverse_kl", [1.5], [0.5], None],
+        ],
+    }
+
+
+def test_the_head_says_what_was_run(page: Page) -> None:
+    facts = dict(page.data["facts"])
+    assert facts["status"] == "finished" and facts["steps"] == "40 of 40"
+    assert facts["student"] == "models/small" and facts["teacher"] == "http://teacher:30000"
+    assert facts["temperature"] == "0.7" and facts["a step"] == "8 prompts x 2 samples"
+
+
+def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
+    out = write(
+        tmp_path / "run",
+        metrics=[{"step": s, "train/loss": float(s % 2)} for s in range(1, 4001)],
+    )
+    [chart] = charts(read_run(out))
+    [line] = chart["lines"]
+    assert len(line["steps"]) == len(line["values"]) == 1000
+    assert line["values"] == [0.5] * 1000 and line["steps"][:2] == [2.5, 6.5]
+
+
+def test_several_teachers_and_a_run_without_a_word(tmp_path: Path) -> None:
+    teachers = {"a": {"model": "big", "weight": 1.0}, "b": {"model": "huge", "weight": 2.0}}
+    settings = {**SETTINGS, "teacher": None, "teachers": teachers}
+    facts = dict(report_data(read_run(write(tmp_path / "a", settings=settings)), 1)["facts"])
+    assert facts["teacher"] == "a: big, b: huge" and facts["status"].startswith("running")
+    bare = report_data(read_run(write(tmp_path / "b", settings=None)), 1)
+    assert dict(bare["facts"])["recipe"] == "unknown" and bare["evaluations"] is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7, 10, 11])
+def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
+    out = write(tmp_path / "run", rollouts=10)
+    steps = [group.step for group in spread(read_run(out).groups, number)]
+    assert len(steps) == len(set(steps)) == min(number, 10) and steps == sorted(steps)
+    assert steps[-1] == 10 and (number == 1 or steps[0] == 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe", "said"),
+    [
+        ({"keep_rollouts_every": 0}, "opd", "keep_rollouts_every=0. Give keep_rollouts_every=10"),
+        ({"keep_rollouts_every": 10}, "rl", "keeps the first group of every Nth step"),
+        ({}, "sft", "recipe=sft samples nothing"),
+    ],
+)
+def test_a_run_without_rollouts_says_why(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    recipe: str,
+    said: str,
+) -> None:
+    out = write(tmp_path / "run", settings=settings, recipe=recipe)
+    assert main([f"out={out}", f"html={tmp_path / 'page.html'}"]) == 0
+    data = Page((tmp_path / "page.html").read_text()).data
+    assert said in data["note"] and data["groups"] == []
+    assert said in capsys.readouterr().out
+
+
+def test_without_a_tokenizer_tokens_are_ids(tmp_path: Path) -> None:
+    out = write(
+        tmp_path / "run", rollouts=1, settings={**SETTINGS, "student": str(tmp_path / "gone")}
+    )
+    shutil.rmtree(out / "final")
+    data = report_data(read_run(out), 5)
+    assert "shown by their ids: cannot load a tokenizer" in data["note"]
+    segment = data["groups"][0]["members"][0]["segments"][0]
+    assert segment["texts"] is None and segment["ids"]
+
+
+def test_the_student_s_tokenizer_serves_until_there_is_a_final_one(tmp_path: Path) -> None:
+    out = write(tmp_path / "run", rollouts=1, settings={"student": str(tmp_path / "student")})
+    shutil.move(out / "final", tmp_path / "student")
+    data = report_data(read_run(out), 5)
+    assert data["note"] is None
+    assert data["groups"][0]["members"][1]["segments"][0]["texts"][-2:] == ["n", "o"]
+
+
+def test_texts_of_tokens_are_the_text() -> None:
+    tokenizer = llama_tokenizer()
+    assert token_texts(tokenizer, [2, 3, 6, 7, 8, 2]) == ["so", " well", "", "é", None, " so"]
+    cut = byte_tokenizer()("né你")["input_ids"][:-1]
+    assert token_texts(byte_tokenizer(), cut) == ["n", "é", None, "\N{REPLACEMENT CHARACTER}", None]
+    assert token_texts(tokenizer, []) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda out: None, "is not a directory"),
+        (lambda out: out.mkdir(), "holds no metrics.jsonl with anything in it"),
+        (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 is no object with step"),
+        (lambda out: (write(out) / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda out: (write(out) / "summary.json").write_text("[]"), "is no JSON object"),
+        (
+            lambda out: (write(out) / "rollouts.jsonl").write_text('{"step": 1}\n{"step": 2}\n'),
+            "rollouts.jsonl:1 is no object with",
+        ),
+        (
+            lambda out: (write(out) / "metrics.jsonl").write_bytes(b'\xff\n{"step": 1}\n'),
+            "metrics.jsonl:1 is no JSON",
+        ),
+    ],
+)
+def test_a_directory_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: Any, said: str
+) -> None:
+    out = tmp_path / "run"
+    made(out)
+    assert main([f"out={out}"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (out / "report.html").exists()
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write(tmp_path / "run")
+    assert main([f"out={out}", "groups=0"]) == 2
+    assert main([f"out={out}", f"html={tmp_path / 'no/page.html'}"]) == 2
+    said = capsys.readouterr().err
+    assert "groups=0 must be at least 1" in said and "cannot be written" in said
+
+
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """Every curve, and every sampled token with its colour; what is hostile stays text."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on this machine: the page is not drawn")
+    out = whole_run(tmp_path / "run")
+    assert main([f"out={out}"]) == 0
+    drawn = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+            (out / "report.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    data = Page((out / "report.html").read_text()).data
+    body = drawn[: drawn.index('<script id="data"')]
+    assert "<title>isotherm: opd run</title>" in drawn and "<img" not in drawn
+    assert body.count("<figure") == len(data["charts"]) == 6
+    assert body.count('class="stroke"') == sum(len(chart["lines"]) for chart in data["charts"])
+    members = data["groups"][0]["members"]
+    sampled = sum(len(s["student"]) for member in members for s in member["segments"])
+    tokens = re.findall(r'<span class="(t|t special|t rest)" data-token="\d+"([^>]*)>', body)
+    assert len(tokens) == sampled
+    assert sum("background-color" in style for _, style in tokens) > sampled * 0.9
+    assert body.count('class="run sampled"') == 4 and body.count("Segment 2 of 2") == 1
+    assert body.count('<tr data-group="') == 3

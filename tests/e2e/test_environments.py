@@ -1,0 +1,208 @@
+"""Environments on real Ray actors and real engines: turns, tools, games, judged from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.sglang_server import sglang_installed
+from cluster.audit import audit
+from cluster.config_presets import OpdToolsConfig, SelfplayConfig
+from cluster.config_supervised import SftConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
+from cluster.train import main
+from distill.chat_worlds import (
+    DIGITS_APART,
+    SQUARES_APART,
+    game_book,
+    product_book,
+    product_prompts,
+    products,
+    write_rows,
+    write_untrained,
+)
+from distill.envs.tic_tac_toe import TicTacToeGames
+from tests.conftest import TinyPair
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, trained_groups
+
+pytestmark = pytest.mark.e2e
+QUIET = Console(quiet=True)
+ENGINES = [
+    "embedded",
+    pytest.param(
+        "sglang",
+        marks=pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
+    ),
+]
+
+
+@pytest.fixture
+def backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The environment that docs/environments.md shows, word for word, and its words."""
+    page = (REPOSITORY / "docs/environments.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "backwards.py").write_text(code)
+    assert sum(map(bool, code.split("\n"))) < 30, "that is no small file any more"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
+    words = tmp_path / "words.txt"
+    words.write_text("\n".join(f"{a}{b}" for a in "abcd" for b in "efgh"))
+    return words
+
+
+@pytest.fixture
+def brief_pair(tiny_pair: TinyPair, tmp_path: Path) -> TinyPair:
+    """The pair with many tokens that end a turn: random models hardly ever sample a single one."""
+    copies = {}
+    for role in ("student", "teacher"):
+        copies[role] = str(shutil.copytree(getattr(tiny_pair, role), tmp_path / role))
+        stops = {"eos_token_id": [1, *range(20, 80)]}
+        (Path(copies[role]) / "generation_config.json").write_text(json.dumps(stops))
+    return TinyPair(**copies, prompts=tiny_pair.prompts)
+
+
+def without_prompts(pair: TinyPair, out: Path, words: Path, **settings: object) -> list[str]:
+    arguments = opd_arguments(pair, out, env="backwards:Words", **settings)
+    kept = [one for one in arguments if not one.startswith("prompts=")]
+    return [*kept, f"env.file={words}"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_s_environment_trains_as_it_stands(
+    brief_pair: TinyPair, tmp_path: Path, backwards: Path, engine: str
+) -> None:
+    """Two turns an episode; what the engine sampled and the teacher scored is what is trained."""
+    out = tmp_path / "run"
+    arguments = without_prompts(brief_pair, out, backwards, steps=3, engine=engine,
+        keep_rollouts_every=1, max_staleness=0,
+    )  # fmt: skip
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    assert "env=Words" in output
+    assert trained_groups(out) == list(range(3 * 4))
+    assert audit(out / "ledger.jsonl").problems == []
+    for step in metrics(out):
+        assert step["rollout/turns"] > 1
+        assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
+        assert step["opd/reverse_kl/turn=1"] > 0 and step["opd/reverse_kl/turn=2"] > 0
+    kept = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert [group["step"] for group in kept] == [1, 2, 3]
+    other = shutil.copy(backwards, tmp_path / "other.txt")
+    code, output = run("cluster.train", "recipe=opd", *arguments[:-1], f"env.file={other}")
+    assert code == 2 and "holds another run: env was" in output, output
+    code, output = run(
+        "cluster.evaluate", f"model={out / 'final'}", "env=backwards:Words",
+        f"env.file={backwards}", f"engine={engine}", "max_new_tokens=8", "limit=3",
+    )  # fmt: skip
+    assert code == 0 and "Words (3 prompts)" in output, output
+    assert "eval/accuracy" in output
+    code, output = run("cluster.report", f"out={out}")
+    assert code == 0 and (out / "report.html").stat().st_size > 10_000, output
+
+
+def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    backwards: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    common = opd_arguments(tiny_pair, tmp_path / "run")
+    plain = [one for one in common if not one.startswith("prompts=")]
+    named = "env=backwards:Words"
+    for arguments, message in [
+        ([*plain, "env=nowhere:Words"], "nowhere"),
+        ([*plain, named], "env.file"),
+        ([*plain, named, "env.file=nowhere"], "cannot make its problems: FileNotFoundError"),
+        ([*plain, named, f"env.file={backwards}", "env.fil=x"], "env.file"),
+        ([*common, named, f"env.file={backwards}"], "reads no file"),
+        ([*plain, named, f"env.file={backwards}", "reward=contains"], "rewards of its own"),
+        (plain, "give prompts=FILE.jsonl"),
+    ]:
+        assert main(["recipe=opd", *arguments]) == 2, arguments
+        assert message in capsys.readouterr().err, arguments
+    monkeypatch.delitem(sys.modules, "backwards")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
+    tiny_pair: TinyPair, tmp_path: Path, backwards: Path
+) -> None:
+    """Every fourth word raises, or earns what is no number."""
+    code = (tmp_path / "backwards.py").read_text()
+    bad = 'if self.word[1] == "h":\n            raise RuntimeError("no such word")\n        '
+    code = code.replace("self.tries += 1\n        ", f"self.tries += 1\n        {bad}")
+    (tmp_path / "backwards.py").write_text(code)
+    out = tmp_path / "run"
+    arguments = without_prompts(tiny_pair, out, backwards, steps=4,
+        max_group_failures=2, reward_coef=1,
+    )  # fmt: skip
+    ended, output = run("cluster.train", "recipe=opd", *arguments)
+    assert ended == 0, output
+    assert "RuntimeError: no such word" in (out / "ledger.jsonl").read_text()
+    assert 1 <= metrics(out)[-1]["groups/set_aside"] <= 8
+    assert audit(out / "ledger.jsonl").problems == []
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_opd_on_tool_calls(tmp_path: Path) -> None:
+    """A model that was taught to call, barely: the calls are run, and both turns are trained."""
+    pairs = products(300, 0)
+    book = product_book(pairs, guesses=0.0)
+    write_rows(tmp_path / "book.jsonl", book)
+    write_rows(tmp_path / "prompts.jsonl", product_prompts(pairs))
+    untrained = str(tmp_path / "untrained")
+    write_untrained(untrained, book, DIGITS_APART, context_length=128, seed=1)
+    schooling = SftConfig(
+        model=untrained, data=str(tmp_path / "book.jsonl"), out=str(tmp_path / "sft"), steps=80,
+        batch_size=32, lr=4e-3, checkpoint_every=1000,
+    )  # fmt: skip
+    run_sft(schooling, QUIET)
+    student, teacher = str(tmp_path / "sft/final"), str(tmp_path / "teacher")
+    shutil.copytree(student, teacher)
+    config = OpdToolsConfig(
+        student=student, teacher=teacher, prompts=str(tmp_path / "prompts.jsonl"),
+        out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=8, group_size=2,
+        max_new_tokens=32, engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4,
+        checkpoint_every=100,
+    )  # fmt: skip
+    run_on_policy(config, QUIET)
+    for step in metrics(tmp_path / "run"):
+        assert step["env/tool_calls"] > 0.5, "the model calls no tool"
+        assert step["rollout/turns"] > 1.5
+        assert step["train/logprob_gap"] < 1e-3
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["eval after"]["eval/tool_calls"] > 0.5
+    assert summary["eval after"]["eval/turns"] > 1.5
+
+
+@pytest.mark.parametrize("opponent", ["self", "reference"])
+@pytest.mark.usefixtures("ray_cluster")
+def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
+    frozen = opponent == "reference"
+    student = str(tmp_path / "model")
+    book = game_book(40, blunders=0.3)
+    write_untrained(student, book, SQUARES_APART, context_length=192, seed=1)
+    config = SelfplayConfig(
+        student=student, out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=4,
+        group_size=4, max_new_tokens=4, engine="embedded", eval_size=4, checkpoint_every=100,
+        env=TicTacToeGames(
+            rules=False, games=80, opponent=opponent, opponent_temperature=0.7 if frozen else None,
+        ),
+        reference=student if frozen else None,
+    )  # fmt: skip
+    run_on_policy(config, QUIET)
+    for step in metrics(tmp_path / "run"):
+        assert step["env/illegal"] > 0  # it was taught nothing
+        assert -1 <= step["reward/mean"] <= 0
+        assert step["train/tokens"] > 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert {"eval/won", "eval/illegal", "eval/drawn"} <= summary["eval after"].keys()
