@@ -130,10 +130,18 @@ class Condensing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSetting:
-    """What all episodes of a run have in common."""
+    """What all episodes of a run have in common.
+
+    Attributes:
+        tool_format: how the model writes calls; None where there are no tools.
+        tool_names: of every tool that an episode may have.
+        malformed_penalty: see `ChatConfig`.
+        condensing: what becomes of a history that is too long; None: the episode ends.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     tool_format: ToolFormat | None
+    tool_names: frozenset[str]
     limits: ChatLimits
     malformed_penalty: float
     condensing: Condensing | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -116,6 +116,8 @@ class ChatDataset(EnvDataset):
 
 # `env.condenser` of this name asks the policy itself.
 BY_POLICY = "model"
+_KEEP_LAST = 2
+_TOOL_TIMEOUT_S, _TOOL_MAX_TOKENS = 30.0, 512
 
 
 @chz.chz
@@ -130,9 +132,12 @@ class ChatConfig(EnvConfig):
         doc="most tokens that the model sees before a turn; default: the models' context",
     )
     time_s: float = chz.field(default=600.0, doc="longest episode, seconds, between two turns")
-    tool_timeout_s: float = chz.field(default=30.0, doc="longest call of a tool, seconds")
+    tool_timeout_s: float = chz.field(
+        default=_TOOL_TIMEOUT_S, doc="longest call of a tool, seconds"
+    )
     tool_max_tokens: int = chz.field(
-        default=512, doc="tokens of a tool's answer that the model sees; the rest is cut, and said"
+        default=_TOOL_MAX_TOKENS,
+        doc="tokens of a tool's answer that the model sees; the rest is cut, and said",
     )
     malformed_penalty: float = chz.field(
         default=0.0,
@@ -148,7 +153,7 @@ class ChatConfig(EnvConfig):
     condense_to: int | None = chz.field(
         default=None, doc="tokens of a condensed history; default: half of max_tokens"
     )
-    keep_last: int = chz.field(default=2, doc="last messages that are never condensed")
+    keep_last: int = chz.field(default=_KEEP_LAST, doc="last messages that are never condensed")
 
     @chz.validate
     def _chat_in_range(self) -> None:
@@ -161,11 +166,13 @@ class ChatConfig(EnvConfig):
             raise ConfigError(
                 f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken"
             )
-        if self.condense_to is not None and self.condenser is None:
-            raise ConfigError(
-                f"env.condense_to={self.condense_to} changes nothing without env.condenser; give "
-                "one, keywords for example"
-            )
+        if self.condenser is None:
+            for name, default in (("condense_to", None), ("keep_last", _KEEP_LAST)):
+                if getattr(self, name) != default:
+                    raise ConfigError(
+                        f"env.{name}={getattr(self, name)} changes nothing without env.condenser; "
+                        "give one, keywords for example"
+                    )
         self._tool_limits()
 
     def _tool_limits(self) -> ToolLimits:
@@ -179,15 +186,32 @@ class ChatConfig(EnvConfig):
         """What all episodes have in common.
 
         Raises:
-            ConfigError: limits that leave no room, or a template without tools where there are.
+            ConfigError: limits that leave no room, a template without tools where there are, or
+                settings of tools where there are none.
         """
+        tools = self.toolbox()
+        if not tools:
+            self._refuse_tool_settings()
         return ChatSetting(
             tokenizer=setting.tokenizer,
-            tool_format=detect_format(setting.tokenizer) if self.toolbox() else None,
+            tool_format=detect_format(setting.tokenizer) if tools else None,
+            tool_names=frozenset(tool.name for tool in tools),
             limits=self._limits(setting),
             malformed_penalty=self.malformed_penalty,
             condensing=self._condensing(setting),
         )
+
+    def _refuse_tool_settings(self) -> None:
+        for name, default in (
+            ("tool_timeout_s", _TOOL_TIMEOUT_S),
+            ("tool_max_tokens", _TOOL_MAX_TOKENS),
+            ("malformed_penalty", 0.0),
+        ):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"env.{name}={getattr(self, name)} changes nothing: {type(self).__name__} has "
+                    "no tools; leave it out"
+                )
 
     def _limits(self, setting: Setting) -> ChatLimits:
         longest = setting.context_length if self.max_tokens is None else self.max_tokens
@@ -263,7 +287,9 @@ class ChatEnvConfig(ChatConfig):
         for number, problem in enumerate(problems_P, 1):
             length = problem.num_tokens
             if length is None:
-                length = first_length(problem.make(), chat)
+                made = problem.make()
+                self._require_named(made.tools, chat.tool_names)
+                length = first_length(made, chat)
             what = f"problem {number if problem.line is None else problem.line}"
             if chat.condensing is None:
                 require_room(what, length, chat, setting.max_new_tokens)
@@ -276,6 +302,15 @@ class ChatEnvConfig(ChatConfig):
             teacher=only_teacher(setting) if unnamed else "",
             answer=self.answer(setting),
         )
+
+    def _require_named(self, tools: Sequence[Tool], named: Collection[str]) -> None:
+        """Raises ConfigError for a tool of an environment's that `toolbox` does not return."""
+        unnamed = {tool.name for tool in tools}.difference(named)
+        if unnamed:
+            raise ConfigError(
+                f"{type(self).__name__}: its environments have the tool {min(unnamed)!r}, which "
+                f"{type(self).__name__}.toolbox() does not return; return all of them there"
+            )
 
 
 async def _condensed(

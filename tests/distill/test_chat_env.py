@@ -25,6 +25,7 @@ from distill.rewards import last_number
 from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
 from distill.tools.base import Tool
+from distill.tools.load import load_tools
 from distill.types import StopReason
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
@@ -310,6 +311,7 @@ def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
         ({"time_s": 0}, r"env\.time_s=0 must be above 0"),
         ({"malformed_penalty": -1}, r"env\.malformed_penalty=-1 must not be negative"),
         ({"condense_to": 9}, r"env\.condense_to=9 changes nothing without env\.condenser"),
+        ({"keep_last": 3}, r"env\.keep_last=3 changes nothing without env\.condenser"),
         ({"tool_timeout_s": 0}, "tool_timeout_s must be positive"),
         ({"tool_max_tokens": 0}, "tool_max_tokens must be positive"),
     ],
@@ -317,6 +319,36 @@ def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
 def test_settings_out_of_range(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Echoes(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tool_timeout_s": 5.0}, {"tool_max_tokens": 9}, {"malformed_penalty": 0.5}]
+)
+def test_settings_of_tools_want_tools(
+    settings: dict, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    [(name, value)] = settings.items()
+    with pytest.raises(ConfigError, match=rf"env\.{name}={value} changes nothing: Echoes has no"):
+        Echoes(**settings)(None, setting(tokenizer))
+    assert len(tool_use(tokenizer, questions(tmp_path), **settings))
+
+
+def test_tools_of_an_environment_are_named_in_its_settings(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    @chz.chz
+    class Unnamed(Echoes):
+        def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+            return [MessageProblem(make=partial(Echo, "hi", load_tools("calculator")))]
+
+    @chz.chz
+    class Named(Unnamed):
+        def toolbox(self) -> Sequence[Tool]:
+            return load_tools("calculator")
+
+    with pytest.raises(ConfigError, match=r"the tool 'calculator', which Unnamed\.toolbox\(\)"):
+        Unnamed()(None, setting(tokenizer))
+    assert len(Named()(None, setting(tokenizer))) == 1
 
 
 def test_an_environment_that_returns_nan_is_data(tokenizer: PreTrainedTokenizerBase) -> None:
