@@ -7,7 +7,6 @@ import torch
 from actors.decoding import Decoder, RecomputingDecoder
 from actors.kv_cache import CachedDecoder
 from actors.model_probe import decode_gap
-from distill.cpu_linear import use_onednn
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.logprobs import VocabularyHead
 from distill.models import (
@@ -46,7 +45,6 @@ class LoadedModel:
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
             raise ConfigError(f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16")
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
-        use_onednn(self._lm)
         self.head = VocabularyHead(self._lm)
         self.vocab_size = vocab_size(self._lm.config)
         self.context_length = context_length(self._lm.config)

@@ -8,7 +8,7 @@ given, so that model remains the one to run. In order:
     check_lora(settings, base)                      all that can be wrong, with no weights loaded
     model = load_causal_lm(base, ...)
     lora = add_lora(model, settings)                before anything looks at the model's modules
-    use_onednn(model); Forward(model)               the model, not peft's wrapper of it
+    Forward(model)                                  the model, not peft's wrapper of it
     with adapter_off(lora): ...                     the base itself: a reference that costs nothing
     merged_weights(lora)                            W', under the names that the base has
     save_adapter(path, lora, adapter_tensors(lora)) in peft's own format; `adapter=path` reads it

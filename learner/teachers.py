@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from distill.batching import Batch, TrainingRow, collate
-from distill.cpu_linear import use_onednn
 from distill.kl import divergence
 from distill.logprobs import DivergenceOf
 from distill.models import load_causal_lm
@@ -34,7 +33,6 @@ class LocalTeachers:
         for name, path in models.items():
             check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
-            use_onednn(model)
             self._forwards[name] = Forward(model)
             model.eval()
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from distill.batching import Batch, TrainingRow, collate
-from distill.cpu_linear import use_onednn
 from distill.losses import Metrics, StepCounts, add_metrics
 from distill.models import empty_causal_lm, load_causal_lm, resolve_device
 from distill.tensors import first_non_finite
@@ -123,8 +122,6 @@ class LearnerWorker:
             compile_layers(self.model)
         if group.size > 1:
             self._root = shard(self.model, group, compute_dtype)
-        if config.dtype == "float32" and not config.compile:  # which it cannot see through
-            use_onednn(self.model)
         self._forward = Forward(
             self.model,
             dtype=compute_dtype,

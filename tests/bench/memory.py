@@ -21,7 +21,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from distill.cpu_linear import use_onednn
 from distill.kl import kl
 from distill.logprobs import TokenStats, VocabularyHead, token_stats
 from distill.models import new_qwen3
@@ -178,7 +177,6 @@ def _head(hidden: int, seed: int) -> VocabularyHead:
         vocab_size=VOCAB, hidden_size=hidden, layers=1, heads=2, context_length=64,
         eos_token_id=1, pad_token_id=0, seed=seed,
     )  # fmt: skip
-    use_onednn(model)
     return VocabularyHead(model)
 
 
