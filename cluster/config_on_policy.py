@@ -108,7 +108,8 @@ class RolloutConfig(CommonConfig, ABC):
         default=None,
         doc="what a response earns: exact_match (the default), last_number, math_equal or "
         "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
-        "sandbox; or package.module:function of (response, answer)",
+        "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
+        "package.module:function of (response, answer)",
     )
     reference: str | None = chz.field(
         default=None,

@@ -52,7 +52,8 @@ class EvaluateConfig(LocalEngineConfig):
         default=None,
         doc="what accuracy is the mean of: exact_match (the default), last_number, math_equal or "
         "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
-        "sandbox; or package.module:function of (response, answer)",
+        "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
+        "package.module:function of (response, answer)",
     )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
     teacher: str | None = chz.field(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from distill.errors import DataError
+from distill.formats import json_schema, matches
 from distill.maths import math_answer, math_equal
 from distill.names import resolve_function
 from distill.sandbox import require_sandbox
@@ -77,6 +78,8 @@ _BUILT_IN: dict[str, RewardFunction] = {
     "contains": contains,
     "math_equal": math_equal,
     "unit_tests": unit_tests,
+    "matches": matches,
+    "json_schema": json_schema,
 }
 
 

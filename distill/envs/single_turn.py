@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import chz
+import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.bonuses import phrase_bonuses
@@ -19,14 +20,20 @@ from distill.envs.base import (
     StepResult,
     require_path,
 )
+from distill.formats import Format, matches
 from distill.interfaces import Sample, Sampler
 from distill.prompts import Prompt
 from distill.rewards import RewardFunction, answer_of, exact_match, judge
-from distill.types import TokenArray
+from distill.types import FloatArray, TokenArray
+
+NO_FORMAT = Format(pattern=None, reward=0.0)
 
 
 class SingleTurnEnv(Env):
-    """Pays `reward(response, answer)`, 0 where the prompt has no answer, and the prompt's bonuses.
+    """Pays `reward(response, answer)`, 0 where the prompt has no answer, and bonuses.
+
+    Those are the prompt's own, on the tokens that spell its phrases, and that of the format, spread
+    over all tokens of a response that has it.
 
     The response is the text of the sample without special tokens.
 
@@ -37,30 +44,46 @@ class SingleTurnEnv(Env):
     """
 
     def __init__(
-        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, reward: RewardFunction
+        self,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: RewardFunction,
+        format: Format,
     ) -> None:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._reward = reward
+        self._format = format
 
     async def initial_observation(self) -> TokenArray:
         return self._prompt.tokens_T
 
     async def step(self, sample: Sample) -> StepResult:
-        bonuses = self._prompt.bonuses
+        text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
+        metrics = await format_of(text, self._format)
+        answer = self._prompt.answer
         return StepResult(
-            reward=await self._judge(sample),
-            bonuses_T=phrase_bonuses(sample.tokens_T, self._tokenizer, bonuses)
-            if bonuses
-            else None,
+            reward=0.0 if answer is None else await judge(self._reward, text, answer),
+            bonuses_T=self._bonuses_T(sample, self._format.reward * metrics.get("format", 0.0)),
+            metrics=metrics,
         )
 
-    async def _judge(self, sample: Sample) -> float:
-        answer = self._prompt.answer
-        if answer is None:
-            return 0.0
-        text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
-        return await judge(self._reward, text, answer)
+    def _bonuses_T(self, sample: Sample, of_format: float) -> FloatArray | None:
+        bonuses = self._prompt.bonuses
+        if not bonuses and not self._format.reward:
+            return None
+        length = len(sample.tokens_T)
+        bonuses_T = np.full(length, of_format / length, np.float32)
+        if bonuses:
+            bonuses_T += phrase_bonuses(sample.tokens_T, self._tokenizer, bonuses)
+        return bonuses_T
+
+
+async def format_of(response: str, format: Format) -> dict[str, float]:
+    """The metric `format`: 1 where the response has it, else 0; none where none is asked for."""
+    if format.pattern is None:
+        return {}
+    return {"format": await judge(matches, response, format.pattern)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +94,23 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     tokenizer: PreTrainedTokenizerBase
     group_size: int
     reward: RewardFunction = exact_match
+    format: Format = NO_FORMAT
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [
-            SingleTurnEnv(self.prompt, self.tokenizer, self.reward) for _ in range(self.group_size)
+            SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format)
+            for _ in range(self.group_size)
         ]
 
 
-def facts_of(prompt: Prompt) -> dict[str, Any]:
+def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
     """What the prompt says of its group, as fields of `EnvGroupBuilder`."""
     return {
         "teacher": prompt.teacher,
         "tag": prompt.tag,
         "teacher_tokens_T": prompt.teacher_tokens_T,
         "judged": prompt.answer is not None,
-        "pays_bonuses": bool(prompt.bonuses),
+        "pays_bonuses": bool(prompt.bonuses) or format.reward > 0,
     }
 
 
@@ -97,10 +122,12 @@ class PromptDataset(EnvDataset):
         prompts_P: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
         reward: RewardFunction = exact_match,
+        format: Format = NO_FORMAT,
     ) -> None:
         self.prompts_P = prompts_P
         self._tokenizer = tokenizer
         self._reward = reward
+        self._format = format
         self.answer = answer_of(reward)
 
     def __len__(self) -> int:
@@ -109,21 +136,47 @@ class PromptDataset(EnvDataset):
     def builder(self, problem: int, group_size: int) -> SingleTurnGroupBuilder:
         prompt = self.prompts_P[problem]
         return SingleTurnGroupBuilder(
-            **facts_of(prompt),
+            **facts_of(prompt, self._format),
             prompt=prompt,
             tokenizer=self._tokenizer,
             group_size=group_size,
             reward=self._reward,
+            format=self._format,
         )
 
     def line(self, problem: int) -> int:
         return self.prompts_P[problem].line
 
 
+def format_field() -> Any:
+    return chz.field(
+        default=None,
+        doc=r"regular expression that the whole response should match, such as "
+        r"'<think>.*</think>\s*\d+' (a dot is any character); counted as env/format",
+    )
+
+
+def format_reward_field() -> Any:
+    return chz.field(
+        default=0.0,
+        doc="spread over the tokens of a response that has env.format, weighed by bonus_coef",
+    )
+
+
 @chz.chz
 class SingleTurn(EnvConfig):
     """env=SingleTurn, the default: a prompt, a response, and `reward` against the `answer`."""
 
+    token_rewards = ("format_reward",)
+
+    format: str | None = format_field()
+    format_reward: float = format_reward_field()
+
+    @chz.validate
+    def _format(self) -> None:
+        Format(pattern=self.format, reward=self.format_reward)
+
     def __call__(self, path: str | None, setting: Setting) -> PromptDataset:
         prompts_P = setting.prompts(require_path(path, "SingleTurn"))
-        return PromptDataset(prompts_P, setting.tokenizer, setting.reward)
+        format = Format(pattern=self.format, reward=self.format_reward)
+        return PromptDataset(prompts_P, setting.tokenizer, setting.reward, format)

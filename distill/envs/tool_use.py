@@ -11,7 +11,8 @@ from distill.bonuses import phrase_bonuses
 from distill.envs.base import Setting, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
-from distill.envs.single_turn import facts_of
+from distill.envs.single_turn import facts_of, format_field, format_of, format_reward_field
+from distill.formats import Format
 from distill.prompts import ChatStyle, Prompt
 from distill.renderer import Message
 from distill.rewards import RewardFunction, answer_of, judge
@@ -22,25 +23,30 @@ from distill.tools.load import load_tools
 class Question(MessageEnv):
     """Ends with the first turn that calls no tool, which `reward` holds against the answer."""
 
-    def __init__(self, prompt: Prompt, tools: Sequence[Tool], reward: RewardFunction) -> None:
-        self._prompt, self.tools, self._reward = prompt, tools, reward
+    def __init__(
+        self, prompt: Prompt, tools: Sequence[Tool], reward: RewardFunction, format: Format
+    ) -> None:
+        self._prompt, self.tools, self._reward, self._format = prompt, tools, reward, format
 
     def initial_messages(self) -> Sequence[Message]:
         return self._prompt.messages
 
     async def step(self, message: Message) -> MessageStep:
         answer = self._prompt.answer
-        reward = 0.0
-        if answer is not None:
-            reward = await judge(self._reward, message.get("content") or "", answer)
+        text = message.get("content") or ""
+        reward = 0.0 if answer is None else await judge(self._reward, text, answer)
+        metrics = await format_of(text, self._format)
         bonuses = self._prompt.bonuses
         oracle = partial(phrase_bonuses, bonuses=bonuses) if bonuses else None
-        return MessageStep(reward=reward, oracle=oracle)
+        bonus = self._format.reward * metrics.get("format", 0.0)
+        return MessageStep(reward=reward, oracle=oracle, bonus=bonus, metrics=metrics)
 
 
 @chz.chz
 class ToolUse(ChatEnvConfig):
     """env=ToolUse: prompts that are answered with tools, as chats."""
+
+    token_rewards = (*ChatEnvConfig.token_rewards, "format_reward")
 
     tools: str = chz.field(
         default="calculator",
@@ -48,19 +54,26 @@ class ToolUse(ChatEnvConfig):
         "files), or package.module:function of yours",
     )
     system: str | None = chz.field(default=None, doc="what the system says, before every prompt")
+    format: str | None = format_field()
+    format_reward: float = format_reward_field()
+
+    @chz.validate
+    def _format(self) -> None:
+        Format(pattern=self.format, reward=self.format_reward)
 
     def toolbox(self) -> Sequence[Tool]:
         return load_tools(self.tools)
 
     def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
         tools = self.toolbox()
+        format = Format(pattern=self.format, reward=self.format_reward)
         style = ChatStyle(system=self.system, tools=[tool.schema for tool in tools])
         return [
             MessageProblem(
-                make=partial(Question, prompt, tools, setting.reward),
+                make=partial(Question, prompt, tools, setting.reward, format),
                 line=prompt.line,
                 num_tokens=len(prompt.tokens_T),
-                **facts_of(prompt),
+                **facts_of(prompt, format),
             )
             for prompt in setting.prompts(require_path(path, "ToolUse"), style)
         ]

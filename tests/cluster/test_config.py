@@ -26,6 +26,7 @@ from cluster.train import main
 from distill.calibration import CalibrationReport, compare
 from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
 from distill.envs.reading import Reading
+from distill.envs.single_turn import SingleTurn
 from distill.envs.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import (
@@ -314,6 +315,10 @@ _NEEDS = {True: ["prompts=p"], False: []}
         (
             {"env": Reading(fact_bonus=0.5), "prompts": "p"},
             r"env\.fact_bonus=0\.5 changes nothing with bonus_coef=0",
+        ),
+        (
+            {"env": SingleTurn(format="a", format_reward=0.5), "prompts": "p"},
+            r"env\.format_reward=0\.5 changes nothing with bonus_coef=0",
         ),
         ({"env": ToolUse()}, "env=ToolUse reads a file of prompts; give prompts=FILE"),
     ],

@@ -179,6 +179,19 @@ def test_a_malformed_call_costs_its_tokens(
     assert second.bonuses_T is None
 
 
+def test_the_format_of_the_last_turn_is_counted_and_pays(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    dataset = tool_use(tokenizer, questions(tmp_path), format=r"It is \d+\.", format_reward=0.25)
+    assert dataset.builder(0, 1).pays_bonuses
+    for said, has in (("It is 42.", 1.0), ("42", 0.0)):
+        [episode] = play(dataset, Scripted(tokenizer, [CALL, said]))
+        call_turn, answer = episode.turns
+        assert call_turn.bonuses_T is None and episode.metrics["format"] == has
+        paid = 0.0 if answer.bonuses_T is None else answer.bonuses_T.sum()
+        assert paid == pytest.approx(0.25 * has)
+
+
 def test_the_limit_on_turns(tokenizer: PreTrainedTokenizerBase) -> None:
     [episode] = play(Echoes(max_turns=2)(None, setting(tokenizer)), Scripted(tokenizer, ["7"] * 3))
     assert len(episode.turns) == 2 and episode.stop_reason is StopReason.TURNS

@@ -15,9 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.bonuses import phrase_bonuses
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError
+from distill.formats import Format
 from distill.prompts import Prompt, PromptStream, load_prompts
 from distill.rewards import contains
 from distill.tokenizer import load_tokenizer
@@ -279,6 +281,30 @@ def test_the_reward_and_the_prompt_s_facts_reach_the_environments(
     assert asyncio.run(_rewards(builder, response)) == [1.0, 1.0]
     result = asyncio.run(builder.make_envs({})[0].step(sample(*response)))
     assert result.bonuses_T.tolist() == [0.5, 0.5, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("said", "has"), [("so 4!", 1.0), ("4, so", 0.0)])
+def test_a_format_is_counted_and_pays_beside_the_prompt_s_phrases(
+    tokenizer: PreTrainedTokenizerBase, said: str, has: float
+) -> None:
+    prompt = Prompt(tokens_T=ids(3), answer="4", line=1, bonuses={"so": 1.0})
+    shape = Format(pattern=r"so\s+\d!", reward=2.0)
+    problems = pickle.loads(pickle.dumps(PromptDataset([prompt], tokenizer, contains, shape)))
+    builder = problems.builder(0, 1)
+    tokens = tokenizer(said)["input_ids"]
+    result = asyncio.run(builder.make_envs({})[0].step(sample(*tokens)))
+    assert builder.pays_bonuses and result.metrics == {"format": has} and result.reward == 1.0
+    phrase_T = phrase_bonuses(np.array(tokens), tokenizer, {"so": 1.0})
+    assert result.bonuses_T.tolist() == pytest.approx(phrase_T + 2.0 * has / len(tokens))
+
+
+def test_a_format_without_a_reward_is_only_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = Prompt(tokens_T=ids(3), answer=None, line=1)
+    problems = PromptDataset([prompt], tokenizer, format=Format(pattern="4", reward=0.0))
+    builder = problems.builder(0, 1)
+    result = asyncio.run(builder.make_envs({})[0].step(sample(*tokenizer("4")["input_ids"])))
+    assert not builder.pays_bonuses
+    assert result.bonuses_T is None and result.metrics == {"format": 1.0}
 
 
 def test_a_prompt_without_bonuses_has_no_row_of_them(tokenizer: PreTrainedTokenizerBase) -> None:

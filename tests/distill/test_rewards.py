@@ -137,11 +137,11 @@ def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> N
     [
         (
             "exact_mach",
-            "did you mean 'exact_match'.* contains, exact_match, last_number",
+            "did you mean 'exact_match'.* contains, exact_match, json_schema, last_number",
         ),
         (
             "zzz",
-            "neither built in nor .* known: contains, exact_match, last_number",
+            "neither built in nor .* known: contains, exact_match, json_schema, last_number",
         ),
         ("house.rewards_of_mine:", "neither built in"),
         (":length", "neither built in"),

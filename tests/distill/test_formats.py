@@ -1,0 +1,80 @@
+"""Formats: patterns and schemas by value, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import chz
+import pytest
+
+from distill.envs.base import EnvConfig
+from distill.envs.single_turn import SingleTurn
+from distill.envs.tool_use import ToolUse
+from distill.errors import ConfigError, DataError
+from distill.formats import json_schema, matches
+from distill.rewards import load_reward
+
+THINKS = r"<think>.*</think>\s*\d+"
+SCHEMA = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+
+
+@pytest.mark.parametrize(
+    ("response", "pattern", "reward"),
+    [
+        ("<think>six\ntimes seven</think>\n42\n", THINKS, 1),
+        ("<think></think>42", THINKS, 1),
+        ("<think>six times seven</think> it is 42", THINKS, 0),
+        ("so: <think>six</think> 42", THINKS, 0),
+        ("42", THINKS, 0),
+        ("", "", 1),
+        ("\u4e09\u5341", r"\p{Han}+", 1),
+        # All of what Python's own `re` would need for this is more than anyone has.
+        ("a" * 60 + "!", r"(a|aa)+(b|c)(d)\1\2|((a*)*)*\?", 0),
+    ],
+)
+def test_matches(response: str, pattern: str, reward: float) -> None:
+    assert matches(response, pattern) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ('{"x": 1}', 1),
+        (' {"x": 1, "y": null}\n', 1),
+        ('{"x": "1"}', 0),
+        ("{}", 0),
+        ('It is {"x": 1}', 0),
+        ("", 0),
+        ("[" * 100_000, 0),
+        ("9" * 10_000, 0),
+    ],
+)
+def test_json_schema(response: str, reward: float) -> None:
+    assert json_schema(response, SCHEMA) == reward
+
+
+def test_they_are_rewards_by_name() -> None:
+    assert load_reward("matches") is matches and load_reward("json_schema") is json_schema
+
+
+def test_an_answer_that_is_no_pattern_or_schema() -> None:
+    with pytest.raises(DataError, match=r"the answer '\(' is no regular expression"):
+        matches("4", "(")
+    for answer in ("4 or so", '{"type": "number of sorts"}'):
+        with pytest.raises(DataError, match="is no JSON schema"):
+            json_schema("4", answer)
+
+
+@pytest.mark.parametrize("env", [SingleTurn, ToolUse])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "("}, r"env\.format='\(' is no regular expression"),
+        ({"format": "a", "format_reward": -1.0}, r"env\.format_reward=-1\.0 must be 0 or more"),
+        ({"format_reward": 1.0}, r"env\.format_reward=1\.0 changes nothing without env\.format"),
+    ],
+)
+def test_formats_that_cannot_be(env: type[EnvConfig], settings: dict, message: str) -> None:
+    assert chz.is_chz(env)
+    with pytest.raises(ConfigError, match=message):
+        env(**settings)
