@@ -145,7 +145,8 @@ def _run_peer(config: BenchConfig, pair: tuple[str, str, str], out: Path) -> dic
         raise ConfigError(".venv-peer is missing: run `make bench`, or give peer=False")
     student, teacher, prompts = pair
     command = [
-        str(python), str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
+        # -P: else its directory, ours, would be where it looks for `queue` and the like.
+        str(python), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
         "--prompts", prompts, "--steps", str(config.steps), "--out", str(out),
         "--prompts-per-step", str(config.prompts_per_step),
         "--group-size", str(config.group_size), "--temperature", str(config.temperature),
