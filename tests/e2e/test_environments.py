@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from actors.sglang_server import sglang_installed
 from cluster.audit import audit
 from cluster.config_presets import OpdToolsConfig, SelfplayConfig
 from cluster.config_supervised import SftConfig
+from cluster.evaluate import main as evaluate
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
+from cluster.report.command import main as report
 from cluster.train import main
 from distill.chat_worlds import (
     DIGITS_APART,
@@ -45,16 +48,18 @@ ENGINES = [
 
 
 @pytest.fixture
-def backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The environment that docs/environments.md shows, word for word, and its words."""
     page = (REPOSITORY / "docs/environments.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "backwards.py").write_text(code)
     assert sum(map(bool, code.split("\n"))) < 30, "that is no small file any more"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(REPOSITORY)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
     words = tmp_path / "words.txt"
     words.write_text("\n".join(f"{a}{b}" for a in "abcd" for b in "efgh"))
-    return words
+    yield words
+    sys.modules.pop("backwards", None)
 
 
 @pytest.fixture
@@ -76,7 +81,11 @@ def without_prompts(pair: TinyPair, out: Path, words: Path, **settings: object) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_page_s_environment_trains_as_it_stands(
-    brief_pair: TinyPair, tmp_path: Path, backwards: Path, engine: str
+    brief_pair: TinyPair,
+    tmp_path: Path,
+    backwards: Path,
+    engine: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two turns an episode; what the engine sampled and the teacher scored is what is trained."""
     out = tmp_path / "run"
@@ -95,26 +104,24 @@ def test_the_page_s_environment_trains_as_it_stands(
     kept = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     assert [group["step"] for group in kept] == [1, 2, 3]
     other = shutil.copy(backwards, tmp_path / "other.txt")
-    code, output = run("cluster.train", "recipe=opd", *arguments[:-1], f"env.file={other}")
-    assert code == 2 and "holds another run: env was" in output, output
-    code, output = run(
-        "cluster.evaluate", f"model={out / 'final'}", "env=backwards:Words",
-        f"env.file={backwards}", f"engine={engine}", "max_new_tokens=8", "limit=3",
-    )  # fmt: skip
-    assert code == 0 and "Words (3 prompts)" in output, output
-    assert "eval/accuracy" in output
-    code, output = run("cluster.report", f"out={out}")
-    assert code == 0 and (out / "report.html").stat().st_size > 10_000, output
+    assert main(["recipe=opd", *arguments[:-1], f"env.file={other}"]) == 2
+    assert "holds another run: env was" in capsys.readouterr().err
+    played = [
+        f"model={out / 'final'}", "env=backwards:Words", f"env.file={backwards}",
+        "engine=embedded", "max_new_tokens=8", "limit=3",
+    ]  # fmt: skip
+    assert evaluate(played) == 0
+    output = capsys.readouterr().out
+    assert "Words (3 prompts)" in output and "eval/accuracy" in output
+    assert report([f"out={out}"]) == 0 and (out / "report.html").stat().st_size > 10_000
 
 
 def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
     tiny_pair: TinyPair,
     tmp_path: Path,
     backwards: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
     common = opd_arguments(tiny_pair, tmp_path / "run")
     plain = [one for one in common if not one.startswith("prompts=")]
     named = "env=backwards:Words"
@@ -129,7 +136,6 @@ def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
     ]:
         assert main(["recipe=opd", *arguments]) == 2, arguments
         assert message in capsys.readouterr().err, arguments
-    monkeypatch.delitem(sys.modules, "backwards")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,7 @@
-"""Death and return: whatever kills a run, the same command finishes it, once per group."""
+"""Death and return: whatever ends a run, the same command finishes it, once per group.
+
+Of a killed driver: tests/chaos.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,12 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cluster.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
-    DEADLINE_S,
     finish,
     metrics,
     opd_arguments,
@@ -43,36 +44,6 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
     assert [step["step"] for step in metrics(out)] == list(range(1, steps + 1))
     assert trained_groups(out) == list(range(steps * prompts_per_step))
     assert summary(out)["status"] == "finished"
-
-
-def test_resume_after_the_driver_is_killed(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """kill -9 of the driver; every process it started must end, and the run must go on.
-
-    A synchronous run is a function of its seed: the steps trained after the checkpoint, lost with
-    the driver and trained again, must come out as they did the first time.
-    """
-    out = tmp_path / "run"
-    arguments = opd_arguments(
-        tiny_pair, out, steps=20, checkpoint_every=5, eval_size=1, max_staleness=0
-    )
-    process = start_until_step(arguments, out, 8)
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    before = metrics(out)
-
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
-    assert "resuming from" in output
-    assert_whole(out, 20)
-    after = metrics(out)
-    checkpointed = 5 * (len(before) // 5)
-    assert after[: checkpointed - 1] == before[: checkpointed - 1], "written steps were rewritten"
-    for again, first in zip(after, before, strict=False):
-        for name in ("train/tokens", "train/loss", "train/grad_norm", "opd/reverse_kl"):
-            assert again[name] == pytest.approx(first[name], rel=1e-3), f"{name} of {first['step']}"
-    _, alive = psutil.wait_procs(children, timeout=DEADLINE_S)  # Ray's own agents take a minute
-    assert not alive, f"orphans: {[child.cmdline()[:3] for child in alive]}"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -118,8 +89,9 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     assert audit(out / "ledger.jsonl").problems == []
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
-    tiny_pair: TinyPair, tmp_path: Path
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One bad prompt costs a group; a reward that is broken costs the run, and says why."""
     unanswered = tmp_path / "eval.jsonl"
@@ -129,8 +101,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
         tiny_pair, out, steps=5, max_staleness=0, eval_prompts=unanswered,
         reward="tests.e2e.rewards:refuses_zero",
     )  # fmt: skip
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
+    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     life = audit(out / "ledger.jsonl")
     assert life.problems == [] and life.trained == 20
     [reason] = life.set_aside.values()
@@ -141,20 +112,22 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     arguments = opd_arguments(
         tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken"
     )
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 1 and "ZeroDivisionError" in output.splitlines()[-1], output
+    capsys.readouterr()
+    assert main(["recipe=opd", *arguments]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=2)
-    assert run("cluster.train", "recipe=opd", *arguments)[0] == 0
+    assert main(["recipe=opd", *arguments]) == 0
+    capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert main(["recipe=opd", *arguments, "temperature=0.9"]) == 2
     assert "temperature was 0.7 there and is 0.9 now" in capsys.readouterr().err
-    code, output = run("cluster.train", "recipe=opd", *opd_arguments(tiny_pair, out, steps=4))
-    assert code == 0, output
+    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, steps=4)]) == 0, capsys.readouterr()
     assert_whole(out, 4)

@@ -18,6 +18,7 @@ from actors import sglang_server
 from actors.sglang_hosted import HostedSglangEngine
 from actors.sglang_server import sglang_installed
 from cluster.audit import audit
+from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     events,
@@ -44,15 +45,17 @@ def judged(student: str | Path, pair: TinyPair) -> float:
     return exact_reverse_kl(str(student), pair.teacher, prompts, 0.7, max_new_tokens=8, samples=4)
 
 
-def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_opd_on_sglang_servers_lowers_the_exact_kl(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", steps=30, prompts_per_step=8, group_size=8, lr=1e-3,
         checkpoint_every=100,
     )  # fmt: skip
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
-    assert "engine    sglang" in output
+    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
+    assert "engine    sglang" in capsys.readouterr().out
     assert trained_groups(out) == list(range(30 * 8))
     steps = metrics(out)
     assert steps[0]["train/logprob_gap"] < 1e-3, "the server's log-probs are not the learner's"
@@ -60,6 +63,10 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path
     assert max(step["staleness/max"] for step in steps) <= 1
     report = json.loads((out / "calibration.json").read_text())
     assert report["agrees"] is True
+    gaps = [row["max_gap"] for row in report["comparisons"] if not row["must_differ"]]
+    assert len(gaps) >= 8 and max(gaps) <= 1e-3
+    temperatures = {round(row["temperature"], 6) for row in report["comparisons"]}
+    assert temperatures == {0.7, 1.05}
     assert judged(out / "final", tiny_pair) < 0.8 * judged(tiny_pair.student, tiny_pair)
     assert {path.name for path in (out / "logs").iterdir()} == {"policy-0.log", "teacher-0.log"}
 
@@ -75,23 +82,6 @@ def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> 
         assert f"engine: {engine}" in output
         reports[engine] = json.loads((tmp_path / engine).read_text())
     assert reports["sglang"] == reports["embedded"], "greedy answers depend on the engine"
-
-
-def calibrate(pair: TinyPair, out: Path) -> tuple[int, str]:
-    return run(
-        "cluster.calibrate", f"student={pair.student}", f"teacher={pair.teacher}",
-        "temperature=0.7", "engine=sglang", "device=cpu", f"out={out}",
-    )  # fmt: skip
-
-
-def test_calibrate_agrees_on_sglang_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    code, output = calibrate(tiny_pair, tmp_path / "c.json")
-    assert code == 0, output
-    report = json.loads((tmp_path / "c.json").read_text())
-    gaps = [row["max_gap"] for row in report["comparisons"] if not row["must_differ"]]
-    assert len(gaps) >= 8 and max(gaps) <= 1e-3
-    temperatures = {round(row["temperature"], 6) for row in report["comparisons"]}
-    assert temperatures == {0.7, 1.05}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +100,10 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     diagnosis: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    code, output = calibrate(tiny_pair, tmp_path / "c.json")
+    code, output = run(
+        "cluster.calibrate", f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}",
+        "temperature=0.7", "engine=sglang", "device=cpu", f"out={tmp_path / 'c.json'}",
+    )  # fmt: skip
     assert code == 3, output
     words = " ".join(output.split())
     assert diagnosis in words and "nats" in words
@@ -119,13 +112,13 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     assert max(row["max_gap"] for row in report["comparisons"]) > 0.1
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
         max_staleness=0,
     )  # fmt: skip
-    code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 0, output
+    assert main(["recipe=opd", *arguments]) == 0
     for step in metrics(tmp_path / "run"):
         # Of a partition, so between zero and the whole KL, of which the other is a sample.
         assert 0 < step["opd/divergence"] < 2 * step["opd/reverse_kl"]

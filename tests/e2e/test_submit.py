@@ -61,30 +61,23 @@ def summary(out: Path) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
-def test_a_job_trains_streams_its_steps_and_is_not_done_twice(
+def test_two_jobs_at_once_train_stream_their_steps_and_are_not_done_twice(
     head: Head, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    code, output = output_of(submit(head, *opd_arguments(tiny_pair, out, steps=3)))
-    assert code == 0, output
-    assert "succeeded" in output and "finished 3 steps" in output
-    assert "step 3" in output or "3/3" in output, "the steps did not stream"
-    assert trained_groups(out) == list(range(12))
-    assert summary(out)["status"] == "finished" and (out / "final/config.json").is_file()
-    uploaded = [line for line in output.splitlines() if "Uploading package" in line]
-    assert uploaded or "already exists" in output, output
-
-    code, output = output_of(submit(head, *opd_arguments(tiny_pair, out, steps=3)))
-    assert code == 0 and "nothing to do" in output, output
-
-
-def test_two_jobs_share_the_cluster(head: Head, tiny_pair: TinyPair, tmp_path: Path) -> None:
     outs = [tmp_path / name for name in ("one", "two")]
     jobs = [submit(head, *opd_arguments(tiny_pair, out, steps=3)) for out in outs]
     for job, out in zip(jobs, outs, strict=True):
         code, output = output_of(job)
         assert code == 0, output
+        assert "succeeded" in output and "finished 3 steps" in output
+        assert "step 3" in output or "3/3" in output, "the steps did not stream"
         assert trained_groups(out) == list(range(12))
+        assert summary(out)["status"] == "finished" and (out / "final/config.json").is_file()
+        uploaded = [line for line in output.splitlines() if "Uploading package" in line]
+        assert uploaded or "already exists" in output, output
+
+    code, output = output_of(submit(head, *opd_arguments(tiny_pair, outs[0], steps=3)))
+    assert code == 0 and "nothing to do" in output, output
 
 
 def test_a_stopped_job_leaves_a_checkpoint_and_is_resumed(
