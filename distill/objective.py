@@ -83,7 +83,8 @@ class PolicyObjective:
     )
     entropy_coef: float = chz.field(default=0.0, doc="weight of the entropy of p_T, as a bonus")
     bonus_coef: float = chz.field(
-        default=0.0, doc="weight of single tokens' rewards (`bonuses` of a prompt)"
+        default=0.0,
+        doc="weight of single tokens' rewards (`bonuses` of a prompt, env.format_reward)",
     )
     reward_coef: float = chz.field(default=0.0, doc="weight of the task reward's advantage")
     baseline: Baseline = chz.field(

@@ -96,6 +96,16 @@ def answer_of(reward: RewardFunction) -> Callable[[str], Hashable | None] | None
     return None if isinstance(reward, CheckedReward) else _ANSWERS.get(reward)
 
 
+# Rewards whose answers can be no answers, which is seen without a response.
+_PARSED = (matches, json_schema)
+
+
+def check_answer(reward: RewardFunction, answer: str | None) -> None:
+    """Raises DataError for an answer that the reward cannot read, where that is quickly told."""
+    if answer is not None and reward in _PARSED:
+        reward("", answer)
+
+
 def load_reward(name: str) -> RewardFunction:
     """A built-in reward by its name, or the function at `package.module:function`, checked.
 

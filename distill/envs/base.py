@@ -20,7 +20,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import ConfigError, IsothermError
 from distill.interfaces import Sample, Sampler
 from distill.prompts import ChatStyle, Prompt, PromptStream, load_prompts
-from distill.rewards import RewardFunction
+from distill.records import located
+from distill.rewards import RewardFunction, check_answer
 from distill.types import FloatArray, StopReason, TokenArray
 
 
@@ -157,9 +158,9 @@ class Setting:
         """The prompts of a file, rendered and held to what the models have room for.
 
         Raises:
-            DataError: see `load_prompts`.
+            DataError: see `load_prompts`; or an answer is nothing that the reward can read.
         """
-        return load_prompts(
+        prompts = load_prompts(
             path,
             self.tokenizer,
             vocab_size=self.vocab_size,
@@ -169,6 +170,10 @@ class Setting:
             teacher_context_length=self.teacher_context_length,
             chat=chat,
         )
+        for prompt in prompts:
+            with located(f"{path}:{prompt.line}"):
+                check_answer(self.reward, prompt.answer)
+        return prompts
 
 
 @chz.chz

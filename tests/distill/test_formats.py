@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import chz
 import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.envs.base import EnvConfig
 from distill.envs.single_turn import SingleTurn
@@ -13,6 +15,7 @@ from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
 from distill.formats import json_schema, matches
 from distill.rewards import load_reward
+from tests.scripted import setting
 
 THINKS = r"<think>.*</think>\s*\d+"
 SCHEMA = json.dumps({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
@@ -63,6 +66,32 @@ def test_an_answer_that_is_no_pattern_or_schema() -> None:
     for answer in ("4 or so", '{"type": "number of sorts"}'):
         with pytest.raises(DataError, match="is no JSON schema"):
             json_schema("4", answer)
+
+
+@pytest.mark.parametrize(
+    ("reward", "answers", "message"),
+    [
+        ("matches", ["4", "("], r"prompts\.jsonl:2: the answer '\(' is no regular expression"),
+        ("json_schema", ["{}", "{"], r"prompts\.jsonl:2: the answer '\{' is no JSON schema"),
+        ("exact_match", ["4", "("], None),
+    ],
+)
+def test_answers_are_read_before_anything_starts(
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    reward: str,
+    answers: list[str],
+    message: str | None,
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "4?", "answer": answer} for answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    room = setting(tokenizer, reward=load_reward(reward))
+    if message is None:
+        assert len(SingleTurn()(str(path), room)) == 2
+    else:
+        with pytest.raises(DataError, match=message):
+            SingleTurn()(str(path), room)
 
 
 @pytest.mark.parametrize("env", [SingleTurn, ToolUse])
