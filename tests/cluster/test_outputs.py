@@ -97,7 +97,7 @@ def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
     started(config)
     written = json.loads((directory.path / "config.json").read_text())
     assert written["recipe"] == "opd"
-    env = {"__chz_type__": "distill.envs.single_turn:SingleTurn"}
+    env = chz.asdict(config.env) | {"__chz_type__": "distill.envs.single_turn:SingleTurn"}
     assert written["settings"] == chz.asdict(config) | {"env": env}
     assert {"ray", "torch", "transformers"} <= written["versions"].keys()
     assert directory.check() is None  # started, nothing saved yet: start over

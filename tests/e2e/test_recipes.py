@@ -15,6 +15,7 @@ from cluster.config_on_policy import OpdConfig, RlConfig, TeacherConfig
 from cluster.config_supervised import DpoConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo
+from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
 from tests.e2e.judge import exact_reverse_kl
@@ -122,6 +123,7 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"), reward="contains",
         reference=tiny_pair.student, reference_kl_coef=0.02, loss="ppo", num_substeps=2,
         correction="truncate", bonus_coef=0.1, entropy_coef=1e-3, eval_prompts=prompts,
+        env=SingleTurn(format=".*e.*", format_reward=0.5),
         sft_data=write(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
         **SMALL | {"group_size": 8},
     )  # fmt: skip
@@ -133,6 +135,9 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     assert steps[-1]["sft/nll"] < steps[0]["sft/nll"]
     assert all(step["train/updates"] == 2 for step in steps)
     assert "opd/reverse_kl" not in steps[0]
+    for step in steps:  # what has the answer has the format, which pays half a point
+        assert step["env/format"] == pytest.approx(step["reward/mean"])
+        assert step["reward/bonus"] >= 0.5 * step["env/format"] - 1e-6
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["eval after"]["eval/accuracy"] >= summary["eval before"]["eval/accuracy"]
 
