@@ -4,8 +4,8 @@
     seats      of one group: opponent=self sits the policy on both (G / 2 games), any other
                opponent sits opposite the policy (G games) and is not trained
 
-A win earns 1, a loss -1, a draw 0. A move that the rules do not know loses at once; the other seat
-earns nothing by it.
+A win earns 1, a loss -1, a draw 0. A move that the rules do not know loses at once and earns
+`forfeit_reward`; the other seat earns nothing by it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ FROZEN = "reference"
 
 
 class Table:
-    """A game under way, and whose turn it is. A seat that writes no move has lost it."""
+    """A game under way, and whose turn it is. A seat that writes no move has forfeited it."""
 
-    def __init__(self, game: Game) -> None:
+    def __init__(self, game: Game, forfeit_reward: float) -> None:
         self.game = game
+        self.forfeit_reward = forfeit_reward
         self.forfeited_by: int | None = None
         self._changed = asyncio.Condition()
 
@@ -91,7 +92,8 @@ class Table:
     def scores(self) -> tuple[float, float] | None:
         if self.forfeited_by is None:
             return self.game.scores
-        return (-1.0, 0.0) if self.forfeited_by == 0 else (0.0, -1.0)
+        lost = self.forfeit_reward
+        return (lost, 0.0) if self.forfeited_by == 0 else (0.0, lost)
 
     async def play(self, text: str) -> None:
         async with self._changed:
@@ -155,7 +157,7 @@ class Seat(MessageEnv):
 
     async def unfinished(self) -> float:
         await self._table.leave(self._seat)
-        return -1.0
+        return self._table.forfeit_reward
 
     async def _next_turn(self) -> bool:
         table = self._table
@@ -233,18 +235,20 @@ class TableGroupBuilder(EnvGroupBuilder):
     setting: ChatSetting
     group_size: int
     rules: bool
+    forfeit_reward: float
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         seats: list[Seat] = []
         if self.new_opponent is None:
             # An evaluation may ask for one episode: a game has two.
             for _ in range((self.group_size + 1) // SEATS):
-                table = Table(self.new_game())
+                table = Table(self.new_game(), self.forfeit_reward)
                 seats += [Seat(table, seat, None, rules=self.rules) for seat in range(SEATS)]
         else:
             for seed in range(self.seed, self.seed + self.group_size):
+                table = Table(self.new_game(), self.forfeit_reward)
                 opponent = self.new_opponent(seed, models)
-                seats.append(Seat(Table(self.new_game()), self.seat, opponent, rules=self.rules))
+                seats.append(Seat(table, self.seat, opponent, rules=self.rules))
         return [ChatEnv(seat, self.setting, models) for seat in seats]
 
 
@@ -274,6 +278,7 @@ class TableDataset(EnvDataset):
             setting=self._setting,
             group_size=group_size,
             rules=self._config.rules,
+            forfeit_reward=self._config.forfeit_reward,
         )
 
 
@@ -293,6 +298,11 @@ class TwoPlayerConfig(ChatConfig):
         default=None, doc="of the reference's moves, where it sits opposite; 0 is greedy"
     )
     eval_opponent: str = chz.field(default="random", doc="the same in evaluations")
+    forfeit_reward: float = chz.field(
+        default=-2.0,
+        doc="of a seat that makes an illegal move, or none; below a loss (-1), else a seat that "
+        "loses anyway has no reason to keep the rules",
+    )
     rules: bool = chz.field(default=True, doc="the first message tells the rules")
     games: int = chz.field(default=1000, doc="openings that the games begin with, by their seeds")
 
@@ -300,6 +310,10 @@ class TwoPlayerConfig(ChatConfig):
     def _games_in_range(self) -> None:
         if self.games < 1:
             raise ConfigError(f"env.games={self.games} must be at least 1")
+        if not -float("inf") < self.forfeit_reward <= -1:
+            raise ConfigError(
+                f"env.forfeit_reward={self.forfeit_reward} must be -1, a loss, or below"
+            )
         if (self.opponent_temperature is None) == (self.opponent == FROZEN):
             raise ConfigError(
                 f"env.opponent={self.opponent} with env.opponent_temperature="
@@ -339,7 +353,7 @@ class TwoPlayerConfig(ChatConfig):
 
     def __call__(self, path: str | None, setting: Setting) -> TableDataset:
         chat = self.chat_setting(setting)
-        table = Table(self.new_game(0))
+        table = Table(self.new_game(0), self.forfeit_reward)
         seat = Seat(table, table.game.to_move, None, rules=self.rules)
         require_room("a game", first_length(seat, chat), chat, setting.max_new_tokens)
         return TableDataset(self, self._new_opponent(chat, setting), chat, only_teacher(setting))

@@ -109,7 +109,7 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
     (first, second), _ = play(
         tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)
     )
-    assert (first.reward, second.reward) == (0.0, -1.0)
+    assert (first.reward, second.reward) == (0.0, -2.0)
     assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "partings": 0}
     assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "partings": 0}
 

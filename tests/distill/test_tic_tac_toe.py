@@ -93,6 +93,8 @@ def test_openings_follow_their_number() -> None:
     [
         ({"random_moves": 5}, r"env\.random_moves=5 must be between 0 and 4"),
         ({"games": 0}, r"env\.games=0 must be at least 1"),
+        ({"forfeit_reward": -0.5}, r"env\.forfeit_reward=-0\.5 must be -1, a loss, or below"),
+        ({"forfeit_reward": float("nan")}, r"env\.forfeit_reward=nan must be -1"),
         ({"opponent": "perfekt"}, r"env\.opponent=perfekt is no player .* 'perfect'"),
         ({"opponent": "reference"}, "a temperature goes with env.opponent=reference"),
         ({"opponent_temperature": 0.5}, r"env\.opponent=self with env\.opponent_temperature=0\.5"),

@@ -80,14 +80,19 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
         return "1" if turn == 1 else first_free(turn, seen)
 
     (first, second), _ = play(tokenizer, second_blunders)
-    assert (first.reward, second.reward) == (0.0, -1.0)
+    assert (first.reward, second.reward) == (0.0, -2.0)
     assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "partings": 0}
     assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "partings": 0}
 
 
+def test_a_forfeit_costs_what_the_settings_say(tokenizer: PreTrainedTokenizerBase) -> None:
+    (first, _), _ = play(tokenizer, lambda _turn, _seen: "none", forfeit_reward=-1.5)
+    assert first.reward == -1.5
+
+
 def test_who_never_moves_is_no_trajectory(tokenizer: PreTrainedTokenizerBase) -> None:
     (first, second), _ = play(tokenizer, lambda _turn, _seen: "none")
-    assert first.reward == -1.0 and second.turns == ()
+    assert first.reward == -2.0 and second.turns == ()
     dataset = TicTacToeGames(random_moves=0)(None, setting(tokenizer, max_new_tokens=8))
     policy = Scripted(tokenizer, lambda _turn, _seen: "none")
     rolled = rollout_group(policy, dataset.builder(0, 4), SAMPLING, group_id=0, seed=0)
@@ -97,7 +102,7 @@ def test_who_never_moves_is_no_trajectory(tokenizer: PreTrainedTokenizerBase) ->
 
 def test_a_limit_on_one_seat_frees_the_other(tokenizer: PreTrainedTokenizerBase) -> None:
     (first, second), _ = play(tokenizer, first_free, max_turns=2)
-    assert first.stop_reason is StopReason.TURNS and first.reward == -1.0
+    assert first.stop_reason is StopReason.TURNS and first.reward == -2.0
     assert second.reward == 0.0 and second.stop_reason is StopReason.DONE
 
 
