@@ -190,8 +190,8 @@ SHOWS: dict[Task, Show] = {
         config=SelfplayConfig,
         settings={
             "env": TicTacToeGames(rules=False),
-            "steps": 100, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 1e-3,
-            "eval_temperature": 0.7, "eval_size": 100, "eval_samples": 4,
+            "steps": 100, "prompts_per_step": 32, "group_size": 8, "max_new_tokens": 4, "lr": 5e-4,
+            "entropy_coef": 0.02, "eval_temperature": 0.7, "eval_size": 100, "eval_samples": 4,
         },
         promises=(
             Promise(metric="eval/illegal", title="games lost by an illegal move", at_most=0.05),
