@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -55,18 +56,39 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "local"):
             # Named, because a bare init would join whatever cluster was last started here.
-            ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=max(os.cpu_count() or 1, local_cpus),
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
+            with _process_groups_of_their_own():
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=max(os.cpu_count() or 1, local_cpus),
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                )
         else:
             _join(address, namespace)
         yield
     finally:
         ray.shutdown()
+
+
+_apart = threading.Event()
+# Such a hook stays for good, and Ray leaves no say in how its processes are started.
+os.register_at_fork(after_in_child=lambda: _apart.is_set() and os.setpgid(0, 0))
+
+
+@contextmanager
+def _process_groups_of_their_own() -> Iterator[None]:
+    """Processes that are started meanwhile do not get the signals of our process group.
+
+    timeout(1), shells and batch systems signal the whole group. The driver answers with a
+    checkpoint, for which it needs Ray's head; that dies with the driver all the same, by the
+    parent-death signal that Ray asks of the kernel.
+    """
+    _apart.set()
+    try:
+        yield
+    finally:
+        _apart.clear()
 
 
 def autoscales() -> bool:

@@ -20,6 +20,7 @@ the driver waits, for whatever it is, the supervisor looks at everyone (cluster/
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -39,6 +40,9 @@ from learner.checkpoint import Checkpoint
 
 # How often a wait looks at signals and actors, seconds.
 _POLL_S = 0.5
+# A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
+_SAME_SIGNAL_S = 1.0
+_ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
 # A checkpoint that cannot be written is tried again between steps: so often, and so much later.
 _SAVE_TRIES = 10
 _SAVE_PAUSE_S = 3.0
@@ -57,6 +61,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -77,9 +82,13 @@ class Signals:
             raise Interrupted(self.received)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
-        if self.received is not None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signum, now
+            # Not print: a handler may run in the middle of one.
+            os.write(2, f"{signal.Signals(signum).name}: {_ENDING}\n".encode())
+        elif now - self._received_at > _SAME_SIGNAL_S:
             raise KeyboardInterrupt
-        self.received = signum
 
 
 class Driver:

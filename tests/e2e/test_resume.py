@@ -53,9 +53,12 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=500, checkpoint_every=1000, eval_size=1)
     process = start_until_step(arguments, out, 3)
+    # As timeout(1) does: to the command, and to its whole process group besides.
     process.send_signal(signum)
+    os.killpg(process.pid, signum)
     code, output = finish(process)
     assert code == 128 + signum, output
+    assert f"{signum.name}: ends with a checkpoint" in output
     assert "is in a checkpoint" in output
     assert summary(out)["status"] == "interrupted"
     done = len(metrics(out))
