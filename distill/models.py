@@ -173,7 +173,7 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def context_length(config: Any) -> int:
-    """Positions the model was made for.
+    """Positions the model was made for, as far as a row is scored alike in any batch.
 
     Raises:
         CheckpointError: the config does not say.
@@ -181,7 +181,28 @@ def context_length(config: Any) -> int:
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not length:
         raise CheckpointError(f"{config.model_type} config has no max_position_embeddings")
-    return int(length)
+    return min(int(length), rope_length(config) or int(length))
+
+
+def rope_length(config: Any) -> int | None:
+    """Positions up to which rotary frequencies do not depend on the longest row of a batch; None:
+    they never do.
+
+    Past it, `longrope` and `dynamic` rotate every row of a batch as its longest one needs it, and a
+    cache holds keys rotated as a shorter one needed it: SGLang's longrope does likewise.
+    """
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    by_layer = [ropes] if "rope_type" in ropes else list(ropes.values())  # else by kind of layer
+    lengths = [
+        rope["original_max_position_embeddings"]
+        if rope["rope_type"] == "longrope"
+        else text.max_position_embeddings
+        for rope in by_layer
+        if isinstance(rope, dict)
+        and (rope.get("rope_type") == "longrope" or "dynamic" in rope.get("rope_type", ""))
+    ]
+    return min(map(int, lengths), default=None)
 
 
 def vocab_size(config: Any) -> int:

@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.batching import Batch, TrainingRow
 from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
+from distill.models import rope_length
 from distill.prefix_probe import choose_model
 from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
 from learner.sharding import Root
@@ -46,6 +47,7 @@ class Forward:
         """
         model.eval()
         self._root = root
+        self._longest = rope_length(model.config)
         self.head: VocabularyHead = self._run(lambda: VocabularyHead(model))
         # Ours has no dropout in attention; a model that trains with one keeps its own.
         dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
@@ -83,6 +85,10 @@ class Forward:
 
     def hidden(self, batch: Batch) -> Tensor:
         """Hidden states that predict the batch's trained tokens, shape (N, H)."""
+        assert self._longest is None or batch.tokens_BT.shape[1] <= self._longest, (
+            f"past {self._longest} tokens this model's rotary frequencies depend on the longest "
+            "row of a batch"
+        )
         hidden_NH = self._with_shared_prefixes(batch.rows)
         if hidden_NH is None:
             hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
