@@ -295,8 +295,8 @@ class EmbeddedEngine:
             self._settle_rows(await self._compute(lambda: self._decode_chunk(rows)))
         if self._new_items and not self._score_batches and not self._loads:
             items, self._new_items = self._new_items, []
-            share = self._model.forward.shares_prefixes
-            self._score_batches = plan(items, self._score_token_budget, share=share)
+            most_mask = self._model.forward.most_mask
+            self._score_batches = plan(items, self._score_token_budget, most_mask)
         if self._score_batches:
             batch = self._score_batches.pop(0)
             self._settle_items(

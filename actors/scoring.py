@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distill.interfaces import Score, ScoreRequest
 from distill.logprobs import positions_per_chunk, selected_logprobs
-from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
+from distill.shared_prefix import WORTH_SHARING, PlainModel, SharedPrefixModel
 from distill.types import FloatArray, TokenArray, TopLogprobs
 
 
@@ -163,8 +163,11 @@ def _likeliest(logits_NV: Tensor, temperature_N: Tensor, k: int) -> tuple[Tensor
     return ids_NK, best_NK - scaled_NV.logsumexp(dim=1, keepdim=True)
 
 
-def plan(items: Sequence[ScoreItem], token_budget: int, *, share: bool) -> list[ScoreBatch]:
-    """Splits items into forward passes of at most `token_budget` padded tokens (or one item)."""
+def plan(items: Sequence[ScoreItem], token_budget: int, most_mask: int) -> list[ScoreBatch]:
+    """Splits items into forward passes of at most `token_budget` padded tokens (or one item).
+
+    Those with shared prefixes have masks of at most `most_mask` elements.
+    """
     shared: list[list[ScoreItem]] = []
     alone: list[ScoreItem] = []
     by_prefix = sorted(items, key=_prefix_name)
@@ -173,11 +176,11 @@ def plan(items: Sequence[ScoreItem], token_budget: int, *, share: bool) -> list[
         prefix = len(members[0].prefix_T)
         suffix = max(len(item.suffix_T) for item in members)
         worth_it = prefix * (len(members) - 1) >= WORTH_SHARING
-        if share and worth_it and suffix * (prefix + suffix) <= MOST_MASK:
+        if worth_it and suffix * (prefix + suffix) <= most_mask:
             shared.append(members)
         else:
             alone += members
-    return _plan_alone(alone, token_budget) + _plan_shared(shared, token_budget)
+    return _plan_alone(alone, token_budget) + _plan_shared(shared, token_budget, most_mask)
 
 
 def _prefix_name(item: ScoreItem) -> bytes:
@@ -195,7 +198,9 @@ def _plan_alone(items: list[ScoreItem], token_budget: int) -> list[ScoreBatch]:
     return batches
 
 
-def _plan_shared(groups: list[list[ScoreItem]], token_budget: int) -> list[ScoreBatch]:
+def _plan_shared(
+    groups: list[list[ScoreItem]], token_budget: int, most_mask: int
+) -> list[ScoreBatch]:
     """Groups of like length go together; one that does not fit goes on in the next batch."""
     batches: list[ScoreBatch] = []
     longest_prefix = longest_suffix = 0
@@ -209,7 +214,7 @@ def _plan_shared(groups: list[list[ScoreItem]], token_budget: int) -> list[Score
             prefixes = len(batches[-1].prefixes) + (not is_open) if batches else 0
             tokens = prefixes * longest_prefix + rows * longest_suffix
             mask = rows * longest_suffix * (longest_prefix + longest_suffix)
-            if not batches or tokens > token_budget or mask > MOST_MASK:
+            if not batches or tokens > token_budget or mask > most_mask:
                 batches.append(ScoreBatch([]))
                 longest_prefix, longest_suffix, is_open = len(prefix_T), len(item.suffix_T), False
             if not is_open:

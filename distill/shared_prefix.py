@@ -26,19 +26,25 @@ def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) 
     return torch.from_numpy(tokens_NT).to(device)
 
 
-# Most elements of one attention mask.
+# Most elements of one attention mask; or of a layer's scores, where a cap on them rules out the
+# fused kernels that never hold them.
 MOST_MASK = 1 << 26
 # Sharing prefixes pays if it saves at least this many tokens of forward pass.
 WORTH_SHARING = 64
 
 
 class SharedPrefixModel:
-    """The base model (no vocabulary head), called with a pass. Switches its attention function."""
+    """The base model (no vocabulary head), called with a pass. Switches its attention function.
 
-    shares_prefixes = True
+    Attributes:
+        most_mask: most rows x new tokens x tokens they see, of a batch that shares prefixes.
+    """
 
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(ATTENTION)
+        config = model.config.get_text_config()
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        self.most_mask = MOST_MASK // (config.num_attention_heads if capped else 1)
         self.base = model.base_model
         self.device: torch.device = model.device
 
@@ -130,7 +136,7 @@ def pad_positions(firsts: Sequence[int], rows: Sequence[TokenArray], filler: int
 class PlainModel:
     """The base model with its own attention, for models that cannot take ours. Never caches."""
 
-    shares_prefixes = False
+    most_mask = 0
 
     def __init__(self, model: Any) -> None:
         self.base = model.base_model

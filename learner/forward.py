@@ -18,7 +18,7 @@ from distill.batching import Batch, TrainingRow
 from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
 from distill.models import rope_length
 from distill.prefix_probe import choose_model
-from distill.shared_prefix import MOST_MASK, WORTH_SHARING, PlainModel, SharedPrefixModel
+from distill.shared_prefix import WORTH_SHARING, PlainModel, SharedPrefixModel
 from learner.sharding import Root
 
 
@@ -114,7 +114,7 @@ class Forward:
         saved = sum(row.first_trained - 1 for row in rows_B) - sum(map(len, prefixes))
         width = max(map(len, suffixes))
         mask = len(rows_B) * width * (width + max(map(len, prefixes)))
-        if saved < WORTH_SHARING or mask > MOST_MASK or not all(map(len, prefixes)):
+        if saved < WORTH_SHARING or mask > self._model.most_mask or not all(map(len, prefixes)):
             return None
         hidden_BSH = self._model.hidden_after(prefixes, prefix_of_row, suffixes)
         flat_N = torch.cat([b * width + position_S for b, position_S in enumerate(positions)])

@@ -37,7 +37,7 @@ from distill.interfaces import (
 )
 from distill.models import read_weights
 from distill.sampling import Sampling, TrainSampling
-from distill.shared_prefix import SharedPrefixModel
+from distill.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.tensors import PackedTensors
 from distill.tokenizer import load_tokenizer, probe
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
@@ -358,7 +358,8 @@ def test_a_plan_scores_every_item_once_within_its_budget() -> None:
             tokens_T = np.concatenate([context_T, prompt(int(generator.integers(1, 60)), member)])
             request = ScoreRequest(tokens_T=tokens_T, start=len(context_T), temperatures=(1.0,))
             items.append(ScoreItem(None, request))
-    batches = plan(items, budget, share=True)
+    batches = plan(items, budget, MOST_MASK)
+    assert not any(batch.prefixes for batch in plan(items, budget, 0))
     assert sorted(map(id, items)) == sorted(id(item) for batch in batches for item in batch.items)
     assert any(batch.prefixes for batch in batches) and not all(b.prefixes for b in batches)
     for batch in batches:
