@@ -26,11 +26,19 @@ def unit_tests(response: str, answer: str) -> float:
 
     A program can neither read the tests nor run among them: it is in another process of the
     sandbox, and what its functions return comes as plain data (numbers, text, lists, tuples, dicts,
-    sets). So no exit, no `__eq__` and no patched built-in makes a test pass. What remains is its
-    word about objects of its own classes (compared with each other, or asked if they are true), and
-    about functions such as `isclose` that tests use without importing them. Functions may be
-    passed to it; objects of the tests' own classes, and exceptions of its own to catch, may not,
-    and a name that Python itself has (`sum`) means Python's.
+    sets). So no exit, no `__eq__` and no patched built-in makes a test pass. Objects of its own
+    classes stay there. They may be compared, added, subtracted and multiplied with each other; with
+    plain data they equal nothing, and all else is a TypeError, which `Vector(1, 2) * 3` is too: no
+    `__sub__` can make 0 of a difference to the right number. Whether one contains a value is found
+    by going through its items.
+
+    What remains is its word about objects of its own classes (compared with each other, asked if
+    they are true, what their methods answer), and about functions such as `isclose` that tests use
+    without importing them. What is true in plain Python is so here: `f(xs) == sorted(xs)` of an `f`
+    that empties `xs` and returns it, and `numpy.allclose(f(x), 1.4)` of one that returns []. Give
+    such tests a copy, and a length. Functions may be passed to a program; objects of the tests' own
+    classes, and exceptions of its own to catch, may not, and a name that Python itself has (`sum`)
+    means Python's.
 
     Raises:
         DataError: the answer is no Python, or has no statement.

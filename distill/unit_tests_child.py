@@ -4,10 +4,11 @@
           <──── 4, and the arguments afterwards ──────
 
 A script of the standard library alone, run for either side. What crosses is JSON, a line at a
-time: numbers, text, lists, tuples, dicts and sets by value; anything else stays where it is and is
-asked from afar (`Remote`). So nothing of the solution's runs among the tests: no `__eq__` that is
-always true, no exit, no look at the tests. The tests serve one request: to call a function that
-they passed.
+time: numbers, text, lists, tuples, dicts and sets by value, as exactly those types; anything else
+stays where it is and is asked from afar (`Remote`). So nothing of the solution's runs among the
+tests: no `__eq__` that is always true, no exit, no look at the tests. An object that is asked from
+afar is never told a plain value to compare itself with, to add or to look for, so it cannot say
+what the tests would like to hear. The tests serve one request: to call a function that they passed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "getitem": operator.getitem,
     "setitem": operator.setitem,
-    "contains": operator.contains,
     "eq": operator.eq,
     "lt": operator.lt,
     "le": operator.le,
@@ -51,6 +51,11 @@ _MODULES = (
     *("heapq", "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics"),
     *("string", "typing"),
 )
+# Attributes with such names have a meaning to the interpreter and to libraries, numpy's
+# `__array_interface__` for one; of an object that is asked from afar, these are there.
+_SPECIAL = ("__name__", "__qualname__")
+# What `unittest.main` looks for in the module of the tests, and obeys.
+_UNITTEST_HOOKS = ("load_tests", "setUpModule", "tearDownModule")
 _SEQUENCES: dict[str, type] = {
     "list": list,
     "tuple": tuple,
@@ -148,7 +153,12 @@ class Peer:
 
 
 class Remote:
-    """An object of the other side's. It equals no plain value, whatever it says itself."""
+    """An object of the other side's. It equals no plain value, whatever it says itself.
+
+    With another such object it may be compared, added, subtracted and multiplied; with plain values
+    it may not, in either order, and is none itself (`abs`, `round`, `float`, an index). Whether it
+    contains one is found by going through its items.
+    """
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -158,6 +168,8 @@ class Remote:
         return _far(self, "call", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name not in _SPECIAL:
+            raise AttributeError(f"{name} of an object of the other side's")
         return _far(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -173,19 +185,19 @@ class Remote:
         return hash(object.__getattribute__(self, "_number"))
 
     def __lt__(self, other: Any) -> Any:
-        return _far(self, "lt", other) if isinstance(other, Remote) else NotImplemented
+        return _far_with(self, "lt", other)
 
     def __le__(self, other: Any) -> Any:
-        return _far(self, "le", other) if isinstance(other, Remote) else NotImplemented
+        return _far_with(self, "le", other)
 
     def __add__(self, other: Any) -> Any:
-        return _far(self, "add", other)
+        return _far_with(self, "add", other)
 
     def __sub__(self, other: Any) -> Any:
-        return _far(self, "sub", other)
+        return _far_with(self, "sub", other)
 
     def __mul__(self, other: Any) -> Any:
-        return _far(self, "mul", other)
+        return _far_with(self, "mul", other)
 
     def __iter__(self) -> Any:
         return _far(self, "iter")
@@ -208,13 +220,17 @@ class Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         _far(self, "setitem", key, value)
 
-    def __contains__(self, item: Any) -> bool:
-        return _far(self, "contains", item) is True
+    # No `__contains__`: Python goes through the items, and compares them here.
 
 
 def _far(remote: Remote, operation: str, *arguments: Any, **named: Any) -> Any:
     peer: Peer = object.__getattribute__(remote, "_peer")
     return peer.ask(operation, remote, *arguments, **named)
+
+
+def _far_with(remote: Remote, operation: str, other: Any) -> Any:
+    """An operation on two objects of the other side's; with anything else there is none."""
+    return _far(remote, operation, other) if isinstance(other, Remote) else NotImplemented
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -259,11 +275,11 @@ def run_tests() -> None:
 
 
 def _safe(names: dict[str, Any]) -> dict[str, Any]:
-    """But for names that Python has: tests mean `all` as it is."""
+    """But for names that Python has, or obeys: tests mean `all` as it is."""
     return {
         name: value
         for name, value in names.items()
-        if not name.startswith("__") and not hasattr(builtins, name)
+        if not name.startswith("__") and not hasattr(builtins, name) and name not in _UNITTEST_HOOKS
     }
 
 

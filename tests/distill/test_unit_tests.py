@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from distill import unit_tests_child
 from distill.errors import DataError
 from distill.rewards import judge, load_reward
-from distill.sandbox import SandboxLimits
+from distill.sandbox import SandboxLimits, run_python
 from distill.unit_tests import unit_tests, unit_tests_unisolated
 
 pytestmark = pytest.mark.usefixtures("sandbox")
@@ -150,6 +154,149 @@ def add(a, b):
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheats_earn_nothing(cheat: str) -> None:
     assert unit_tests(CHEATS[cheat], TESTS) == 0
+
+
+LIAR = """
+class Liar{n}({base}):
+    def answer(self, *others): return {answer}
+for name in (
+    "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv",
+    "rtruediv", "floordiv", "mod", "rmod", "pow", "rpow", "matmul", "and", "rand", "or", "ror",
+    "xor", "neg", "abs", "round", "float", "int", "index", "complex", "trunc", "floor", "ceil",
+    "contains", "bool", "len", "hash", "format", "array", "instancecheck", "subclasscheck",
+):
+    setattr(Liar{n}, f"__{{name}}__", Liar{n}.answer)
+Liar{n}.__iter__ = lambda self: iter([])
+Liar{n}.__getattr__ = lambda self, name: {answer}
+Liar{n}.__array_interface__ = {{"shape": (), "typestr": "<f8", "data": bytes(8), "version": 3}}
+def f{n}(x): return {wrong}
+"""
+LIARS = [
+    LIAR.format(n=n, base=base, answer=answer, wrong=wrong.replace("Liar", f"Liar{n}"))
+    for n, (base, answer, wrong) in enumerate(
+        [
+            *(("object", answer, "Liar()") for answer in ("0.0", "True", "self", "others[0]")),
+            *((base, "0.0", "Liar()") for base in ("float", "list", "str", "dict")),
+            ("object", "0.0", "Liar"),
+            ("object", "0.0", "[Liar()]"),
+            ("object", "0.0", "{Liar(): 1}.keys()"),
+            ("object", "0.0", "(Liar() for _ in range(3))"),
+        ]
+    )
+]
+
+UNITTEST = """import unittest
+class T(unittest.TestCase):
+  def test(self): self.{}
+result = unittest.TestResult()
+T("test").run(result)
+assert result.wasSuccessful()"""
+
+# What tests of plain data look like, by a solution that passes them.
+PLAIN_TESTS = {
+    "3.25": [
+        "assert abs(f(2) - 3.25) < 1e-6",
+        "assert abs(3.25 - f(2)) < 1e-6",
+        "assert not f(2) - 3.25",
+        "assert not any(a - b for a, b in zip([f(2)], [3.25]))",
+        "assert ((f(2) - 3.) ** 2) ** .5 == .25",
+        "assert f(2) * 1 == 3.25",
+        "assert f(2) / 1 == 3.25",
+        "assert f(2) + 1 == 4.25",
+        "assert 10 < f(2) ** 2 < 11",
+        "assert -f(2) == -3.25",
+        "assert f(2) == 3.25",
+        "assert not f(2) != 3.25",
+        "assert 3.25 == f(2)",
+        "assert f(2) <= 3.25 <= f(2)",
+        "assert f(2) >= 3.25",
+        "assert f(2) in [3.25]",
+        "assert f(2) in {3.25}",
+        "assert {3.25: True}[f(2)]",
+        "assert round(f(2), 2) == 3.25",
+        "assert float(f(2)) == 3.25",
+        "assert f'{f(2):.2f}' == '3.25'",
+        "assert '%.2f' % f(2) == '3.25'",
+        "assert sum([f(2), 1]) == 4.25",
+        "assert max(f(2), 3) == 3.25",
+        "assert isinstance(f(2), float) and f(2)",
+        "import math; assert math.isclose(f(2), 3.25)",
+        "import math; assert math.floor(f(2)) == 3",
+        "import numpy; assert numpy.allclose(a := numpy.array(f(2)), 3.25) and a.size",
+        "import numpy; assert numpy.allclose([f(2), f(2)], [3.25, 3.25])",
+        "import numpy; assert abs(numpy.float64(3.25) - f(2)) < 1e-6",
+        "import numpy; assert numpy.array_equal(numpy.array([3.25]), [f(2)])",
+        "from decimal import Decimal; assert Decimal(f(2)) == Decimal('3.25')",
+        "import copy; assert copy.deepcopy(f(2)) == 3.25",
+        UNITTEST.format("assertEqual(f(2), 3.25)"),
+        UNITTEST.format("assertAlmostEqual(f(2), 3.25)"),
+        UNITTEST.format("assertAlmostEqual(3.25, f(2), delta=.01)"),
+        UNITTEST.format("assertLess(3.2, f(2))"),
+    ],
+    "3": [
+        "assert [10, 11, 12, 13][f(2)] == 13",
+        "assert len(range(f(2))) == 3",
+        "from decimal import Decimal; assert Decimal('3') - f(2) == 0",
+        "from fractions import Fraction; assert not Fraction(3) - f(2)",
+    ],
+    "{3.25}": [
+        "assert 3.25 in f(2)",
+        "assert f(2) & {3.25} == {3.25}",
+        "assert {3.25} <= f(2)",
+        "assert not {3.25} - f(2)",
+        "assert all(each in f(2) for each in [3.25])",
+        UNITTEST.format("assertIn(3.25, f(2))"),
+        UNITTEST.format("assertCountEqual(f(2), [3.25])"),
+    ],
+    "[3.25]": [
+        "assert f(2) + [1] == [3.25, 1]",
+        "assert [3.25] * 2 == f(2) * 2",
+        UNITTEST.format("assertSequenceEqual(f(2), [3.25])"),
+    ],
+    "'abc'": ["assert f(2) + 'd' == 'abcd'", "assert 'b' in f(2)", "assert 'abc' == f(2)"],
+}
+
+
+def test_objects_that_say_what_tests_like_to_hear_pass_none() -> None:
+    tests = [each for group in PLAIN_TESTS.values() for each in group]
+    names = [f"f{n}" for n in range(len(LIARS))]
+    assert passed("".join(LIARS), names, tests) == []
+
+
+def test_plain_data_passes_what_they_do_not() -> None:
+    for right, tests in PLAIN_TESTS.items():
+        assert passed(f"def f(x): return {right}", ["f"], tests) == [["f", each] for each in tests]
+
+
+def passed(program: str, names: Sequence[str], tests: Sequence[str]) -> list[list[str]]:
+    """What ends well of the tests, given each of the program's functions as `f`."""
+    code = f"""
+import json, solution
+well = []
+for name in {list(names)!r}:
+    for test in {list(tests)!r}:
+        try:
+            exec(test, {{"f": getattr(solution, name)}})
+            well.append([name, test])
+        except Exception:
+            pass
+print(json.dumps(well))
+"""
+    given = json.dumps({"solution": program, "tests": code})
+    child = Path(unit_tests_child.__file__).read_text()
+    result = asyncio.run(run_python(child, stdin=given))
+    assert result.outcome == "ok", result.stderr
+    return json.loads(result.stdout)
+
+
+def test_unittest_obeys_no_hook_of_the_program_s() -> None:
+    tests = (
+        "import unittest\nclass T(unittest.TestCase):\n"
+        "  def test(self): self.assertEqual(f(), 1)\nunittest.main()"
+    )
+    hook = "def load_tests(*given): return lambda result: None\ndef f(): return {}"
+    assert unit_tests(hook.format(2), tests) == 0
+    assert unit_tests(hook.format(1), tests) == 1
 
 
 def test_names_that_python_has_stay_python_s() -> None:
