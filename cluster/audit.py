@@ -1,7 +1,9 @@
 """`python -m cluster.audit out=DIR`: was each prompt group trained exactly once?
 
 Reads the ledger's journal of a whole run, all its jobs and rewinds, and takes no word of the ledger
-for it: what leases, arrivals and steps say is compared with one another.
+for it: what leases, arrivals and steps say is compared with one another, and with what else lies in
+`out/` (cluster/witnesses.py). A journal that begins after group 0 proves nothing of the groups
+before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
-from cluster.journal import read_journal
+from cluster.journal import broken_links, read_journal
+from cluster.witnesses import Witnesses
 from distill.errors import ConfigError, DataError, IsothermError
 
 # More are counted, and not shown.
@@ -30,7 +33,7 @@ class Audit:
 
     Attributes:
         problems: every way in which it does not add up; none: exactly once is proved.
-        trained: groups in the final weights.
+        trained: groups in the final weights, as far as the journal goes back.
         watermark: every id below it is accounted for.
         set_aside: ids below it that were not trained, and why.
         steps: published steps in the final weights.
@@ -40,6 +43,7 @@ class Audit:
         re_leases: groups leased again, by cause.
         duplicates: groups that arrived and were dropped: again, or too late.
         ended: the last job ended as it should.
+        first: the id that the journal begins with; it knows nothing of those below.
     """
 
     problems: list[str]
@@ -55,16 +59,16 @@ class Audit:
     re_leases: dict[str, int]
     duplicates: int
     ended: bool
+    first: int = 0
 
     def lines(self) -> list[str]:
         """For people."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
         ended = "ended as it should" if self.ended else "did not end, or was killed"
+        ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
+        saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
         made = [
-            f"{self.trained} groups trained in {self.steps} steps, ids below {self.watermark}; "
-            f"{self.committed} and below are in a checkpoint"
-            if self.committed
-            else f"{self.trained} groups trained in {self.steps} steps, ids below {self.watermark}",
+            f"{self.trained} groups trained in {self.steps} steps, {ids}{saved}",
             f"{len(self.set_aside)} set aside",
             *(f"  group {i}: {reason}" for i, reason in self.set_aside.items()),
             f"{sum(self.re_leases.values())} leased again" + (f": {causes}" if causes else ""),
@@ -93,6 +97,10 @@ class _Published:
     end: int
     skipped: dict[int, str]
 
+    def __len__(self) -> int:
+        """Groups trained."""
+        return self.end - self.first - len(self.skipped)
+
 
 class _Auditor:
     """Reads one event after the other; `steps` is the lineage of the newest weights."""
@@ -102,6 +110,7 @@ class _Auditor:
         self.steps: list[_Published] = []
         self.first = 0  # what the lineage's first step starts from
         self.inherited: dict[int, str] = {}  # set aside below it
+        self.run_id = ""
         self.epoch = self.committed = 0
         self.per_step: int | None = None
         self.again = self.jobs = self.rewinds = self.recoveries = self.duplicates = 0
@@ -148,9 +157,16 @@ class _Auditor:
         self.jobs += 1
         self.ended = False
         self.per_step = event["settings"]["groups_per_step"]
+        run_id = event.get("run_id", "")
         if self.jobs == 1:
             self.first = event["watermark"]
             self.inherited = _by_id(event["set_aside"])
+        elif self.run_id and run_id != self.run_id and event["watermark"]:
+            self._complain(
+                f"a job of run {run_id or 'unknown'} starts from {event['watermark']}, and what "
+                f"was trained before it is of run {self.run_id}"
+            )
+        self.run_id = run_id
         self._go_back("a new job", event)
         self._set_aside = _by_id(event["set_aside"])
 
@@ -300,7 +316,7 @@ def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:
 def audit(
     path: str | Path, *, steps: int | None = None, groups_per_step: int | None = None
 ) -> Audit:
-    """Reads a journal, `out/ledger.jsonl`.
+    """Reads a journal, `out/ledger.jsonl`, and what lies beside it.
 
     Args:
         steps: of the run, if it should be complete; with `groups_per_step`, or the journal's own.
@@ -308,7 +324,9 @@ def audit(
     Raises:
         DataError: there is none, it is empty, or it is unreadable.
     """
+    witnesses = Witnesses.beside(Path(path))  # first: what a live run adds meanwhile is no lie
     auditor = _Auditor()
+    auditor.problems += broken_links(path)
     for event in read_journal(path):
         try:
             auditor.read(event)
@@ -317,14 +335,16 @@ def audit(
     if not auditor.jobs:
         raise DataError(f"{path} is empty: no job of this run got as far as its queue")
     set_aside = auditor.set_aside
-    trained = auditor.watermark - len(set_aside)
+    trained = sum(len(step) for step in auditor.steps)
+    ends = {step.version: step.end for step in auditor.steps}
+    auditor.problems += witnesses.contradict(auditor.run_id, ends, set_aside)
     per_step = groups_per_step or auditor.per_step or 0
     if steps is not None and trained != steps * per_step:
         auditor.problems.append(
             f"{trained} groups were trained; {steps} steps of {per_step} are {steps * per_step}"
         )
     return Audit(
-        problems=auditor.problems,
+        problems=[*_begins_late(auditor), *auditor.problems],
         trained=trained,
         watermark=auditor.watermark,
         set_aside=set_aside,
@@ -337,7 +357,18 @@ def audit(
         re_leases=dict(auditor.causes),
         duplicates=auditor.duplicates,
         ended=auditor.ended,
+        first=auditor.first,
     )
+
+
+def _begins_late(auditor: _Auditor) -> list[str]:
+    if not auditor.first:
+        return []
+    rest = "" if auditor.problems else f"; each from {auditor.first} on was trained exactly once"
+    return [
+        f"the journal begins with group {auditor.first}, and how those below it were trained is "
+        f"written nowhere: of groups 0 to {auditor.first - 1} nothing is proved{rest}"
+    ]
 
 
 @chz.chz

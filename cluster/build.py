@@ -105,6 +105,7 @@ class RolloutCast:
                 max_failures=config.max_group_failures,
             ),
             journal=str(self._directory.ledger),
+            run_id=self._directory.run_id,
             timeout_s=config.deadline_s,
             actor_options={
                 **here(),

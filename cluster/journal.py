@@ -2,7 +2,8 @@
 
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
-    start      a job began: run, epoch, watermark, set_aside, settings
+    start      a job began: run (its queue), run_id (config.json's), epoch, watermark, set_aside,
+               settings
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted
     dup, late  the same, and is dropped; late has a reason
@@ -15,11 +16,15 @@
     recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost
     end        the run ended as it should
 
+Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
+removed, repeated, moved or edited are known (`broken_links`).
+
 Two read it: the queue that was killed (`replay`), and cluster/audit.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +35,7 @@ from typing import Any
 import orjson
 
 from cluster.ledger import Ledger, LedgerSettings
-from cluster.lines import LineFile
+from cluster.lines import LineFile, last_line
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 
@@ -40,6 +45,7 @@ class Journal:
 
     def __init__(self, path: str | Path) -> None:
         self._file = LineFile(path)
+        self._link: str | None = None  # to the last line; found by the first event
         self._together = False
 
     @contextmanager
@@ -54,7 +60,10 @@ class Journal:
 
     def record(self, event: str, **fields: Any) -> None:
         """Appends an event."""
-        line = orjson.dumps({"t": time.time(), "event": event, **fields})
+        if self._link is None:
+            self._link = _link(last_line(self._file.path))
+        line = orjson.dumps({"t": time.time(), "event": event, **fields, "after": self._link})
+        self._link = _link(line)
         self._file.append(line, later=self._together)
 
     def sync(self) -> None:
@@ -71,11 +80,43 @@ def read_journal(path: str | Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: there is no such file, or a line in the middle is not an event.
     """
+    for number, line in _lines(path):
+        yield _event(line, f"{path}, line {number}")
+
+
+def broken_links(path: str | Path) -> Iterator[str]:
+    """Complaints of lines that do not follow the one before them, as they were written.
+
+    Lines without a link are believed up to the first that has one: earlier releases wrote none.
+
+    Raises:
+        DataError: as `read_journal` does.
+    """
+    before, linked = b"", False
+    for number, line in _lines(path):
+        link = _event(line, f"{path}, line {number}").get("after")
+        if link is not None and link != _link(before):
+            place = f"line {number - 1}" if before else "the beginning"
+            yield (
+                f"line {number} does not follow {place}, as it was written: lines were removed, "
+                "repeated, moved or edited"
+            )
+        if link is None and linked:
+            yield f"line {number} names no line that it follows, as those before it do"
+        before, linked = line, linked or link is not None
+
+
+def _link(line: bytes) -> str:
+    return hashlib.blake2b(line, digest_size=8).hexdigest() if line else ""
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines without their newlines, numbered from 1."""
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):
-                    yield _event(line, f"{path}, line {number}")
+                    yield number, line[:-1]
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror}); a run writes it to its out="
@@ -85,11 +126,18 @@ def read_journal(path: str | Path) -> Iterator[dict[str, Any]]:
 def _event(line: bytes, where: str) -> dict[str, Any]:
     try:
         event = orjson.loads(line)
-        if {"t", "event"} <= event.keys():
-            return event
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{where}: not an event of a ledger") from error
-    raise DataError(f"{where}: not an event of a ledger")
+    except ValueError as error:
+        raise _damaged(f"{where}: not an event of a ledger ({error})") from error
+    if not isinstance(event, dict) or not {"t", "event"} <= event.keys():
+        raise _damaged(f"{where}: not an event of a ledger")
+    return event
+
+
+def _damaged(what: str) -> DataError:
+    return DataError(
+        f"{what}. Put the file back as the run left it; or move it away: the run then goes on from "
+        "its checkpoint, and its audit proves nothing of what came before"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +149,14 @@ class Replay:
         epoch: the newest; 0 of an empty journal.
         ended: the job ended as it should.
         ledger: as it was when the last line was written; None of an empty journal.
+        run_id: the run that the job was of; "" where the journal does not say.
     """
 
     run: str
     epoch: int
     ended: bool
     ledger: Ledger | None
+    run_id: str = ""
 
 
 def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Replay:
@@ -118,21 +168,24 @@ def replay(path: str | Path, clock: Callable[[], float] = time.monotonic) -> Rep
     Raises:
         DataError: it is no journal, or contradicts itself.
     """
-    ledger, run, ended = None, "", False
+    ledger, run, run_id, ended = None, "", "", False
     if not Path(path).exists():
         return Replay(run="", epoch=0, ended=False, ledger=None)
-    for event in read_journal(path):
+    for number, event in enumerate(read_journal(path), start=1):
         try:
             if event["event"] == "start":
                 settings = LedgerSettings(**event["settings"])
                 ledger = Ledger(settings, _trained(event), epoch=event["epoch"], clock=clock)
-                run, ended = event["run"], False
+                run, run_id, ended = event["run"], event.get("run_id", ""), False
             elif ledger is not None:
                 _apply(ledger, event)
                 ended = ended or event["event"] == "end"
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise DataError(f"{path} contradicts itself at {event}: {error}") from error
-    return Replay(run=run, epoch=ledger.epoch if ledger else 0, ended=ended, ledger=ledger)
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise _damaged(
+                f"{path}, line {number} contradicts the lines before it: {event}: {error!r}"
+            ) from error
+    epoch = ledger.epoch if ledger else 0
+    return Replay(run=run, epoch=epoch, ended=ended, ledger=ledger, run_id=run_id)
 
 
 def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:

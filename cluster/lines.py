@@ -95,6 +95,19 @@ class LineFile:
             )
 
 
+def last_line(path: Path) -> bytes:
+    """The last whole line, without its newline; b"" where there is none."""
+    if not path.is_file():
+        return b""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        end = _end_of_last_line(descriptor, os.fstat(descriptor).st_size)
+        start = _end_of_last_line(descriptor, max(0, end - 1))
+        return os.pread(descriptor, end - start, start).removesuffix(b"\n")
+    finally:
+        os.close(descriptor)
+
+
 def _end_of_last_line(descriptor: int, size: int) -> int:
     end = size
     while end:

@@ -60,6 +60,7 @@ class GroupQueue(Queue):
         journal: str,
         timeout_s: float,
         actor_options: dict[str, Any],
+        run_id: str = "",
     ) -> None:
         """
         Args:
@@ -67,6 +68,7 @@ class GroupQueue(Queue):
             journal: path of the ledger's journal, on storage that the actor's node reaches.
             timeout_s: how long any end waits for another.
             actor_options: Ray's; with max_restarts and max_task_retries of -1 it is never lost.
+            run_id: the run's own name, which the journal bears.
         """
         # Ray's constructor hard-codes its actor class, so it is not called.
         self.maxsize = settings.window
@@ -74,7 +76,7 @@ class GroupQueue(Queue):
         self._epoch: int | None = None
         actor_class = ray.remote(GroupQueueActor)
         self.actor: Any = actor_class.options(**actor_options).remote(
-            secrets.token_hex(8), trained, settings, journal
+            secrets.token_hex(8), run_id, trained, settings, journal
         )
 
     # the learner's end

@@ -47,9 +47,13 @@ class GroupQueueActor(_QueueActor):
     """Ray's queue actor behind a `Ledger`: groups are parked until weights contain them."""
 
     def __init__(
-        self, run: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
+        self, run: str, run_id: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
     ) -> None:
-        """`run` names this queue: a journal that ends with it is this one's, and is continued."""
+        """
+        Args:
+            run: names this queue: a journal that ends with it is this one's, and is continued.
+            run_id: the run's own name, which its journal bears; "": it has none.
+        """
         super().__init__(0)
         before = replay(journal)
         self._journal = Journal(journal)
@@ -60,8 +64,9 @@ class GroupQueueActor(_QueueActor):
             self._ledger.recover()
         else:
             epoch = before.epoch + 1
+            names = {"run": run} | ({"run_id": run_id} if run_id else {})
             self._journal.record(
-                "start", run=run, epoch=epoch, settings=asdict(settings), **trained.to_json()
+                "start", **names, epoch=epoch, settings=asdict(settings), **trained.to_json()
             )
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)

@@ -83,7 +83,7 @@ class CheckpointStore:
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._explain(final, error)) from error
-        for old in self._complete()[: -self._keep]:
+        for old in self.complete()[: -self._keep]:
             shutil.rmtree(old.path)
         return Checkpoint(path=final, step=step, delivery=delivery)
 
@@ -93,7 +93,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: checkpoints exist and not one of them is intact.
         """
-        complete = self._complete()
+        complete = self.complete()
         if complete:
             return complete[-1]
         broken = sorted(path.name for path in self._directories())
@@ -109,13 +109,13 @@ class CheckpointStore:
             return []
         return sorted(path for path in self.root.iterdir() if _NAME.match(path.name))
 
-    def _complete(self) -> list[Checkpoint]:
+    def complete(self) -> list[Checkpoint]:
         found = [checkpoint for path in self._directories() if (checkpoint := _read(path))]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def _explain(self, final: Path, error: BaseException) -> str:
         free = shutil.disk_usage(self.root if self.root.exists() else Path("/")).free >> 20
-        newest = self._complete()
+        newest = self.complete()
         kept = f"the newest complete one is {newest[-1].path}" if newest else "none exists yet"
         return (
             f"cannot write checkpoint {final}: {error} ({free} MiB free). Earlier checkpoints are "

@@ -1,4 +1,8 @@
-"""A true journal is proved; every lie in one is found, and named."""
+"""A true journal is proved; every lie in one is found, and named.
+
+Lies are told twice: by one who links the lines anew, so that what they say has to give them away,
+and by accidents of lines, which break the links.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cluster.audit import Audit, audit, main
-from cluster.journal import Journal, replay
+from cluster.journal import Journal, broken_links, read_journal, replay
 from cluster.ledger import Ledger, LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
+from learner.checkpoint import CheckpointStore
 
 SETTINGS = {
     "groups_per_step": 2,
@@ -33,7 +40,12 @@ class Run:
         epoch = replay(path).epoch + 1
         self.journal = Journal(path)
         self.journal.record(
-            "start", run=run, epoch=epoch, settings=SETTINGS, **self.trained.to_json()
+            "start",
+            run=run,
+            run_id="isotherm",
+            epoch=epoch,
+            settings=SETTINGS,
+            **self.trained.to_json(),
         )
         self.ledger = Ledger(
             LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
@@ -104,6 +116,18 @@ def test_a_clean_job_is_proved(path: Path) -> None:
 
 def test_a_run_of_many_deaths_is_proved(path: Path) -> None:
     """The queue, the learner and the job die; what counts is what the last weights contain."""
+    many_deaths(path)
+    found = audit(path, steps=4)
+    assert found.problems == []
+    assert (found.trained, found.watermark) == (8, 9)
+    assert (found.jobs, found.rewinds, found.recoveries) == (2, 1, 1)
+    # 5 to 8 by the first job and again by the last; in between 5 and 6 once more
+    assert found.again == 2 + 2 + 2
+    assert found.re_leases["when the queue died"] == 4
+    assert not found.ended and "did not end" in " ".join(found.lines())
+
+
+def many_deaths(path: Path) -> None:
     run = one_job(path)
     del run  # the job was killed after its end: from the checkpoint of step 2 again
     run = Run(path, "s", TrainedGroups(5, {0: "failed 1 times: KeyError"}))
@@ -114,14 +138,6 @@ def test_a_run_of_many_deaths_is_proved(path: Path) -> None:
     run.ledger.recover()
     run.step(3)
     run.step(4)
-    found = audit(path, steps=4)
-    assert found.problems == []
-    assert (found.trained, found.watermark) == (8, 9)
-    assert (found.jobs, found.rewinds, found.recoveries) == (2, 1, 1)
-    # 5 to 8 by the first job and again by the last; in between 5 and 6 once more
-    assert found.again == 2 + 2 + 2
-    assert found.re_leases["when the queue died"] == 4
-    assert not found.ended and "did not end" in " ".join(found.lines())
 
 
 Event = dict[str, Any]
@@ -231,6 +247,20 @@ def lose_the_start(events: list[Event]) -> None:
     del events[0]
 
 
+def another_run(events: list[Event]) -> None:
+    reasons = {"0": "failed 1 times: KeyError"}
+    other = {"run": "s", "run_id": "another", "epoch": 2, "watermark": 5, "set_aside": reasons}
+    events.append({**events[0], **other})
+
+
+def begin_later(events: list[Event]) -> None:
+    """As after the ledger's loss: the next job writes a new one."""
+    del events[: events.index(nth_train(events, 1)) + 1]
+    start = {"t": 1.0, "event": "start", "run": "s", "run_id": "isotherm", "epoch": 1}
+    reasons = {"0": "failed 1 times: KeyError"}
+    events.insert(0, start | {"settings": SETTINGS, "watermark": 5, "set_aside": reasons})
+
+
 def an_unknown_event(events: list[Event]) -> None:
     events.append({"t": 1.0, "event": "magic"})
 
@@ -259,6 +289,8 @@ def an_unknown_event(events: list[Event]) -> None:
         (drop_the_first, "group 3 was dropped as a repeat, and never arrived"),
         (take_before_it_came, "group 3 was taken, and is not there"),
         (lose_the_start, "the journal does not begin with a start"),
+        (another_run, "a job of run another starts from 5, and what was trained before it is of"),
+        (begin_later, "of groups 0 to 4 nothing is proved"),
         (an_unknown_event, "'magic' is no event of a ledger"),
     ],
 )
@@ -268,10 +300,142 @@ def test_every_lie_is_found(path: Path, lie: Callable[[list[Event]], None], prob
     before = json.dumps(events)
     lie(events)
     assert json.dumps(events) != before
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    path.unlink()
+    journal = Journal(path)
+    for event in events:
+        journal.record(
+            **{name: value for name, value in event.items() if name not in ("t", "after")}
+        )
+    assert not list(broken_links(path))
     found = audit(path)
     assert any(problem in said for said in found.problems), found.problems
     assert "NOT proved" in " ".join(found.lines())
+
+
+def test_a_lost_ledger_proves_nothing_of_the_groups_before(path: Path) -> None:
+    Run(path).step(1)
+    path.unlink()
+    run = Run(path, "s", TrainedGroups(2))
+    run.step(2)
+    run.step(3)
+    found = audit(path)
+    assert (found.first, found.trained, found.steps) == (2, 4, 2)
+    assert found.lines()[0] == "4 groups trained in 2 steps, ids 2 and above, below 6"
+    assert found.problems == [
+        "the journal begins with group 2, and how those below it were trained is written nowhere: "
+        "of groups 0 to 1 nothing is proved; each from 2 on was trained exactly once"
+    ]
+    assert "6 steps of 2 are 12" in " ".join(audit(path, steps=6).problems)
+    assert main([f"out={path.parent}"]) == 1
+
+
+def said(found: Audit) -> tuple:
+    """What is claimed of the weights."""
+    return found.first, found.trained, found.watermark, found.set_aside, found.steps
+
+
+@pytest.fixture(scope="module")
+def real_lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    path = tmp_path_factory.mktemp("real") / "ledger.jsonl"
+    many_deaths(path)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_an_accident_of_lines_leaves_a_truth_or_no_proof(
+    tmp_path: Path, real_lines: list[bytes], data: st.DataObject
+) -> None:
+    """Any lines deleted, doubled, swapped, or lost at either end; metrics.jsonl knows the steps."""
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(real_lines))
+    ends = {event["version"]: event["to"] for event in read_journal(path) if "to" in event
+            and event["event"] == "train"}  # fmt: skip
+    metrics = [{"step": step, "groups/last": end - 1} for step, end in ends.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    truth = audit(path)
+    assert truth.problems == []
+
+    lines = list(real_lines)
+    place = st.integers(0, len(lines) - 1)
+    a, b = data.draw(place, "a"), data.draw(place, "b")
+    match data.draw(st.sampled_from(["delete", "double", "swap", "front", "end", "twice"]), "kind"):
+        case "delete":
+            del lines[min(a, b) : max(a, b) + 1]
+        case "double":
+            lines.insert(b, lines[a])
+        case "swap":
+            lines[a], lines[b] = lines[b], lines[a]
+        case "front":
+            del lines[:a]
+        case "end":
+            del lines[a + 1 :]
+        case "twice":
+            lines += real_lines
+    path.write_bytes(b"".join(lines))
+    if not lines:
+        return
+    found = audit(path)
+    assert found.problems or said(found) == said(truth)
+
+
+def test_lines_of_an_earlier_release_have_no_links(path: Path) -> None:
+    one_job(path)
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        del event["after"]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert audit(path).problems == []
+    Run(path, "s", TrainedGroups(5, {0: "failed 1 times: KeyError"})).step(3)
+    assert audit(path).problems == []
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], lines[0]]))
+    assert "names no line that it follows" in " ".join(audit(path).problems)
+
+
+def checkpoint(out: Path, step: int, watermark: int, aside: dict[str, str]) -> None:
+    CheckpointStore(out / "checkpoints", keep=9).save(
+        step=step,
+        write=lambda path: path.joinpath("weights").write_bytes(b"w") and None,
+        delivery={"watermark": watermark, "set_aside": aside},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("config.json", '{"run_id": "another"}', "the ledger is of run isotherm, and config.json"),
+        (
+            "metrics.jsonl",
+            '{"step": 4, "groups/last": 8}\n{"step": 5, "groups/last": 10}\n',
+            "metrics.jsonl: step 5 ends below 11, and the ledger knows no such step",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 4, "groups/last": 9}\n',
+            "metrics.jsonl: step 4 ends below 10, and the ledger says below 9",
+        ),
+    ],
+)
+def test_what_lies_beside_contradicts(path: Path, name: str, text: str, problem: str) -> None:
+    one_job(path)
+    (path.parent / name).write_text(text)
+    [found] = audit(path).problems
+    assert found.startswith(problem)
+
+
+def test_checkpoints_contradict(path: Path) -> None:
+    one_job(path)
+    poison = {"0": "failed 1 times: KeyError"}
+    checkpoint(path.parent, 2, 5, poison)
+    checkpoint(path.parent, 4, 9, poison)
+    assert audit(path).problems == []
+    checkpoint(path.parent, 3, 7, {"1": "another"})
+    checkpoint(path.parent, 5, 11, poison)
+    assert audit(path).problems == [
+        "the checkpoint of step 3 lacks other groups than the ledger's steps do",
+        "the checkpoint of step 5 accounts for groups below 11, and the ledger knows no such step",
+    ]
 
 
 def test_a_run_that_should_be_longer(path: Path) -> None:

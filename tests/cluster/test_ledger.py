@@ -455,6 +455,7 @@ def test_the_journal_says_what_happened(tmp_path: Path) -> None:
     journal.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.pop("t") > 1e9 for line in lines] == [True] * 3
+    assert lines[0].pop("after") == "" and len({line.pop("after") for line in lines[1:]}) == 2
     assert lines == [
         {"event": "lease", "ids": [0, 1], "attempts": [1, 1], "worker": "a", "epoch": 1,
          "request": "x-1"},
