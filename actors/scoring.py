@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.batching import WORTH_SHARING
 from distill.interfaces import Score, ScoreRequest
 from distill.logprobs import positions_per_chunk, selected_logprobs
-from distill.shared_prefix import WORTH_SHARING, PlainModel, SharedPrefixModel
+from distill.shared_prefix import PlainModel, SharedPrefixModel
 from distill.types import FloatArray, TokenArray, TopLogprobs
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -121,27 +123,158 @@ class Batch:
         return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
 
 
+# Running a context once for several rows pays if it saves at least this many tokens.
+WORTH_SHARING = 64
+# A shared context's keys and values are copied for each row: so many of them weigh no more than the
+# activations of one token (of Llama, Qwen and the like, 10 to 60).
+_COPIED_KEYS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """What rows take that run together: each in full, or each prefix once and what continues it.
+
+    A row's prefix is its context without the last token, which predicts the first trained one.
+    `most_mask` is the model's (distill.shared_prefix): 0 if it cannot share prefixes.
+    """
+
+    rows: int
+    width: int
+    prefixes: frozenset[bytes]
+    shortest_prefix: int
+    prefix_width: int
+    suffix_width: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TrainingRow]) -> BatchShape:
+        ends = [row.first_trained - 1 for row in rows]
+        prefixes = (row.tokens_T[:end].tobytes() for row, end in zip(rows, ends, strict=True))
+        return cls(
+            rows=len(rows),
+            width=max(map(len, rows)),
+            prefixes=frozenset(prefixes),
+            shortest_prefix=min(ends),
+            prefix_width=max(ends),
+            suffix_width=max(len(row) - 1 - end for row, end in zip(rows, ends, strict=True)),
+        )
+
+    def __add__(self, other: BatchShape) -> BatchShape:
+        return BatchShape(
+            rows=self.rows + other.rows,
+            width=max(self.width, other.width),
+            prefixes=self.prefixes | other.prefixes,
+            shortest_prefix=min(self.shortest_prefix, other.shortest_prefix),
+            prefix_width=max(self.prefix_width, other.prefix_width),
+            suffix_width=max(self.suffix_width, other.suffix_width),
+        )
+
+    def shares(self, most_mask: int) -> bool:
+        """Whether prefixes are run once: it saves tokens, padding counted, and the mask fits."""
+        return (
+            self.shortest_prefix > 0
+            and self._keys * self.suffix_width <= most_mask
+            and self._shared + WORTH_SHARING <= self._padded
+        )
+
+    def layer_tokens(self, most_mask: int) -> int:
+        """Tokens that go through the layers, padding among them."""
+        return self._shared if self.shares(most_mask) else self._padded
+
+    def held_tokens(self, most_mask: int) -> int:
+        """Tokens whose activations take the memory that this takes."""
+        copied = self._keys // _COPIED_KEYS if self.shares(most_mask) else 0
+        return self.layer_tokens(most_mask) + copied
+
+    @property
+    def _padded(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def _shared(self) -> int:
+        return len(self.prefixes) * self.prefix_width + self.rows * self.suffix_width
+
+    @property
+    def _keys(self) -> int:
+        return self.rows * (self.prefix_width + self.suffix_width)
+
+
+class _Unit(NamedTuple):
+    """Rows that stay together."""
+
+    rows: Sequence[TrainingRow]
+    shape: BatchShape
+
+
 def split_by_token_budget(
-    rows_D: Sequence[TrainingRow], token_budget: int, rows_per_unit: int = 1
+    rows_D: Sequence[TrainingRow], token_budget: int, rows_per_unit: int = 1, most_mask: int = 0
 ) -> Iterator[list[TrainingRow]]:
-    """Micro-batches of rows of similar length whose padded size is at most `token_budget` tokens.
+    """Micro-batches that take the memory of at most `token_budget` tokens.
 
     Each `rows_per_unit` rows that follow one another (a preference pair, say) stay together, in
-    order. Units with the same context are neighbours, so that it can be run once for them; units of
-    different teachers never share a batch. A unit larger than the budget is a batch by itself.
-    Every row appears exactly once.
+    order; units of different teachers never share a batch. A unit larger than the budget is a batch
+    by itself. Every row appears exactly once.
+
+    Neighbours have like lengths, so that little is padded, or one context, so that a model that can
+    (`most_mask`, as `BatchShape` takes it) runs it once: whichever sends fewer tokens through the
+    layers.
     """
-    batch: list[TrainingRow] = []
-    width = 0
-    for unit in _by_context_and_length(rows_D, rows_per_unit):
-        width = max(width, *map(len, unit))
-        full = (len(batch) + len(unit)) * width > token_budget
-        if batch and (full or batch[0].teacher != unit[0].teacher):
-            yield batch
-            batch, width = [], max(map(len, unit))
-        batch += unit
-    if batch:
-        yield batch
+    assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
+    by_teacher: dict[str, list[_Unit]] = defaultdict(list)
+    for first in range(0, len(rows_D), rows_per_unit):
+        rows = rows_D[first : first + rows_per_unit]
+        by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows)))
+    for _, units in sorted(by_teacher.items()):
+        plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
+        best = min(plans, key=lambda plan: sum(_layer_tokens(batch, most_mask) for batch in plan))
+        yield from best
+
+
+def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[list[TrainingRow]]:
+    """Batches of units in this order, each as full as the budget lets it be."""
+    batches: list[list[TrainingRow]] = []
+    shape = None
+    for unit in units:
+        grown = unit.shape if shape is None else shape + unit.shape
+        if shape is None or grown.held_tokens(most_mask) > token_budget:
+            batches.append([])
+            grown = unit.shape
+        batches[-1] += unit.rows
+        shape = grown
+    return batches
+
+
+def _orders(units: Sequence[_Unit], most_mask: int) -> list[list[_Unit]]:
+    """Units by context; by length; and those by context for which that pays, the others by length.
+
+    Groups of one context, and the units of each, go from short to long.
+    """
+    by_context: dict[bytes, list[_Unit]] = defaultdict(list)
+    for unit in units:
+        row = unit.rows[0]
+        by_context[row.tokens_T[: row.first_trained].tobytes()].append(unit)
+    groups = [_by_length(group) for group in by_context.values()]
+    groups.sort(key=lambda group: group[-1].shape.width)
+    paying = [group for group in groups if _pays(group, most_mask)]
+    others = [group for group in groups if not _pays(group, most_mask)]
+    return [
+        list(chain.from_iterable(groups)),
+        _by_length(units),
+        [*chain.from_iterable(paying), *_by_length(chain.from_iterable(others))],
+    ]
+
+
+def _by_length(units: Iterable[_Unit]) -> list[_Unit]:
+    return sorted(units, key=lambda unit: unit.shape.width)
+
+
+def _pays(group: Sequence[_Unit], most_mask: int) -> bool:
+    """Whether it takes fewer tokens as a batch of its own than its rows do without any padding."""
+    rows = [row for unit in group for row in unit.rows]
+    return BatchShape.of(rows).layer_tokens(most_mask) < sum(map(len, rows))
+
+
+def _layer_tokens(rows: Sequence[TrainingRow], most_mask: int) -> int:
+    return BatchShape.of(rows).layer_tokens(most_mask)
 
 
 def padded_size(rows: Sequence[TrainingRow]) -> int:
@@ -149,46 +282,27 @@ def padded_size(rows: Sequence[TrainingRow]) -> int:
     return len(rows) * max(map(len, rows))
 
 
-def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int) -> int:
+def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0) -> int:
     """How many tokens one after another the workers take that run these in step: of each round of
     `deal` those of its largest batch."""
-    return sum(map(padded_size, sorted(batches, key=padded_size, reverse=True)[::workers]))
+    sizes = (_layer_tokens(batch, most_mask) for batch in batches)
+    return sum(sorted(sizes, reverse=True)[::workers])
 
 
 def deal(
-    batches: Sequence[list[TrainingRow]], workers: int
+    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0
 ) -> list[list[tuple[list[TrainingRow], bool]]]:
     """Micro-batches to workers that run in step, equally many to each; and whether each counts.
 
-    Those that run at the same time are neighbours in size, so that no worker waits long for
-    another. Where the last round is short of batches, its smallest is repeated, uncounted.
+    Those that run at the same time are neighbours in the tokens they take, so that no worker waits
+    long for another. Where the last round is short of batches, its smallest is repeated, uncounted.
     """
     if workers == 1:
         return [[(batch, True) for batch in batches]]
-    by_size = sorted(batches, key=padded_size, reverse=True)
+    by_size = sorted(batches, key=lambda batch: _layer_tokens(batch, most_mask), reverse=True)
     missing = -len(by_size) % workers
     dealt = [(batch, True) for batch in by_size] + [(by_size[-1], False)] * missing
     return [dealt[rank::workers] for rank in range(workers)]
-
-
-def _by_context_and_length(
-    rows_D: Sequence[TrainingRow], rows_per_unit: int
-) -> Iterator[Sequence[TrainingRow]]:
-    """Units grouped by teacher and context; groups, and the units of each, from short to long."""
-    assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
-
-    def longest(unit: Sequence[TrainingRow]) -> int:
-        return max(map(len, unit))
-
-    groups: dict[tuple[str, bytes], list[Sequence[TrainingRow]]] = defaultdict(list)
-    for first in range(0, len(rows_D), rows_per_unit):
-        unit = rows_D[first : first + rows_per_unit]
-        row = unit[0]
-        groups[row.teacher, row.tokens_T[: row.first_trained].tobytes()].append(unit)
-    for _, group in sorted(
-        groups.items(), key=lambda item: (item[0][0], max(map(longest, item[1])))
-    ):
-        yield from sorted(group, key=longest)
 
 
 def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:

@@ -29,8 +29,6 @@ def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) 
 # Most elements of one attention mask; or of a layer's scores, where a cap on them rules out the
 # fused kernels that never hold them.
 MOST_MASK = 1 << 26
-# Sharing prefixes pays if it saves at least this many tokens of forward pass.
-WORTH_SHARING = 64
 
 
 class SharedPrefixModel:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.batching import Batch, TrainingRow
+from distill.batching import Batch, BatchShape, TrainingRow
 from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
 from distill.models import rope_length
 from distill.prefix_probe import choose_model
-from distill.shared_prefix import WORTH_SHARING, PlainModel, SharedPrefixModel
+from distill.shared_prefix import PlainModel, SharedPrefixModel
 from learner.sharding import Root
 
 
@@ -59,6 +59,11 @@ class Forward:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
 
+    @property
+    def most_mask(self) -> int:
+        """As `BatchShape` takes it."""
+        return self._model.most_mask
+
     def __call__(
         self,
         batch: Batch,
@@ -97,8 +102,9 @@ class Forward:
 
     def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor | None:
         """Hidden states that predict the trained tokens; None where sharing does not pay."""
-        if not isinstance(self._model, SharedPrefixModel):
+        if not BatchShape.of(rows_B).shares(self.most_mask):
             return None
+        assert isinstance(self._model, SharedPrefixModel)
         place_of_prefix: dict[bytes, int] = {}
         prefixes, prefix_of_row, suffixes, positions = [], [], [], []
         for row in rows_B:
@@ -111,11 +117,7 @@ class Forward:
             prefix_of_row.append(place)
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
-        saved = sum(row.first_trained - 1 for row in rows_B) - sum(map(len, prefixes))
         width = max(map(len, suffixes))
-        mask = len(rows_B) * width * (width + max(map(len, prefixes)))
-        if saved < WORTH_SHARING or mask > self._model.most_mask or not all(map(len, prefixes)):
-            return None
         hidden_BSH = self._model.hidden_after(prefixes, prefix_of_row, suffixes)
         flat_N = torch.cat([b * width + position_S for b, position_S in enumerate(positions)])
         return hidden_BSH.flatten(0, 1).index_select(0, flat_N.to(hidden_BSH.device))

@@ -137,19 +137,24 @@ class Learner:
                 MicroBatch(rows_B=rows, loss=loss, counts=counts, coef=part.coef, counted=counted)
                 for rows, counted in mine
             ]
-            for mine in deal(batches, self._group.size)
+            for mine in deal(batches, self._group.size, self._worker.most_mask)
         ]
 
     def _split(self, rows_D: Sequence[TrainingRow], rows_per_unit: int) -> list[list[TrainingRow]]:
         """Micro-batches under the token budget; of several ways to cut, one that keeps all workers
         busy."""
-        workers = self._group.size
+        workers, most_mask = self._group.size, self._worker.most_mask
+
+        def split(budget: int) -> list[list[TrainingRow]]:
+            return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask))
+
+        fullest = split(self._token_budget)
         if workers == 1:
-            return list(split_by_token_budget(rows_D, self._token_budget, rows_per_unit))
-        share = sum(map(len, rows_D)) / workers
+            return fullest
+        share = tokens_in_step(fullest, 1, most_mask) / workers
         budgets = {min(self._token_budget, math.ceil(share * slack)) for slack in _SLACKS}
-        ways = [list(split_by_token_budget(rows_D, b, rows_per_unit)) for b in sorted(budgets)]
-        return min(ways, key=lambda batches: tokens_in_step(batches, workers))
+        ways = [split(budget) for budget in sorted(budgets)]
+        return min(ways, key=lambda batches: tokens_in_step(batches, workers, most_mask))
 
     def _number_of(self, loss: LossFunction) -> int:
         losses = self._worker.losses
@@ -175,7 +180,7 @@ class Learner:
         return self._logprobs("base_logprobs", rows_D)
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        dealt = deal(self._split(rows_D, 1), self._group.size)
+        dealt = deal(self._split(rows_D, 1), self._group.size, self._worker.most_mask)
         answers = self._on_each(method, [[rows for rows, _ in mine] for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):

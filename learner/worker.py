@@ -135,6 +135,11 @@ class LearnerWorker:
             offload_moments(self.optimizer)
         self.weights = plain_weights(self.model) if self.lora is None else merged_weights(self.lora)
 
+    @property
+    def most_mask(self) -> int:
+        """Of its model, as `distill.batching.BatchShape` takes it."""
+        return self._forward.most_mask
+
     def _load(self) -> Any:
         if self._group.size == 1:
             return load_causal_lm(self._config.model, dtype=torch.float32, device=self.device)

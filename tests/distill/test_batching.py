@@ -10,8 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.batching import TrainingRow, collate, split_by_token_budget
+from distill.batching import (
+    WORTH_SHARING,
+    BatchShape,
+    TrainingRow,
+    collate,
+    deal,
+    split_by_token_budget,
+    tokens_in_step,
+)
 from distill.errors import DataError, IsothermError
+from distill.shared_prefix import MOST_MASK
 from tests.samples import top_logprobs, training_row
 
 rows_lists = st.lists(
@@ -117,6 +126,120 @@ def test_rows_of_one_context_stay_together() -> None:
 
 def test_no_rows_no_batches() -> None:
     assert list(split_by_token_budget([], 10)) == []
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[TrainingRow], int]:
+    """Units of rows, several to a context of up to 150 tokens, in any order."""
+    size, rows = draw(st.integers(1, 2)), []
+    for group in range(draw(st.integers(1, 4))):
+        context_T = np.random.default_rng(group).integers(0, 99, draw(st.integers(1, 150)))
+        for _ in range(size * draw(st.integers(1, 5))):
+            row = training_row(len(context_T), draw(st.integers(1, 80)), seed=len(rows))
+            tokens_T = np.append(context_T, row.tokens_T[len(context_T) :]).astype(np.int32)
+            rows.append(replace(row, tokens_T=tokens_T))
+    units = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [row for unit in draw(st.permutations(units)) for row in unit], size
+
+
+def cost(batches: list[list[TrainingRow]], most_mask: int) -> int:
+    """Tokens through the layers, counted batch by batch from what is in it."""
+    total = 0
+    for rows in batches:
+        prefixes = {tuple(row.tokens_T[: row.first_trained - 1]) for row in rows}
+        suffix = max(len(row) - row.first_trained for row in rows)
+        prefix = max(map(len, prefixes))
+        shared = len(prefixes) * prefix + len(rows) * suffix
+        padded = len(rows) * max(map(len, rows))
+        fits = len(rows) * suffix * (prefix + suffix) <= most_mask and all(prefixes)
+        total += shared if fits and padded - shared >= WORTH_SHARING else padded
+    return total
+
+
+def plain_plan(
+    rows: list[TrainingRow], size: int, budget: int, most_mask: int, *, by_context: bool
+) -> list[list[TrainingRow]]:
+    """Units by length, or by context and length, put together until the budget is full."""
+
+    def width(unit: list[TrainingRow]) -> int:
+        return max(map(len, unit))
+
+    def context(unit: list[TrainingRow]) -> bytes:
+        return unit[0].tokens_T[: unit[0].first_trained].tobytes()
+
+    units = sorted((rows[i : i + size] for i in range(0, len(rows), size)), key=width)
+    if by_context:
+        widest: dict[bytes, int] = {}
+        for unit in units:
+            widest.pop(context(unit), None)
+            widest[context(unit)] = width(unit)
+        names = sorted(widest, key=lambda name: widest[name])
+        units.sort(key=lambda unit: names.index(context(unit)))
+    batches: list[list[TrainingRow]] = []
+    for unit in units:
+        grown = [*batches[-1], *unit] if batches else unit
+        if not batches or BatchShape.of(grown).held_tokens(most_mask) > budget:
+            batches.append(list(unit))
+        else:
+            batches[-1] = grown
+    return batches
+
+
+@given(
+    made=groups(), budget=st.integers(1, 2000), most_mask=st.sampled_from([0, 20_000, MOST_MASK])
+)
+def test_no_plain_order_takes_fewer_tokens(
+    made: tuple[list[TrainingRow], int], budget: int, most_mask: int
+) -> None:
+    rows, size = made
+    batches = list(split_by_token_budget(rows, budget, size, most_mask))
+    place = {id(row): i for i, row in enumerate(rows)}
+    units = [
+        [place[id(row)] for row in batch[first : first + size]]
+        for batch in batches
+        for first in range(0, len(batch), size)
+    ]
+    assert sorted(units) == [list(range(i, i + size)) for i in range(0, len(rows), size)]
+    assert cost(batches, most_mask) == tokens_in_step(batches, 1, most_mask)
+    for by_context in (False, True):
+        plain = plain_plan(rows, size, budget, most_mask, by_context=by_context)
+        assert cost(batches, most_mask) <= cost(plain, most_mask)
+    assert all(cost([b], most_mask) <= budget or len(b) == size for b in batches)
+    again = list(split_by_token_budget(rows, budget, size, most_mask))
+    assert [list(map(id, batch)) for batch in again] == [list(map(id, batch)) for batch in batches]
+
+
+@given(made=groups(), workers=st.integers(1, 4))
+def test_workers_get_equally_many_batches(
+    made: tuple[list[TrainingRow], int], workers: int
+) -> None:
+    batches = list(split_by_token_budget(made[0], 300, made[1], MOST_MASK))
+    dealt = deal(batches, workers, MOST_MASK)
+    assert len({len(mine) for mine in dealt}) == 1
+    counted = [id(batch) for mine in dealt for batch, counts in mine if counts]
+    assert sorted(counted) == sorted(map(id, batches))
+    rounds = [max(cost([batch], MOST_MASK) for batch, _ in now) for now in zip(*dealt, strict=True)]
+    assert tokens_in_step(batches, workers, MOST_MASK) == sum(rounds)
+
+
+def grouped_rows(contexts: int, answers: tuple[int, ...], context: int) -> list[TrainingRow]:
+    return [
+        replace(row, tokens_T=np.append(np.full(context, c), row.tokens_T[context:]).astype("i4"))
+        for c in range(contexts)
+        for row in (training_row(context, n, seed=c) for n in answers)
+    ]
+
+
+def test_long_contexts_are_grouped_and_long_answers_sorted() -> None:
+    long_contexts = grouped_rows(4, (5, 20), context=300)
+    for batch in split_by_token_budget(long_contexts, 900, most_mask=MOST_MASK):
+        assert len(batch) == 4 and BatchShape.of(batch).shares(MOST_MASK)
+    long_answers = grouped_rows(4, (100, 900), context=8)
+    widths = [
+        {len(row) for row in batch}
+        for batch in split_by_token_budget(long_answers, 2000, most_mask=MOST_MASK)
+    ]
+    assert widths == [{108}, {908}, {908}]
 
 
 @given(rows=rows_lists, seed=st.integers(0, 100))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.batching import TrainingRow, collate
+from distill.batching import TrainingRow, collate, split_by_token_budget
 from learner.forward import Forward
 from tests.conftest import TinyPair
 from tests.learner.conftest import assert_same, gradients_of, naive_distribution
@@ -129,3 +129,23 @@ def test_rows_that_share_a_context_run_it_once_and_agree(model: PreTrainedModel)
         assert mine.grad is not None and reference.grad is not None
         scale = float(reference.grad.abs().max())
         torch.testing.assert_close(mine.grad, reference.grad, atol=1e-5 * max(scale, 1), rtol=0)
+
+
+def test_losses_do_not_depend_on_how_rows_are_put_together(model: PreTrainedModel) -> None:
+    forward = Forward(deepcopy(model))
+    taken: list[list[float]] = []
+    for budget in (1, 60, 150, 10_000):
+        batches = list(split_by_token_budget(GROUPED, budget, most_mask=forward.most_mask))
+        with torch.no_grad():
+            found = {
+                id(row): part_N.sum().item()
+                for rows in batches
+                for row, part_N in zip(
+                    rows,
+                    forward(collate(rows)).logprobs_N.split([row.num_trained for row in rows]),
+                    strict=True,
+                )
+            }
+        taken.append([found[id(row)] / row.num_trained for row in GROUPED])
+    for losses in taken[1:]:
+        assert losses == pytest.approx(taken[0], abs=1e-6, rel=1e-6)
