@@ -37,13 +37,15 @@ async def rollout_group(
     episodes_G = await play_group(
         policy, builder, sampling, group_id=group_id, seed=seed, models=models
     )
+    trajectories_G = tuple(
+        _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
+        for episode in episodes_G
+        if episode.turns
+    )
     return TrajectoryGroup(
         group_id=group_id,
-        trajectories_G=tuple(
-            _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
-            for episode in episodes_G
-            if episode.turns
-        ),
+        trajectories_G=trajectories_G,
+        metrics={} if builder.teacher_tokens_T is None else _unhinted(trajectories_G),
         teacher=builder.teacher,
         tag=builder.tag,
     )
@@ -61,6 +63,12 @@ def _trajectory(
         stop_reason=episode.stop_reason,
         metrics=episode.metrics,
     )
+
+
+def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of segments in which the privileged context could replace nothing."""
+    told = [s.teacher_context_T is not None for t in trajectories_G for s in t.segments]
+    return {"opd/unhinted_segments": told.count(False) / len(told)} if told else {}
 
 
 async def play_group(

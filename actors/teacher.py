@@ -1,7 +1,7 @@
 """What a sampled group is told by other models: its teacher, and a reference policy.
 
     teacher      log q_T of each token, q_1's for the bias meter, the likeliest tokens if wanted;
-                 after the segment's `teacher_context_T`, where it has one
+                 with the segment's `teacher_context_T` in place of the prompt, where it has one
     reference    log-probs of each token; after what the policy itself saw
 
 Each segment is scored at the segment's own temperature; there is no other place to take it from.
@@ -19,6 +19,7 @@ import numpy as np
 from distill.errors import ConfigError, EngineError
 from distill.interfaces import Engine, Score, ScoreRequest
 from distill.names import known_names
+from distill.privileged import in_context
 from distill.sampling import UNSCALED
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 
@@ -106,13 +107,14 @@ async def _by_teacher(teacher: Engine, group: TrajectoryGroup, top_k: int) -> li
 
 
 def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
-    """The scored tokens are the segment's; what comes before them may be the teacher's own."""
-    context_T = segment.teacher_context_T
-    if context_T is None:
-        context_T = segment.tokens_T[: segment.first_action]
+    """The scored tokens are the segment's; the prompt before them may be the teacher's own."""
+    tokens_T, start = segment.tokens_T, segment.first_action
+    if (context_T := segment.teacher_context_T) is not None:
+        tokens_T = in_context(tokens_T, context_T, segment.teacher_replaces)
+        start += len(context_T) - segment.teacher_replaces
     return ScoreRequest(
-        tokens_T=np.concatenate([context_T, segment.tokens_T[segment.first_action :]]),
-        start=len(context_T),
+        tokens_T=tokens_T,
+        start=start,
         temperatures=(segment.temperature, UNSCALED),
         top_k=top_k,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.privileged import check_context
 from distill.sampling import check_temperature
 from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
@@ -32,8 +33,8 @@ class TrainingRow:
         reference_logprobs_T: of a reference model; None without one.
         teacher: which of several teachers it belongs to.
         teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
-        teacher_context_T: what that teacher sees before the first trained token, where it is not
-            what the row has there.
+        teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
+            None: what the row has there.
         teacher_top: that teacher's likeliest tokens, a row a trained token.
 
     Raises:
@@ -51,6 +52,7 @@ class TrainingRow:
     teacher: str = ""
     teacher_coef: float = 0.0
     teacher_context_T: TokenArray | None = None
+    teacher_replaces: int = 0
     teacher_top: TopLogprobs | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +71,12 @@ class TrainingRow:
             raise DataError(
                 f"{self.source}: a row needs a context token and a token to train after it"
             )
+        check_context(
+            self.teacher_context_T,
+            self.teacher_replaces,
+            self.first_trained,
+            f"{self.source}: teacher_replaces",
+        )
         for name in floats:
             if not np.isfinite(getattr(self, name)[self.loss_mask_T]).all():
                 raise DataError(f"{self.source}: {name} is not finite on a trained token")

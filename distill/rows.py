@@ -45,6 +45,7 @@ def policy_rows(
                 teacher=group.teacher,
                 teacher_coef=0.0 if objective.estimator == "sampled" else coef,
                 teacher_context_T=segment.teacher_context_T,
+                teacher_replaces=segment.teacher_replaces,
                 teacher_top=segment.teacher_top,
             )
         )

@@ -28,8 +28,17 @@ class _Chain:
     def is_trained(self) -> bool:
         return any(mask.any() for mask in self.mask)
 
+    def begins_with(self, observation_T: TokenArray) -> bool:
+        """Whether what was first observed here begins with all of that."""
+        return np.array_equal(self.tokens[0][: len(observation_T)], observation_T)
+
     def segment(
-        self, temperature: float, *, with_bonuses: bool, teacher_context_T: TokenArray | None
+        self,
+        temperature: float,
+        *,
+        with_bonuses: bool,
+        teacher_context_T: TokenArray | None,
+        teacher_replaces: int,
     ) -> Segment:
         return Segment(
             tokens_T=np.concatenate(self.tokens),
@@ -38,6 +47,7 @@ class _Chain:
             versions_T=np.concatenate(self.versions),
             temperature=temperature,
             teacher_context_T=teacher_context_T,
+            teacher_replaces=teacher_replaces,
             bonuses_T=np.concatenate(self.bonuses) if with_bonuses else None,
         )
 
@@ -47,8 +57,10 @@ class SegmentBuilder:
 
     Args:
         temperature: the T that the turns were sampled at.
-        teacher_context_T: what the teacher sees in place of the prompt. It goes on the first
-            segment, the one whose context is the prompt.
+        teacher_context_T: what the teacher sees in place of the episode's first observation. It
+            goes on every segment that begins with that observation. In one that does not, because
+            the history was condensed or written anew, there is nothing that it could replace: the
+            teacher sees there what the policy saw.
     """
 
     def __init__(self, temperature: float, teacher_context_T: TokenArray | None = None) -> None:
@@ -107,12 +119,14 @@ class SegmentBuilder:
         """
         if not any(chain.is_trained for chain in self._chains):
             raise DataError("no turn of the episode is trained: there is nothing to learn from")
-        return tuple(
-            chain.segment(
-                self._temperature,
-                with_bonuses=self._with_bonuses,
-                teacher_context_T=self._teacher_context_T if i == 0 else None,
-            )
-            for i, chain in enumerate(self._chains)
-            if chain.is_trained
+        return tuple(self._segment(chain) for chain in self._chains if chain.is_trained)
+
+    def _segment(self, chain: _Chain) -> Segment:
+        first_T = self._chains[0].tokens[0]
+        told = self._teacher_context_T is not None and chain.begins_with(first_T)
+        return chain.segment(
+            self._temperature,
+            with_bonuses=self._with_bonuses,
+            teacher_context_T=self._teacher_context_T if told else None,
+            teacher_replaces=len(first_T) if told else 0,
         )

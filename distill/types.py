@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.errors import DataError
+from distill.privileged import check_context
 from distill.sampling import check_temperature
 
 TokenArray = npt.NDArray[np.int32]
@@ -150,8 +151,11 @@ class Segment:
             only; no loss touches it. None where it was not asked for.
         teacher_top: the teacher's likeliest tokens at T, a row an action token; None where the
             objective needs none.
-        teacher_context_T: int32 tokens that the teacher saw in place of those before the first
-            action: a privileged context, such as a hint. None: the same as the policy's.
+        teacher_context_T: int32 tokens that the teacher sees in place of the first
+            `teacher_replaces`: a privileged context, such as a hint (`distill.privileged`). None:
+            the same as the policy's.
+        teacher_replaces: length of the episode's first observation where there is such a context;
+            0 without one.
         reference_logprobs_T: float32 log-probs of the reference policy, at T; None without one.
         bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
 
@@ -168,6 +172,7 @@ class Segment:
     teacher_logprobs_q1_T: FloatArray | None = None
     teacher_top: TopLogprobs | None = None
     teacher_context_T: TokenArray | None = None
+    teacher_replaces: int = 0
     reference_logprobs_T: FloatArray | None = None
     bonuses_T: FloatArray | None = None
 
@@ -213,8 +218,9 @@ class Segment:
             _check_logprobs(name, getattr(self, name), self.action_mask_T)
         if self.bonuses_T is not None and not np.isfinite(self.bonuses_T).all():
             raise DataError("bonuses_T is not finite")
-        if self.teacher_context_T is not None and len(self.teacher_context_T) == 0:
-            raise DataError("teacher_context_T is empty: the first action needs a context")
+        check_context(
+            self.teacher_context_T, self.teacher_replaces, self.first_action, "teacher_replaces"
+        )
         if self.teacher_top is not None and len(self.teacher_top) != self.num_actions:
             raise DataError(
                 f"teacher_top has {len(self.teacher_top)} rows for {self.num_actions} action tokens"

@@ -13,6 +13,7 @@ from distill.kl import divergence
 from distill.logprobs import DivergenceOf
 from distill.models import load_causal_lm
 from distill.objective import DivergenceName
+from distill.privileged import in_context
 from distill.types import FloatArray
 from learner.forward import Forward
 from learner.memory import Holding, check_fits
@@ -45,7 +46,7 @@ class LocalTeachers:
         """
         teacher = self._forwards[batch.rows[0].teacher]
         assert len({row.teacher for row in batch.rows}) == 1, "a batch has one teacher"
-        hidden_NH = teacher.hidden(collate([_as_seen(row) for row in batch.rows], self._device))
+        hidden_NH = teacher.hidden(collate([as_seen(row) for row in batch.rows], self._device))
 
         def of(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
             # not in the learner's precision
@@ -64,22 +65,27 @@ class LocalTeachers:
         return [forward(collate([row], self._device)).logprobs_N.cpu().numpy() for row in rows_D]
 
 
-def _as_seen(row: TrainingRow) -> TrainingRow:
-    """The row as its teacher sees it: with the privileged context, where there is one."""
+def as_seen(row: TrainingRow) -> TrainingRow:
+    """The row as its teacher sees it: with the privileged context, where there is one.
+
+    Its trained tokens are the row's own, in the same order.
+    """
     context_T = row.teacher_context_T
     if context_T is None:
         return row
-    first = row.first_trained
 
     def behind(values_T: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.zeros(len(context_T), values_T.dtype), values_T[first:]])
+        nothing_T = np.zeros(len(context_T), values_T.dtype)
+        return in_context(values_T, nothing_T, row.teacher_replaces)
 
     return replace(
         row,
-        tokens_T=np.concatenate([context_T, row.tokens_T[first:]]),
+        tokens_T=in_context(row.tokens_T, context_T, row.teacher_replaces),
         loss_mask_T=behind(row.loss_mask_T),
         weights_T=behind(row.weights_T),
         behaviour_logprobs_T=behind(row.behaviour_logprobs_T),
         proximal_logprobs_T=None,
         reference_logprobs_T=None,
+        teacher_context_T=None,
+        teacher_replaces=0,
     )

@@ -38,6 +38,8 @@ def segment_fields(
 
 
 def segment(prompt: int = 3, actions: int = 4, *, seed: int = 0, version: int = 0, **changes: Any):
+    if changes.get("teacher_context_T") is not None:
+        changes = {"teacher_replaces": prompt} | changes
     return Segment(**segment_fields(prompt, actions, seed=seed, version=version) | changes)
 
 

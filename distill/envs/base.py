@@ -93,7 +93,8 @@ class EnvGroupBuilder(ABC):
     Attributes:
         teacher: the name of the teacher that scores the group; empty where teachers have none.
         tag: the kind of the group's problem, for metrics by kind.
-        teacher_tokens_T: what the teacher sees in place of the initial observation; None: the same.
+        teacher_tokens_T: what the teacher sees in place of the initial observation, in every
+            segment that begins with it; None: the same.
         judged: whether rewards mean anything here.
         pays_bonuses: whether single tokens may earn rewards.
     """

@@ -91,11 +91,14 @@ class ChatLimits:
     Attributes:
         max_turns: most turns of the model's.
         max_tokens: the model sees fewer before each of its turns.
+        teacher_tokens: the most that a teacher with a privileged context may see before a turn, so
+            that it has room for the turn.
         time_s: seconds, looked at between turns.
     """
 
     max_turns: int
     max_tokens: int
+    teacher_tokens: int
     time_s: float
     tools: ToolLimits
 
@@ -156,9 +159,17 @@ class ChatEnv(Env):
     """A `MessageEnv` as tokens."""
 
     def __init__(
-        self, env: MessageEnv, setting: ChatSetting, models: Mapping[str, Sampler]
+        self,
+        env: MessageEnv,
+        setting: ChatSetting,
+        models: Mapping[str, Sampler],
+        *,
+        teacher_context: int | None = None,
     ) -> None:
+        """`teacher_context` is the length of what the teacher sees in place of the prompt."""
         self._env, self._setting, self._models = env, setting, models
+        self._teacher_context = teacher_context
+        self._max_tokens = setting.limits.max_tokens
         self.starts = env.starts
         self._tools = {tool.name: tool for tool in env.tools}
         self._conversation: Conversation | None = None
@@ -180,8 +191,12 @@ class ChatEnv(Env):
             tool_format=self._setting.tool_format,
         )
         self._started = time.monotonic()
-        if len(self._conversation.observation_T) >= self._setting.limits.max_tokens:
+        if len(self._conversation.observation_T) >= self._max_tokens:
             await self._condense()
+        if self._teacher_context is not None:
+            limits, prompt = self._setting.limits, len(self._conversation.observation_T)
+            teacher_room = limits.teacher_tokens + 1 - (self._teacher_context - prompt)
+            self._max_tokens = min(self._max_tokens, teacher_room)
         return self._conversation.observation_T
 
     async def close(self) -> None:
@@ -242,7 +257,7 @@ class ChatEnv(Env):
             self.conversation.replace(answered.messages)
         else:
             self.conversation.hear(answered.messages)
-        if len(self.conversation.observation_T) < limits.max_tokens:
+        if len(self.conversation.observation_T) < self._max_tokens:
             return None
         if self._setting.condensing is None:
             return StopReason.LENGTH

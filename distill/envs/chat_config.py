@@ -64,7 +64,16 @@ class ChatGroupBuilder(EnvGroupBuilder):
     group_size: int
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
-        return [ChatEnv(self.problem.make(), self.setting, models) for _ in range(self.group_size)]
+        hint_T = self.problem.teacher_tokens_T
+        return [
+            ChatEnv(
+                self.problem.make(),
+                self.setting,
+                models,
+                teacher_context=None if hint_T is None else len(hint_T),
+            )
+            for _ in range(self.group_size)
+        ]
 
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
@@ -220,9 +229,11 @@ class ChatConfig(EnvConfig):
                 f"env.max_tokens={longest} must be above max_new_tokens={setting.max_new_tokens}, "
                 f"the longest turn, and at most the models' context of {setting.context_length}"
             )
+        teacher_room = setting.teacher_context_length or setting.context_length
         return ChatLimits(
             max_turns=self.max_turns,
             max_tokens=longest,
+            teacher_tokens=teacher_room - setting.max_new_tokens,
             time_s=self.time_s,
             tools=self._tool_limits(),
         )
@@ -291,6 +302,8 @@ class ChatEnvConfig(ChatConfig):
                 self._require_named(made.tools, chat.tool_names)
                 length = first_length(made, chat)
             what = f"problem {number if problem.line is None else problem.line}"
+            if problem.teacher_tokens_T is not None:
+                require_teacher_room(what, len(problem.teacher_tokens_T), chat)
             if chat.condensing is None:
                 require_room(what, length, chat, setting.max_new_tokens)
             elif length >= chat.limits.max_tokens:
@@ -328,6 +341,15 @@ def first_length(env: MessageEnv, chat: ChatSetting) -> int:
     """Tokens that the model sees before its first turn."""
     schemas = [tool.schema for tool in env.tools]
     return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas or None))
+
+
+def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:
+    """Raises ConfigError if a teacher has no room for a first turn after its `length` tokens."""
+    if length > chat.limits.teacher_tokens:
+        raise ConfigError(
+            f"{what}: the teacher sees {length} tokens in place of the prompt, and has room for "
+            f"{chat.limits.teacher_tokens} before a turn; shorten them, or lower max_new_tokens"
+        )
 
 
 def require_room(what: str, length: int, chat: ChatSetting, max_new_tokens: int) -> None:

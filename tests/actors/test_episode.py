@@ -108,14 +108,22 @@ def test_the_group_says_who_scores_it_and_what_it_is() -> None:
     assert (plain.teacher, plain.tag) == ("", None)
 
 
-def test_the_privileged_context_is_on_every_member_s_first_segment() -> None:
-    envs = [ScriptedEnv([ids(5), ids(9)]) for _ in range(2)]
+def test_the_privileged_context_is_on_every_member_s_segments_of_its_own_prompt() -> None:
+    """The second member's second segment goes on from its prompt; the others' do not."""
+    envs = [ScriptedEnv([ids(5), ids(9)]), ScriptedEnv([ids(6, 5), ids(6, 5, 1)])]
     group = rollout(ScriptedBuilder(envs=envs, teacher_tokens_T=ids(7, 8)))
     contexts = [
         [None if s.teacher_context_T is None else s.teacher_context_T.tolist() for s in t.segments]
         for t in group.trajectories_G
     ]
-    assert contexts == [[[7, 8], None]] * 2
+    assert contexts == [[[7, 8], None], [[7, 8], [7, 8]]]
+    assert [[s.teacher_replaces for s in t.segments] for t in group.trajectories_G] == [
+        [1, 0],
+        [2, 2],
+    ]
+    assert group.metrics == {"opd/unhinted_segments": 0.25}
+    plain = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])]))
+    assert plain.metrics == {}
 
 
 def test_bonuses_reach_the_tokens_of_their_turn() -> None:

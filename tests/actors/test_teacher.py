@@ -12,11 +12,12 @@ import pytest
 
 from actors.teacher import score_group, score_rollout, teacher_of
 from distill.errors import ConfigError, EngineError
-from distill.interfaces import Engine, Score, ScoreRequest
+from distill.interfaces import Engine, Sample, Score, ScoreRequest
 from distill.sampling import UNSCALED
+from distill.segments import SegmentBuilder
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
-from tests.samples import group, ids, segment, trajectory
+from tests.samples import group, ids, sample, segment, trajectory
 
 TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
 TOP_K = 4
@@ -63,9 +64,8 @@ def referred(reference: Engine, before: TrajectoryGroup) -> Coroutine[Any, Any, 
 
 def seen_by_teacher(of: Segment, position: int) -> TokenArray:
     """What the teacher sees before the token at `position`, written out."""
-    own_T = of.tokens_T[: of.first_action]
-    context_T = own_T if of.teacher_context_T is None else of.teacher_context_T
-    return np.concatenate([context_T, of.tokens_T[of.first_action : position]])
+    context_T = ids() if of.teacher_context_T is None else of.teacher_context_T
+    return np.concatenate([context_T, of.tokens_T[of.teacher_replaces : position]])
 
 
 def expect_taught(scored: TrajectoryGroup, engine: PrefixEngine, top_k: int = 0) -> None:
@@ -127,6 +127,55 @@ def test_the_reference_scores_actions_after_the_policys_context() -> None:
     expect_referred(scored, REFERENCE)
     expect_otherwise_the_same(scored, before)
     assert all(of.teacher_logprobs_T is None for of in scored.segments())
+
+
+def episode(*turns: tuple[TokenArray, Sample, bool]) -> TrajectoryGroup:
+    builder = SegmentBuilder(0.7, ids(90, 91, 92))
+    for observation_T, taken, trained in turns:
+        builder.append(observation_T, taken, trained=trained)
+    return TrajectoryGroup(group_id=3, trajectories_G=(trajectory(*builder.build()),))
+
+
+PROMPT = [1, 2, 3]
+EPISODES = {
+    "an untrained turn and a tool's answer": (
+        [(ids(*PROMPT), sample(10, 11), False), (ids(*PROMPT, 10, 11, 4, 5), sample(20, 21), True)],
+        [([90, 91, 92, 10, 11, 4, 5, 20, 21], 7)],
+    ),
+    "several trained turns": (
+        [
+            (ids(*PROMPT), sample(10, 11), True),
+            (ids(*PROMPT, 10, 11, 4), sample(20), True),
+            (ids(*PROMPT, 10, 11, 4, 20, 5), sample(30, 31), True),
+        ],
+        [([90, 91, 92, 10, 11, 4, 20, 5, 30, 31], 3)],
+    ),
+    "a second segment that begins with the prompt": (
+        [(ids(*PROMPT), sample(10, 11), True), (ids(*PROMPT, 11, 4), sample(20, 21), True)],
+        [([90, 91, 92, 10, 11], 3), ([90, 91, 92, 11, 4, 20, 21], 5)],
+    ),
+    "a second segment of a condensed history": (
+        [(ids(*PROMPT), sample(10, 11), True), (ids(1, 2, 9), sample(20, 21), True)],
+        [([90, 91, 92, 10, 11], 3), ([1, 2, 9, 20, 21], 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EPISODES)
+def test_the_privileged_context_takes_the_place_of_the_prompt_alone(case: str) -> None:
+    """Turns that are not trained, and what tools answered, are the teacher's to see as well."""
+    turns, expected = EPISODES[case]
+    engine = PrefixEngine(4)
+    scored = run(score_group(engine, episode(*turns)))
+    [requests] = engine.scored
+    assert [(request.tokens_T.tolist(), request.start) for request in requests] == expected
+    for made, (tokens, start) in zip(scored.segments(), expected, strict=True):
+        shift = len(tokens) - len(made)
+        for t in np.flatnonzero(made.action_mask_T):
+            log_q_V = engine.distribution_V(ids(*tokens[: t + shift]), made.temperature)
+            assert made.teacher_logprobs_T is not None
+            assert made.teacher_logprobs_T[t] == log_q_V[made.tokens_T[t]]
+        assert start == made.first_action + shift
 
 
 def test_one_call_scores_the_whole_group() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
 from distill.tools.base import Tool
 from distill.tools.load import load_tools
-from distill.types import StopReason
+from distill.types import Segment, StopReason
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
 from tests.tiny import save_tokenizer
@@ -90,6 +91,11 @@ def trajectory(dataset: EnvDataset, policy: Scripted):
     builder = dataset.builder(0, 1)
     group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
     return group.trajectories_G[0]
+
+
+def turns_of(segment: Segment) -> list[int]:
+    """Where turns begin."""
+    return np.flatnonzero(np.diff(segment.action_mask_T.astype(int)) == 1).tolist()
 
 
 def questions(tmp_path: Path, *rows: str) -> str:
@@ -204,6 +210,45 @@ def test_the_limit_on_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     [episode] = play(dataset, policy)
     assert len(episode.turns) == 1 and episode.stop_reason is StopReason.LENGTH
     assert episode.reward == 1.0 - 10.0
+
+
+def test_a_privileged_teacher_has_room_for_every_turn(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Its prompt is longer than the policy's by more than a turn takes; so the episode ends
+    earlier, by that much, than without a hint."""
+    hint = "The answer is 42, for six sevens are forty-two. " * 4
+    row = {"prompt": "What is 6*7?", "answer": "42"}
+    room = 512
+    script: Script = lambda _turn, _seen: CALL  # noqa: E731
+    turns = {}
+    for name, fields in (("plain", row), ("hinted", row | {"teacher_prompt": hint})):
+        dataset = tool_use(
+            tokenizer,
+            questions(tmp_path, json.dumps(fields)),
+            {"context_length": room, "teacher_context_length": room},
+            max_turns=99,
+        )
+        [made] = trajectory(dataset, Scripted(tokenizer, script)).segments
+        context_T = made.teacher_context_T
+        longer = 0 if context_T is None else len(context_T) - made.teacher_replaces
+        assert (longer > SAMPLING.max_new_tokens) == (name == "hinted")
+        turns[name] = len(turns_of(made))
+        if longer:  # a policy of the same context would cut the other's last turn itself
+            assert len(made) + longer <= room
+    assert 1 < turns["hinted"] < turns["plain"]
+
+
+def test_a_hint_without_room_for_a_turn_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    @chz.chz
+    class Hinted(Echoes):
+        def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+            hint_T = np.zeros(473, np.int32)
+            return [MessageProblem(make=partial(Echo, "hi"), teacher_tokens_T=hint_T)]
+
+    with pytest.raises(ConfigError, match=r"problem 1: the teacher sees 473 tokens .* for 472"):
+        Hinted()(None, setting(tokenizer, max_new_tokens=40))
+    assert len(Hinted()(None, setting(tokenizer, max_new_tokens=39))) == 1
 
 
 def test_the_limit_on_seconds(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -134,15 +134,32 @@ def test_bonuses_for_another_number_of_tokens_are_refused() -> None:
         SegmentBuilder(0.7).append(ids(5), sample(7, 8), row(1))
 
 
-def test_the_privileged_context_is_the_first_segment_s() -> None:
-    builder = SegmentBuilder(0.7, ids(3, 4))
-    for observation in [ids(5), ids(5, 7), ids(9)]:
-        builder.append(observation, sample(7))
-    first, second = builder.build()
-    assert first.teacher_context_T is not None and first.teacher_context_T.tolist() == [3, 4]
-    assert second.teacher_context_T is None
+def told(made: Segment) -> tuple[list[int], int] | None:
+    if made.teacher_context_T is None:
+        assert made.teacher_replaces == 0
+        return None
+    return made.teacher_context_T.tolist(), made.teacher_replaces
+
+
+def test_the_privileged_context_is_on_every_segment_that_begins_with_the_prompt() -> None:
+    """And on no other: what was observed is what counts, not what the policy made of it."""
+    builder = SegmentBuilder(0.7, ids(3, 4, 2))
+    for observation in [ids(5, 6), ids(5, 6, 7, 8), ids(5, 6, 1), ids(5), ids(9, 5, 6)]:
+        builder.append(observation, sample(6 if len(observation) == 1 else 7))
+    whole, cut, *others = builder.build()
+    assert told(whole) == told(cut) == ([3, 4, 2], 2)
+    assert [made.tokens_T.tolist() for made in others] == [[5, 6], [9, 5, 6, 7]]
+    assert [told(made) for made in others] == [None, None]
     [plain] = build((ids(5), sample(7)))
-    assert plain.teacher_context_T is None
+    assert told(plain) is None
+
+
+def test_an_untrained_first_segment_still_says_what_the_prompt_was() -> None:
+    builder = SegmentBuilder(0.7, ids(3))
+    builder.append(ids(5, 6), sample(7), trained=False)
+    builder.append(ids(5, 6, 1), sample(8))
+    builder.append(ids(4), sample(8))
+    assert [told(made) for made in builder.build()] == [([3], 2), None]
 
 
 @given(

@@ -58,6 +58,23 @@ def test_arrays_are_read_only_and_our_own(name: str) -> None:
         setattr(made, name, before)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher_context_T": [5], "teacher_replaces": 0}, "teacher_replaces = 0: .*at least one"),
+        ({"teacher_context_T": [5], "teacher_replaces": 4}, "teacher_replaces = 4: .*the 3 before"),
+        (
+            {"teacher_context_T": np.empty(0, np.int32), "teacher_replaces": 3},
+            "teacher_context_T is empty",
+        ),
+        ({"teacher_replaces": 3}, "teacher_replaces = 3 without a teacher_context_T"),
+    ],
+)
+def test_a_privileged_context_says_what_it_stands_for(changes: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Segment(**segment_fields() | changes)
+
+
 @pytest.mark.parametrize("name", list(ARRAYS))
 def test_every_array_must_be_flat(name: str) -> None:
     changed = segment_fields()

@@ -51,11 +51,11 @@ def logprobs_at(model: PreTrainedModel, tokens: list[int], T: float) -> Tensor:
 
 
 def teacher_logprobs(teacher: PreTrainedModel, made: Segment) -> list[Tensor]:
-    """The teacher's distribution of each action, after its own context where it has one."""
-    tokens, first = made.tokens_T.tolist(), made.first_action
-    context = tokens[:first] if made.teacher_context_T is None else made.teacher_context_T.tolist()
-    log_q = logprobs_at(teacher, [*context, *tokens[first:]], made.temperature)
-    shift = len(context) - first
+    """The teacher's distribution of each action, with its own prompt where it has one."""
+    tokens, replaced = made.tokens_T.tolist(), made.teacher_replaces
+    context = [] if made.teacher_context_T is None else made.teacher_context_T.tolist()
+    log_q = logprobs_at(teacher, [*context, *tokens[replaced:]], made.temperature)
+    shift = len(context) - replaced
     return [log_q[t + shift - 1] for t in np.flatnonzero(made.action_mask_T)]
 
 
@@ -79,6 +79,7 @@ def make_segment(
         "tokens_T": np.array(tokens), "action_mask_T": mask_T,
         "behaviour_logprobs_T": behaviour_T, "versions_T": np.zeros(len(tokens), np.int32),
         "temperature": T, "teacher_context_T": None if hint is None else np.array(hint),
+        "teacher_replaces": 0 if hint is None else len(prompt),
     }  # fmt: skip
     log_q = teacher_logprobs(teacher, Segment(**bare))
     scored_T = np.zeros(len(tokens), np.float32)
@@ -97,14 +98,15 @@ def make_segment(
 
 @pytest.fixture(scope="module")
 def groups(models: tuple[PreTrainedModel, PreTrainedModel]) -> list[TrajectoryGroup]:
-    """Different lengths and temperatures, two turns in one row, privileged contexts in a group."""
+    """Different lengths and temperatures, two turns in one row, the first of them not always
+    trained, privileged contexts in a group."""
     rng = np.random.default_rng(0)
     made = []
     for group_id, (T, prompt, hint) in enumerate(
         [(0.5, [5, 6, 7], None), (1.0, [8, 9, 10, 11], [20, 21, 22, 8, 9, 10, 11]),
          (2.0, [40, 3], [50])]
     ):  # fmt: skip
-        masks = [[1] * 3, [1] * 9, [1, 1, 0, 0, 1, 1, 1]]
+        masks = [[1] * 3, [1] * 9, [1, 1, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
         segments = [make_segment(models, rng, prompt, mask, T, hint) for mask in masks]
         made.append(
             TrajectoryGroup(group_id=group_id, trajectories_G=tuple(map(trajectory, segments)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from dataclasses import replace
 
@@ -11,15 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from actors.embedded_engine import EmbeddedEngine
+from actors.teacher import score_group
 from distill.batching import TrainingRow
 from distill.errors import CheckpointError
 from distill.objective import ObjectiveConfig
 from distill.rows import policy_rows
+from distill.segments import SegmentBuilder
 from distill.types import TokenArray, TrajectoryGroup
-from learner.teachers import LocalTeachers
+from learner.teachers import LocalTeachers, as_seen
 from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_distribution
-from tests.samples import group, ids, training_row
+from tests.samples import group, ids, sample, training_row, trajectory
 
 FULL = ObjectiveConfig(estimator="full")
 GROUPS = [group(0, members=3), group(1, members=2)]
@@ -120,13 +124,45 @@ def test_the_row_s_own_context_is_no_privilege(new_loop: NewLoop, teachers: Loca
     plain = group(0, members=1)
     [member] = plain.trajectories_G
     [segment] = member.segments
-    own = replace(segment, teacher_context_T=segment.tokens_T[: segment.first_action])
+    first = segment.first_action
+    own = replace(segment, teacher_context_T=segment.tokens_T[:first], teacher_replaces=first)
     told = replace(plain, trajectories_G=[replace(member, segments=[own])])
     made = [
         new_loop(World([made]), FULL, teachers=teachers, groups_per_step=1).step()["train/loss"]
         for made in (plain, told)
     ]
     assert made[0] == pytest.approx(made[1], rel=1e-6)
+
+
+def test_a_served_teacher_and_a_local_one_are_asked_the_same(
+    teachers: LocalTeachers, tiny_pair: TinyPair
+) -> None:
+    """An untrained turn and a tool's answer, then a segment that begins with the prompt again."""
+    builder = SegmentBuilder(0.7, ids(90, 91, 92, 93, 94))
+    builder.append(ids(1, 2, 3), sample(10, 11), trained=False)
+    builder.append(ids(1, 2, 3, 10, 11, 4, 5), sample(20, 21))
+    builder.append(ids(1, 2, 3, 11, 6), sample(30))
+    builder.append(ids(7, 8), sample(31))
+    made = TrajectoryGroup(group_id=0, trajectories_G=(trajectory(*builder.build()),))
+
+    async def served() -> TrajectoryGroup:
+        engine = EmbeddedEngine(model_path=tiny_pair.teacher, device="cpu", threads=1)
+        try:
+            return await score_group(engine, made)
+        finally:
+            await engine.close()
+
+    by_engine = asyncio.run(asyncio.wait_for(served(), 60)).segments()
+    seen = [as_seen(row) for row in policy_rows([made], FULL)]
+    assert [row.tokens_T.tolist() for row in seen] == [
+        [90, 91, 92, 93, 94, 10, 11, 4, 5, 20, 21],
+        [90, 91, 92, 93, 94, 11, 6, 30],
+        [7, 8, 31],
+    ]
+    for segment, local_N in zip(by_engine, teachers.logprobs("", seen), strict=True):
+        assert segment.teacher_logprobs_T is not None
+        of_engine_N = segment.teacher_logprobs_T[segment.action_mask_T]
+        np.testing.assert_allclose(of_engine_N, local_N, atol=1e-5)
 
 
 # Several teachers
