@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from actors.sglang_loader import LOADER
 from distill.errors import ConfigError
 
 # Flags that the engine itself depends on; another value would break it, not tune it.
@@ -18,6 +19,7 @@ _OURS = {
     "--device": "set device=",
     "--weight-version": "the run numbers its weights",
     "--max-running-requests": "set max_batch_rows=",
+    "--custom-weight-loader": "weights are pushed through isotherm's own",
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }
 
@@ -54,6 +56,7 @@ def server_flags(
         "--dtype": [dtype],
         "--device": [device],
         "--weight-version": ["0"],
+        "--custom-weight-loader": [LOADER],
         "--max-running-requests": [str(max_running_requests)],
         "--context-length": [str(context_length)],
         "--skip-server-warmup": [],

@@ -13,8 +13,8 @@ Scoring that is under way ends first in each case: the requests of one call see 
 
 How the weights come is a matter of where the learner is:
 
-    SharedTensors         in memory that this machine's processes share: the server is given the
-                          handle, and reads it as the learner wrote it
+    SharedTensors         in memory that this machine's processes share: this process opens it, and
+                          the server reads it as the learner wrote it (actors/sglang_loader.py)
     PackedTensors         in this process's memory: copied into such a block first
     CheckpointDirectory   files that the server reads by itself
     GroupBroadcast        a torch.distributed group that the server's ranks join, once; the whole
@@ -37,10 +37,10 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.sglang_http import SglangClient
+from actors.sglang_loader import LOADER, serialized_order
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.interfaces import (
     CheckpointDirectory,
@@ -49,7 +49,7 @@ from distill.interfaces import (
     WeightSource,
 )
 from distill.models import tensor_shapes
-from distill.shared_memory import SharedBlock, SharedTensors, handle
+from distill.shared_memory import SharedBlock, SharedTensors
 from distill.tensors import PackedTensors, TensorLayout, first_non_finite
 from distill.types import StopReason
 from distill.weights import HeldWeights
@@ -204,9 +204,10 @@ class WeightSession:
             elif isinstance(weights, GroupBroadcast):
                 await self._from_group(weights, version)
             else:
-                shared = isinstance(weights, SharedTensors)
-                tensors = weights.unpack() if shared else self._block.tensors
-                await self._from_memory(tensors, version)
+                shared = weights if isinstance(weights, SharedTensors) else self._block.share()
+                # A server that could not open it would die; this process does not outlive it.
+                with shared.held() as held:
+                    await self._from_memory(held, version)
             self._torn = None
         finally:
             try:
@@ -221,13 +222,12 @@ class WeightSession:
         with self._writing(version):
             await self._order("/update_weights_from_disk", body)
 
-    async def _from_memory(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        ranks = await self._tensor_parallel_ranks()
+    async def _from_memory(self, shared: SharedTensors, version: int) -> None:
+        order = base64.b64encode(serialized_order(shared)).decode()
         body = {
-            # Each tensor-parallel rank takes its own part, and opens a handle of its own.
-            "serialized_named_tensors": [
-                base64.b64encode(handle(tensors)).decode() for _ in range(ranks)
-            ],
+            # Each tensor-parallel rank opens the memory for itself, and takes its own part.
+            "serialized_named_tensors": [order] * await self._tensor_parallel_ranks(),
+            "load_format": LOADER,
             "weight_version": str(version),
             "flush_cache": True,
         }

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -59,18 +64,87 @@ def test_another_process_reads_what_was_written_last() -> None:
 def test_a_block_grows_and_is_kept() -> None:
     block = SharedBlock()
     block.write(held(1.0))
-    first = block._block
+    first = block.share()
     block.write(held(3.0))
-    assert block._block is first
+    assert block.share() == first
     block.write(HeldWeights({"w": torch.ones(1000)}))
-    assert block._block is not first
+    assert block.share().identity != first.identity
     assert torch.equal(block.share().unpack()["w"], torch.ones(1000))
 
 
-def test_no_room_is_an_error_and_not_a_bus_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    full: Callable[..., object] = lambda _: type("Usage", (), {"free": 10})  # noqa: E731
-    monkeypatch.setattr(distill.shared_memory.shutil, "disk_usage", full)
-    with pytest.raises(EngineError, match="do not fit into /dev/shm"):
+def test_a_reader_cannot_spoil_it_for_others() -> None:
+    block = SharedBlock()
+    block.write(held(1.0))
+    spoilt = block.share().unpack()
+    spoilt["matrix"].fill_(9.0)
+    assert torch.equal(block.share().unpack()["matrix"], tensors(1.0)["matrix"])
+
+
+# Shares a block, says so, and waits to be killed.
+WRITER = """
+import pickle, sys, torch
+from distill.shared_memory import SharedBlock
+from distill.weights import HeldWeights
+
+block = SharedBlock()
+block.write(HeldWeights({"w": torch.arange(5.0)}))
+sys.stdout.buffer.write(pickle.dumps(block.share()))
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_killed_writer_leaves_nothing_and_takes_nothing(writer: subprocess.Popen[bytes]) -> None:
+    """No name in /dev/shm, no helper process; those who had the memory keep it, others are told."""
+    assert writer.stdout is not None
+    shared: SharedTensors = pickle.load(writer.stdout)
+    assert not [name for name in os.listdir("/dev/shm") if str(writer.pid) in name]
+    assert not psutil.Process(writer.pid).children()
+    read = shared.unpack()
+    with shared.held() as own:
+        writer.kill()
+        writer.wait()
+        assert torch.equal(read["w"], torch.arange(5.0))
+        assert torch.equal(own.unpack()["w"], torch.arange(5.0))
+        with pytest.raises(EngineError, match=r"cannot be opened .*weights=object_store"):
+            shared.unpack()
+    with pytest.raises(EngineError, match="cannot be opened"):
+        own.unpack()
+
+
+def test_a_path_that_means_another_file_by_now(tmp_path: Path) -> None:
+    block = SharedBlock()
+    block.write(held(1.0))
+    other = tmp_path / "other"
+    other.write_bytes(bytes(4096))
+    with pytest.raises(EngineError, match="is another file by now"):
+        replace(block.share(), path=str(other)).unpack()
+
+
+def test_blocks_that_are_dropped_are_closed() -> None:
+    before = os.listdir("/proc/self/fd")
+    for fill in (1.0, 2.0):
+        block = SharedBlock()
+        block.write(held(fill))
+        block.share().unpack()
+    del block
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_room_is_an_error_and_not_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
+    monkeypatch.setattr(distill.shared_memory, "psutil", full)
+    with pytest.raises(EngineError, match=r"do not fit into shared memory \(0 MiB are available"):
         SharedBlock().write(held(1.0))
 
 
