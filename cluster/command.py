@@ -18,7 +18,7 @@ from rich.console import Console
 from cluster.run import Interrupted
 from cluster.supervise import RunFailed
 from cluster.tracking import make_console
-from distill.errors import EngineError, IsothermError, NonFiniteError
+from distill.errors import ConfigError, EngineError, IsothermError, NonFiniteError
 
 Config = TypeVar("Config")
 
@@ -32,7 +32,18 @@ def run_command(
 
 
 def parse(config_class: type[Config], argv: list[str]) -> Config:
-    """Settings from `key=value` arguments; chz names the nearest key for an unknown one."""
+    """Settings from `key=value` arguments; chz names the nearest key for an unknown one.
+
+    Raises:
+        ConfigError: an argument that cannot be written down.
+    """
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{argument!a} is not UTF-8, as settings, file names among them, must be"
+            ) from error
     return chz.Blueprint(config_class).make_from_argv(argv)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import closing, contextmanager
 
 import grpc
 import ray
+from ray._common.utils import get_default_system_temp_dir
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -46,7 +48,8 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
     `local_cpus` CPUs, or as many as the machine has cores: few cores still run every actor.
 
     Raises:
-        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process.
+        ConfigError: RAY_ADDRESS names no cluster that answers, or one that refuses this process; or
+            Ray cannot start here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():
@@ -55,40 +58,12 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
     try:
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "local"):
-            # Named, because a bare init would join whatever cluster was last started here.
-            with _process_groups_of_their_own():
-                ray.init(
-                    address="local",
-                    namespace=namespace,
-                    num_cpus=max(os.cpu_count() or 1, local_cpus),
-                    include_dashboard=False,
-                    logging_level=logging.WARNING,
-                )
+            _start(namespace, local_cpus)
         else:
             _join(address, namespace)
         yield
     finally:
         ray.shutdown()
-
-
-_apart = threading.Event()
-# Such a hook stays for good, and Ray leaves no say in how its processes are started.
-os.register_at_fork(after_in_child=lambda: _apart.is_set() and os.setpgid(0, 0))
-
-
-@contextmanager
-def _process_groups_of_their_own() -> Iterator[None]:
-    """Processes that are started meanwhile do not get the signals of our process group.
-
-    timeout(1), shells and batch systems signal the whole group. The driver answers with a
-    checkpoint, for which it needs Ray's head; that dies with the driver all the same, by the
-    parent-death signal that Ray asks of the kernel.
-    """
-    _apart.set()
-    try:
-        yield
-    finally:
-        _apart.clear()
 
 
 def autoscales() -> bool:
@@ -113,6 +88,54 @@ def _node_types() -> list[str] | None:
     written = _internal_kv_get("__autoscaling_status")
     report = json.loads(written).get("autoscaler_report") if written else None
     return list(report["node_type_mapping"].values()) or None if report else None
+
+
+def _start(namespace: str, local_cpus: int) -> None:
+    try:
+        with _process_groups_of_their_own():
+            # Named, because a bare init would join whatever cluster was last started here.
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=max(os.cpu_count() or 1, local_cpus),
+                include_dashboard=False,
+                logging_level=logging.WARNING,
+            )
+    except Exception as error:  # Ray raises bare ones, too
+        raise ConfigError(f"Ray cannot start on this machine: {error}. {_remedy(error)}") from error
+
+
+_apart = threading.Event()
+# Such a hook stays for good, and Ray leaves no say in how its processes are started.
+os.register_at_fork(after_in_child=lambda: _apart.is_set() and os.setpgid(0, 0))
+
+
+@contextmanager
+def _process_groups_of_their_own() -> Iterator[None]:
+    """Processes that are started meanwhile do not get the signals of our process group.
+
+    timeout(1), shells and batch systems signal the whole group. The driver answers with a
+    checkpoint, for which it needs Ray's head; that dies with the driver all the same, by the
+    parent-death signal that Ray asks of the kernel.
+    """
+    _apart.set()
+    try:
+        yield
+    finally:
+        _apart.clear()
+
+
+def _remedy(error: Exception) -> str:
+    directory = get_default_system_temp_dir()
+    if isinstance(error, OSError):
+        return (
+            f"It writes to {directory} (RAY_TMPDIR names another directory) and, unless "
+            "RAY_AUTH_MODE=disabled, to ~/.ray (of HOME)"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        return f"Its processes may map no more than {limit >> 20} MiB each: lift ulimit -v"
+    return f"Its logs are in {directory}/ray/session_latest/logs"
 
 
 def _join(address: str, namespace: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from cluster import train
 from cluster.connect import connect
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
@@ -69,6 +70,34 @@ def join(address: str | None, **environment: str) -> dict:
     facts = json.loads(next(line for line in printed if line.startswith("{")))
     assert facts["left"], "Ray was left connected"
     return facts
+
+
+@pytest.mark.parametrize(
+    "variable, blocked, said",
+    [
+        ("HOME", ".ray", "unless RAY_AUTH_MODE=disabled, to ~/.ray"),
+        ("RAY_TMPDIR", "", "RAY_TMPDIR names another directory"),
+    ],
+)
+def test_where_ray_cannot_write_the_remedy_is_named(
+    tmp_path: Path, variable: str, blocked: str, said: str
+) -> None:
+    """A file in place of the directory: what even root cannot write into."""
+    place = tmp_path / "place"
+    if blocked:
+        place.mkdir()
+    (place / blocked).write_text("")
+    facts = join(None, **{variable: str(place), "RAY_AUTH_MODE": "token"})
+    assert "Ray cannot start on this machine: " in facts["error"] and str(place) in facts["error"]
+    assert said in facts["error"]
+
+
+@pytest.mark.parametrize("setting", ["out=\udcff", "prompts=a\udce9.jsonl"])
+def test_a_setting_that_is_not_utf8_is_refused(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["recipe=opd", setting]) == 2
+    assert f"{setting!a} is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
