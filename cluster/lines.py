@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
+from learner.digests import disk_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,10 @@ class LineFile:
         if not self._complained:
             self._complained = True
             logger.warning(
-                "%s cannot be written (%s): its lines wait in memory; free some space",
+                "%s cannot be written (%s): its lines wait in memory. %s",
                 self.path,
                 error,
+                disk_remedy(error),
             )
 
 
@@ -132,8 +134,8 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             found.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
+        except (ValueError, RecursionError) as error:
+            if number < len(lines) or isinstance(error, RecursionError):
                 raise DataError(f"{path}:{number} is no JSON ({error}); remove the line") from error
     for number, each in enumerate(found, 1):
         if not isinstance(each, dict) or not required <= each.keys():

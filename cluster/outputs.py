@@ -1,6 +1,6 @@
 """The run's directory: what is in it, whether it can be resumed, and what is written when.
 
-out/config.json      settings and versions       out/metrics.jsonl   an object per optimizer step
+out/config.json      settings, data, versions     out/metrics.jsonl   an object per optimizer step
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
 out/calibration.json the handshake               out/final/          the trained model
 out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
@@ -12,21 +12,27 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import chz
 
 from cluster.config import CommonConfig
-from cluster.lines import LineFile
-from distill.errors import CheckpointError, ConfigError
+from cluster.journal import replay
+from cluster.lines import LineFile, read_lines
+from distill.errors import CheckpointError, ConfigError, DataError
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.digests import digest, digests, disk_remedy, sync_directory, sync_tree
+
+logger = logging.getLogger(__name__)
 
 # Settings that a resumed run may change: none of them alters what a step computes.
 _MAY_CHANGE = {
@@ -40,6 +46,17 @@ _MAY_CHANGE = {
     "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
     "keep_rollouts_every",
 }  # fmt: skip
+
+
+# Settings that name files of rows. What is in them must stay; they may move.
+_DATA = ("prompts", "eval_prompts", "sft_data", "data")
+
+# What a run writes into its directory.
+_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs")
+_FILES = (
+    "config.json", "summary.json", "calibration.json", "metrics.jsonl", "events.jsonl",
+    "ledger.jsonl", "rollouts.jsonl", ".lock",
+)  # fmt: skip
 
 
 class RunDirectory:
@@ -83,18 +100,25 @@ class RunDirectory:
     def trace(self) -> Path:
         return self.path / "trace.json"
 
-    def check(self) -> Checkpoint | None:
+    def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
         """The checkpoint to resume from, or None for a fresh start. Writes nothing.
+
+        `say` is told of damaged checkpoints that are passed over.
 
         Raises:
             ConfigError: the directory holds another run, or cannot be written.
             CheckpointError: it holds a run whose checkpoints are all broken.
+            DataError: a line of metrics, events or ledger is damaged, by a crash or by hand.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"out={self.path} is a file; give a directory")
         parent = next(path for path in (self.path, *self.path.parents) if path.exists())
-        if not os.access(parent, os.W_OK):
-            raise ConfigError(f"out={self.path} cannot be written (no permission in {parent})")
+        for path in (parent, *(self.path / name for name in (*_DIRECTORIES, *_FILES))):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError(f"out={self.path} cannot be written (no permission in {path})")
+        for name in _DIRECTORIES:
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ConfigError(f"{self.path / name} is no directory; remove it")
         if not (self.path / "config.json").is_file():
             if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name != ".lock"):
                 raise ConfigError(
@@ -102,13 +126,29 @@ class RunDirectory:
                 )
             return None
         self._check_same_run()
-        return self.store.latest()
+        self._check_lines()
+        return self.store.latest(say)
+
+    def _check_lines(self) -> None:
+        """What the run will read again or add to; a last line that a crash cut short is well."""
+        for line in read_lines(self._metrics.path, {"step"}):
+            if not isinstance(line["step"], int):
+                raise DataError(f"{self._metrics.path}: {line} has no number of a step; remove it")
+        read_lines(self._events.path, {"t", "event"})
+        of = replay(self.ledger).run_id
+        if of not in ("", self.run_id) and self.store.complete():
+            raise ConfigError(
+                f"{self.ledger} is of run {of}, and {self.path} holds run {self.run_id}; put its "
+                "own ledger back, or move this one away: the audit then proves nothing of what "
+                "came before"
+            )
 
     def _check_same_run(self) -> None:
         try:
             written = json.loads((self.path / "config.json").read_text())
-            recipe, settings = written["recipe"], written["settings"]
-        except (ValueError, KeyError, TypeError) as error:
+            recipe, settings = str(written["recipe"]), dict(written["settings"])
+            data, _ = dict(written.get("data", {})), str(written["run_id"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{self.path / 'config.json'} is unreadable ({error}); choose another out="
             ) from error
@@ -119,19 +159,34 @@ class RunDirectory:
         now = _settings(self._config)
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
-        for name in sorted((settings.keys() | now.keys()) - (_MAY_CHANGE - fixed)):
+        moved = {name for name in _DATA if name in data and data[name] == self._data.get(name)}
+        for name in sorted((settings.keys() | now.keys()) - (_MAY_CHANGE - fixed) - moved):
             if settings.get(name) != now.get(name):
                 raise ConfigError(
                     f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "
                     f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"
                 )
 
+        for name in sorted(data.keys() - moved):
+            raise ConfigError(
+                f"{name}={now.get(name)} is not the file that the run in out={self.path} began "
+                f"with: its sha256 is {self._data.get(name)} and was {data[name]}, and a group's "
+                "number says which of its rows it is. Put the file back as it was, or choose "
+                "another out="
+            )
+
+    @cached_property
+    def _data(self) -> dict[str, str]:
+        """SHA-256 of each file of rows, by the setting that names it."""
+        paths = {name: getattr(self._config, name, None) for name in _DATA}
+        return {name: digest(path) for name, path in paths.items() if path and Path(path).is_file()}
+
     def is_finished(self) -> bool:
         """Whether the last run here got to its end."""
         summary = self.path / "summary.json"
         try:
             return json.loads(summary.read_text())["status"] == "finished"
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False  # no summary, or one cut short: the checkpoints tell the rest
 
     @contextmanager
@@ -157,6 +212,7 @@ class RunDirectory:
                 "recipe": self._recipe,
                 "run_id": run_id,
                 "settings": _settings(self._config),
+                "data": self._data,
                 "versions": {name: _version(name) for name in packages},
             },
         )
@@ -164,7 +220,8 @@ class RunDirectory:
         self.rewind_metrics(resume_from.step if resume_from else 0)
 
     def rewind_metrics(self, step: int) -> None:
-        """Drops the metrics of later steps: they are done again."""
+        """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""
+        self.store.set_aside_after(step)
         self._metrics.flush()
         self._metrics.close()
         path = self._metrics.path
@@ -200,12 +257,17 @@ def _copy(source: str, target: Path) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
+        copied = sync_tree(partial)
+        for name, expected in digests(Path(source), copied).items():
+            if copied[name] != expected:
+                raise OSError(f"{name} was read as sha256 {expected} and written as {copied[name]}")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
+        sync_directory(target.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write {target}: {error}. The model is safe in {source}"
+            f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
         ) from error
 
 

@@ -61,7 +61,7 @@ class LearnerSeat:
             self._directory.append_event("death", who=self._role.title(0), why=str(lost))
         delay = self._supervisor.allow(self._role.name, 0, str(lost))
         self._supervisor.dismiss_all(self._role.name)
-        checkpoint = self._directory.store.latest()
+        checkpoint = self._directory.store.latest(say)
         step = checkpoint.step if checkpoint else 0
         say(f"{lost}. The learner is made again, from step {step}")
         driver.pause(delay)

@@ -193,6 +193,8 @@ def _answer(answer: object) -> str | None:
         return None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(f"`answer` must be a string or a number, got {answer!r}")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"`answer` must be finite, got {answer!r}")
     return str(answer)
 
 

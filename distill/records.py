@@ -40,7 +40,7 @@ def _jsonl_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     row = json.loads(line)
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:  # numbers or brackets without end
                     raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
                 if not isinstance(row, dict):
                     raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")

@@ -5,34 +5,49 @@
         adapter/        with LoRA: the adapter alone, as peft saves it
         optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint)
         trainer.pt      schedule and RNG (read with weights_only=True)
-        manifest.json   step, delivery state, and the size of every file: written last
+        manifest.json   step, delivery state, size and SHA-256 of every file: written last
 
-A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint.
+A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint; and
+none whose files have changed since, which is looked at when a run resumes.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+from safetensors import SafetensorError, safe_open
+
 from distill.errors import CheckpointError
+from learner.digests import digests, disk_remedy, sync_directory, sync_tree
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint on disk. `delivery` says which prompt groups its weights contain."""
+    """A complete checkpoint on disk.
+
+    Attributes:
+        delivery: which prompt groups its weights contain.
+        seal: digest of all that is in it; "" of one that an earlier release wrote.
+    """
 
     path: Path
     step: int
     delivery: Mapping[str, Any]
+    seal: str = ""
 
     @property
     def model_dir(self) -> str:
@@ -50,6 +65,7 @@ class CheckpointStore:
         assert keep >= 1
         self.root = Path(root)
         self._keep = keep
+        self._intact: list[Checkpoint] = []  # written or read by this object
 
     def save(
         self,
@@ -66,52 +82,112 @@ class CheckpointStore:
             CheckpointError: it could not be written (disk full, say). Earlier ones are untouched.
         """
         final = self.root / f"step-{step:06d}"
-        saved = _read(final)
-        if saved is not None and saved.delivery == delivery:
+        if (saved := self._saved(final, delivery)) is not None:
             return saved
         partial = self.root / f".{final.name}.partial"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            sizes = _sync_files(partial)
-            manifest = {"step": step, "delivery": dict(delivery), "sizes": sizes}
-            _write_synced(partial / "manifest.json", json.dumps(manifest, indent=1))
+            hashes = sync_tree(partial)
+            sizes = {name: (partial / name).stat().st_size for name in hashes}
+            manifest: dict[str, Any] = {"step": step, "delivery": dict(delivery), "sizes": sizes}
+            manifest["sha256"] = hashes
+            manifest["seal"] = _seal(manifest)
+            _write_synced(
+                partial / "manifest.json", orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
+            )
+            sync_directory(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
-            _sync_directory(self.root)
+            sync_directory(self.root)
+            sync_directory(self.root.parent)
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._explain(final, error)) from error
         for old in self.complete()[: -self._keep]:
             shutil.rmtree(old.path)
-        return Checkpoint(path=final, step=step, delivery=delivery)
+        made = Checkpoint(path=final, step=step, delivery=delivery, seal=manifest["seal"])
+        self._intact.append(made)
+        return made
 
-    def latest(self) -> Checkpoint | None:
-        """The newest complete checkpoint, or None where no step was ever saved.
+    def latest(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
+        """The newest checkpoint whose files are as they were written; None where no step was saved.
+
+        Reads all of it. `say` is told which newer ones are damaged, by which file, and what is
+        lost with them.
 
         Raises:
             CheckpointError: checkpoints exist and not one of them is intact.
         """
-        complete = self.complete()
-        if complete:
-            return complete[-1]
-        broken = sorted(path.name for path in self._directories())
-        if broken:
+        damaged: dict[str, str] = {}
+        for path in reversed(self._directories()):
+            try:
+                found = _read(path)
+                hashed = _verify(path)
+            except _Damaged as error:
+                damaged[path.name] = str(error)
+                continue
+            for name, why in damaged.items():
+                say(
+                    f"checkpoint {name} is damaged: {why}. Going back to step {found.step}; the "
+                    "steps between are trained again"
+                )
+            if not hashed:
+                say(
+                    f"{path} has no digests (an earlier release wrote it): sizes alone were checked"
+                )
+            self._intact.append(found)
+            return found
+        if damaged:
             raise CheckpointError(
-                f"{self.root} holds {', '.join(broken)}, none of them complete (a manifest or a "
-                "file is missing or cut short). Remove them to start over, or choose another out="
+                f"{self.root} holds {', '.join(sorted(damaged))}, none of them complete and intact "
+                f"({'; '.join(f'{name}: {why}' for name, why in damaged.items())}). Remove them to "
+                "start over, or choose another out="
             )
         return None
+
+    def set_aside_after(self, step: int) -> None:
+        """Renames later checkpoints, which `latest` passed over, to `*.damaged`.
+
+        Raises:
+            CheckpointError: it cannot be done.
+        """
+        for path in self._directories():
+            if _step(path) > step:
+                aside = path.with_name(f"{path.name}.damaged")
+                try:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"cannot rename the damaged {path}: {error}. {disk_remedy(error)}"
+                    ) from error
+
+    def complete(self) -> list[Checkpoint]:
+        """Those with all their files in full size, oldest first; what is in them is not read."""
+        found = []
+        for path in self._directories():
+            with suppress(_Damaged):
+                found.append(_read(path))
+        return found
 
     def _directories(self) -> list[Path]:
         if not self.root.is_dir():
             return []
-        return sorted(path for path in self.root.iterdir() if _NAME.match(path.name))
+        return sorted((p for p in self.root.iterdir() if _NAME.match(p.name)), key=_step)
 
-    def complete(self) -> list[Checkpoint]:
-        found = [checkpoint for path in self._directories() if (checkpoint := _read(path))]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+    def _saved(self, path: Path, delivery: Mapping[str, Any]) -> Checkpoint | None:
+        """The checkpoint at `path`, if it is intact and of this state."""
+        try:
+            found = _read(path)
+            if found.delivery != delivery:
+                return None
+            if found not in self._intact:
+                _verify(path)
+        except _Damaged:
+            return None
+        return found
 
     def _explain(self, final: Path, error: BaseException) -> str:
         free = shutil.disk_usage(self.root if self.root.exists() else Path("/")).free >> 20
@@ -119,41 +195,77 @@ class CheckpointStore:
         kept = f"the newest complete one is {newest[-1].path}" if newest else "none exists yet"
         return (
             f"cannot write checkpoint {final}: {error} ({free} MiB free). Earlier checkpoints are "
-            f"untouched; {kept}. Free some space and run the same command again to resume"
+            f"untouched; {kept}. {disk_remedy(error)} and run the same command again to resume"
         )
 
 
-def _read(path: Path) -> Checkpoint | None:
-    """The checkpoint at `path` if its manifest is there and every file has the size it names."""
+class _Damaged(Exception):
+    """A directory that is no whole checkpoint; the message says why."""
+
+
+def _step(path: Path) -> int:
+    match = _NAME.match(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        sizes = {name: (path / name).stat().st_size for name in manifest["sizes"]}
-        found = Checkpoint(path=path, step=manifest["step"], delivery=manifest["delivery"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if sizes == manifest["sizes"] else None
+        manifest = orjson.loads((path / "manifest.json").read_bytes())
+        if not isinstance(manifest, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise _Damaged(f"manifest.json cannot be read ({error})") from error
+    return manifest
 
 
-def _sync_files(root: Path) -> dict[str, int]:
-    sizes = {}
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            sizes[str(path.relative_to(root))] = path.stat().st_size
-    return sizes
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """Digest of a manifest's other fields: through their digests, of the whole checkpoint."""
+    rest = {name: value for name, value in manifest.items() if name != "seal"}
+    return hashlib.sha256(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
+def _read(path: Path) -> Checkpoint:
+    """The checkpoint at `path` if its manifest is there and every file has the size it names."""
+    manifest = _manifest(path)
+    if (seal := manifest.get("seal", "")) not in ("", _seal(manifest)):
+        raise _Damaged("manifest.json was edited: its fields are not those it was sealed with")
+    try:
+        found = Checkpoint(
+            path=path, step=manifest["step"], delivery=manifest["delivery"], seal=seal
+        )
+        if found.step != _step(path) or not isinstance(found.delivery, dict):
+            raise ValueError(f"step {found.step}, delivery {found.delivery!r}")
+        for name, size in manifest["sizes"].items():
+            if (there := (path / name).stat().st_size) != size:
+                raise _Damaged(f"{name} has {there} bytes, and the manifest says {size}")
+    except OSError as error:
+        raise _Damaged(f"{error.filename} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _Damaged(f"manifest.json lacks what it should say ({error!r})") from error
+    return found
+
+
+def _verify(path: Path) -> bool:
+    """Raises _Damaged if a file is not as it was written; False where that is not known."""
+    written = _manifest(path).get("sha256")
+    try:
+        if written is None:
+            for file in path.rglob("*.safetensors"):
+                with safe_open(file, framework="np") as tensors:
+                    tensors.keys()
+            return False
+        there = digests(path, written)
+    except (OSError, SafetensorError, AttributeError, TypeError) as error:
+        raise _Damaged(f"it cannot be read: {error}") from error
+    for name, expected in written.items():
+        if there[name] != expected:
+            raise _Damaged(f"{name} has sha256 {there[name]}, and the manifest says {expected}")
+    return True
+
+
+def _write_synced(path: Path, text: bytes) -> None:
+    with path.open("wb") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,6 +28,7 @@ from cluster.roles import (
     resolve_device,
 )
 from cluster.run import Interrupted, Signals
+from cluster.supervise import RunFailed
 from cluster.tracking import Progression, WandbTracker, check_wandb
 from cluster.visible import require_same_directory, require_visible, this_node
 from distill.errors import CheckpointError, ConfigError, IsothermError
@@ -47,6 +48,7 @@ class Session:
     progress: Progression
     tracker: WandbTracker
     summary: dict[str, Any] = field(default_factory=dict)
+    under_way: bool = False
 
     @property
     def first_step(self) -> int:
@@ -54,6 +56,7 @@ class Session:
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """One optimizer step's metrics: to disk first, then to whoever watches."""
+        self.under_way = True
         self.directory.append_metrics(metrics)
         self.progress.step(metrics)
         self.tracker.log(metrics)
@@ -70,6 +73,7 @@ class Session:
         seconds = [step["time/step"] for step in steps]
         self.summary |= {
             "steps": checkpoint.step,
+            "checkpoint": {"path": str(checkpoint.path), "seal": checkpoint.seal},
             "final": str(self.directory.final),
             "train_tokens": int(sum(step["train/tokens"] for step in steps)),
             "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
@@ -113,7 +117,10 @@ def session(
             with progress:
                 yield running
             status = 0
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised
+            if resume_from and not running.under_way and isinstance(raised, RunFailed):
+                error = failed_to_resume(raised, resume_from)
             interrupted = isinstance(error, Interrupted)
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
                 error.exit_code = 1  # 2 promises that nothing was started
@@ -126,9 +133,19 @@ def session(
                     **running.summary,
                 },
             )
+            if error is not raised:
+                raise error from raised
             raise
         finally:
             tracker.finish(status)
+
+
+def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
+    """The error of a run that made no step, with the way out if it is the checkpoint's fault."""
+    return RunFailed(
+        f"{error}. No step was made since resuming from {resume_from.path}: if it is the checkpoint "
+        "that cannot be loaded, move it away, and the one before it is taken"
+    )
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     """
     inputs = check_rollout(config)
     directory = RunDirectory(config.recipe, config)
-    resume_from = directory.check()
+    resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(_plan(config, inputs, directory))
     if config.dry_run:
         console.print(describe_layout(config), highlight=False)

@@ -43,7 +43,7 @@ def _run(
     recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
 ) -> None:
     directory = RunDirectory(recipe, config)
-    resume_from = directory.check()
+    resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
         f"{directory.path} (learner: {learner_line(config, config.model)})"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import chz
@@ -14,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from cluster.config_on_policy import OpdConfig, TeacherConfig
 from cluster.outputs import RunDirectory
 from distill.envs.tool_use import ToolUse
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
 
@@ -141,6 +146,90 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     assert known == chz.chz_fields(OpdConfig).keys()
 
 
+def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
+    (tmp_path / name).write_text(text)
+    return opd(prompts=str(tmp_path / name))
+
+
+def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
+    config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
+    directory = started(config)
+    assert RunDirectory("opd", config).check() is None
+    was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    assert json.loads((directory.path / "config.json").read_text())["data"]["prompts"] == was
+
+    moved = with_file(opd, tmp_path, '{"prompt": "1"}\n', "moved.jsonl")
+    assert RunDirectory("opd", moved).check() is None
+    other = with_file(opd, tmp_path, '{"prompt": "2"}\n', "other.jsonl")
+    with pytest.raises(ConfigError, match="holds another run: prompts was"):
+        RunDirectory("opd", other).check()
+
+    edited = with_file(opd, tmp_path, '{"prompt": "1"}\n{"prompt": "2"}\n')
+    now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl is not .* {now} and was {was}"):
+        RunDirectory("opd", edited).check()
+
+    path = directory.path / "config.json"  # as an earlier release wrote it
+    written = json.loads(path.read_text())
+    del written["data"]
+    path.write_text(json.dumps(written))
+    assert RunDirectory("opd", edited).check() is None
+
+
+def start_line(run_id: str, **changes: object) -> str:
+    ledger = {"groups_per_step": 2, "max_staleness": 0, "total_groups": 8, "lease_s": 9.0}
+    start = {"t": 1.0, "event": "start", "run": "q", "run_id": run_id, "epoch": 1, "watermark": 0}
+    return json.dumps(start | {"set_aside": {}, "settings": ledger} | changes) + "\n"
+
+
+PUT = '{"t": 1.0, "event": "put", "id": 0, "attempt": 1, "worker": "a", "epoch": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is no JSON .*; remove the line"),
+        ("metrics.jsonl", '{"step": "1"}\n', r"metrics.jsonl: .* has no number of a step"),
+        ("metrics.jsonl", "[" * 100_000 + "\n", r"metrics.jsonl:1 is no JSON"),
+        ("events.jsonl", '{"t": 1.0}\n{}\n', r"events.jsonl:1 is no object with event and t"),
+        ("ledger.jsonl", start_line("r") + "x\n" + PUT, r"ledger.jsonl, line 2: not an .* move it"),
+        (
+            "ledger.jsonl",
+            start_line("r") + PUT * 2,
+            r"line 2 contradicts the lines before it: .* mo",
+        ),
+        ("ledger.jsonl", start_line("r", settings=3), r"line 1 contradicts .* move it"),
+        ("ledger.jsonl", "\0" * 4096 + "\n", r"line 1: not an event of a ledger .* move it away"),
+    ],
+)
+def test_damaged_lines_are_refused_with_file_and_line(
+    opd: NewOpd, name: str, text: str, complaint: str
+) -> None:
+    directory = started(opd())
+    (directory.path / name).write_text(text)
+    with pytest.raises(DataError, match=complaint):
+        directory.check()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "ledger.jsonl"])
+def test_a_last_line_that_a_crash_cut_short_is_well(opd: NewOpd, name: str) -> None:
+    directory = started(opd())
+    (directory.path / name).write_text('{"t": 1.0, "ev')
+    assert directory.check() is None
+
+
+def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    directory.ledger.write_text(start_line("another"))
+    assert directory.check() is None  # nothing was saved: the run begins anew, under a new name
+    checkpoint = save(directory, config.student, 2)
+    with pytest.raises(ConfigError, match=r"ledger.jsonl is of run another, and .* holds run"):
+        directory.check()
+    directory.ledger.write_text(start_line(directory.run_id))
+    assert directory.check() == checkpoint
+
+
 def test_another_recipe_is_refused(opd: NewOpd) -> None:
     started(opd())
     with pytest.raises(ConfigError, match="holds a run of recipe=opd"):
@@ -156,7 +245,62 @@ def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"recipe": "opd"}'])
+def refusal(config: OpdConfig, answer: Connection) -> None:
+    """In a child that is not root, and so needs permission."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        RunDirectory("opd", config).check()
+        answer.send("nothing")
+    except ConfigError as error:
+        answer.send(str(error))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.parametrize("name", ["checkpoints", "final", "adapter", "failed", "metrics.jsonl"])
+def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
+    out = Path(tempfile.mkdtemp())  # pytest's own directories are closed to others
+    try:
+        config = opd(out=str(out))
+        directory = started(config)
+        directory.append_metrics({"step": 1})
+        for path in (out, *out.iterdir()):
+            path.chmod(0o777)
+        if name != "metrics.jsonl":
+            (out / name).mkdir()
+        (out / name).chmod(0o555)
+        answer, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=refusal, args=(config, theirs))
+        child.start()
+        child.join(timeout=300)
+        assert answer.recv() == f"out={out} cannot be written (no permission in {out / name})"
+    finally:
+        shutil.rmtree(out)
+
+
+def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
+    (started(opd()).path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="checkpoints is no directory; remove it"):
+        RunDirectory("opd", opd()).check()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    older, newest = (save(directory, config.student, step) for step in (2, 4))
+    (newest.path / "trainer.pt").write_bytes(b"stute")
+    told: list[str] = []
+    assert RunDirectory("opd", config).check(told.append) == older
+    assert newest.path.is_dir()  # a check writes nothing
+    assert "step-000004 is damaged: trainer.pt has sha256" in told[0]
+    started(config, older)
+    assert sorted(path.name for path in directory.store.root.iterdir()) == [
+        "step-000002", "step-000004.damaged",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"recipe": "opd"}', "[" * 100_000])
 def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
     directory = started(opd())
     (directory.path / "config.json").write_text(text)

@@ -66,6 +66,8 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         (json.dumps({"prompt": "x" * 121}), "the prompt has 121 tokens, and max_new_tokens=8"),
         (r'{"prompt": "\ud800"}', "cannot encode"),
         ('{"prompt": "a", "answer": [4]}', r"`answer` must be a string or a number, got \[4\]"),
+        ('{"prompt": "a", "answer": NaN}', "`answer` must be finite, got nan"),
+        ('{"prompt": "a", "answer": 1e999}', "`answer` must be finite, got inf"),
         ('{"prompt": "a", "answer": true}', "`answer` must be a string or a number, got True"),
         ('{"prompt": "a", "teacher": 1}', "`teacher` must be a non-empty string, got 1"),
         ('{"prompt": "a", "tag": ["x"]}', r"`tag` must be a non-empty string, got \['x'\]"),

@@ -46,7 +46,13 @@ def test_blank_lines_count_and_hold_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('{"a": 1', "not valid JSON"), ("[1, 2]", r"expected a JSON object, got '\[1, 2\]'")],
+    [
+        ('{"a": 1', "not valid JSON"),
+        ("[1, 2]", r"expected a JSON object, got '\[1, 2\]'"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON: .*recursion"),
+        ('{"a": ' + "1" * 5000 + "}", "not valid JSON: .*digits"),
+    ],
+    ids=["cut", "list", "brackets", "digits"],
 )
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"

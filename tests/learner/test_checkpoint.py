@@ -21,6 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import CheckpointError
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.digests import digest
 from learner.learner import Learner, Part
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
@@ -152,14 +153,112 @@ def test_an_incomplete_checkpoint_is_passed_over(
         store.latest()
 
 
+def flip(path: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model/model.safetensors", "model/config.json", "trainer.pt", "optimizer/__0_0.distcp"],
+)
+def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str) -> None:
+    first, second = save(store, 1), save(store, 2)
+    written = digest(second.path / name)
+    flip(second.path / name)
+    told: list[str] = []
+    fresh = CheckpointStore(store.root, keep=2)
+    assert fresh.latest(told.append) == first
+    [line] = told
+    there = digest(second.path / name)
+    assert f"{name} has sha256 {there}, and the manifest says {written}" in line
+    assert "checkpoint step-000002 is damaged" in line and "Going back to step 1" in line
+    shutil.rmtree(first.path)
+    with pytest.raises(
+        CheckpointError, match=rf"none of them complete and intact .*{name} has sha"
+    ):
+        fresh.latest()
+
+
+def test_the_damaged_is_set_aside_and_never_taken_for_saved(store: CheckpointStore, save) -> None:
+    first, second = save(store, 1), save(store, 2)
+    flip(second.path / "trainer.pt")
+    fresh = CheckpointStore(store.root, keep=1)
+    assert fresh.latest(lambda _: None) == first
+    again = save(fresh, 2)  # damaged, and in full size: written anew
+    assert fresh.latest(pytest.fail) == again and store_intact(again)
+    flip(again.path / "trainer.pt")
+    save(CheckpointStore(store.root, keep=9), 1)
+    fresh.latest(lambda _: None)
+    fresh.set_aside_after(1)
+    assert names(store) == ["step-000001", "step-000002.damaged"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", 3), ("delivery", {"watermark": 0, "set_aside": {}}), ("sha256", {}), ("seal", "x")],
+)
+def test_an_edited_manifest_is_passed_over(
+    store: CheckpointStore, save, field: str, value: object
+) -> None:
+    first, second = save(store, 1), save(store, 2)
+    path = second.path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    told: list[str] = []
+    assert store.latest(told.append) == first
+    assert "manifest.json was edited" in told[0]
+
+
+def test_a_checkpoint_of_an_earlier_release_is_believed(store: CheckpointStore, save) -> None:
+    save(store, 1)
+    second = save(store, 2)
+    path = second.path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"], manifest["seal"]
+    path.write_text(json.dumps(manifest))
+    told: list[str] = []
+    found = store.latest(told.append)
+    assert found is not None and found.step == 2
+    assert "has no digests" in told[0]
+    weights = second.path / "model/model.safetensors"
+    weights.write_bytes(b"\xff" * 64 + weights.read_bytes()[64:])  # its header
+    found = store.latest(told.append)
+    assert found is not None and found.step == 1
+
+
+def test_files_and_their_directories_are_synced_before_the_manifest(
+    tmp_path: Path, store: CheckpointStore, save
+) -> None:
+    """What the kernel was asked, by the descriptors' own names."""
+    asked: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        asked.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    os.fsync = fsync
+    try:
+        save(store, 1)
+    finally:
+        os.fsync = real
+    partial = str(store.root / ".step-000001.partial")
+    manifest = asked.index(f"{partial}/manifest.json")
+    for name in ("model/model.safetensors", "model", "optimizer", "trainer.pt", "."):
+        assert str(Path(partial, name)) in asked[:manifest], name
+    assert asked[manifest + 1 :] == [partial, str(store.root), str(store.root.parent)]
+
+
 @pytest.mark.parametrize("name", ["trainer.pt", "optimizer/.metadata", "optimizer/__0_0.distcp"])
 def test_a_corrupt_trainer_state_is_named(
     store: CheckpointStore, save, learner: Learner, name: str
 ) -> None:
-    path = save(store, 1).path / name
-    path.write_bytes(b"\0" * path.stat().st_size)
+    made = save(store, 1).path
+    (made / name).write_bytes(b"\0" * (made / name).stat().st_size)
     with pytest.raises(CheckpointError, match=f"cannot read .*{Path(name).parts[0]}"):
-        learner.load_trainer_state(store.latest().path)
+        learner.load_trainer_state(made)
 
 
 # Deaths
