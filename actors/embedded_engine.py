@@ -240,6 +240,10 @@ class EmbeddedEngine:
         """See `Engine.health`."""
         self._check_health()
 
+    async def queue_length(self) -> int:
+        """See `Engine.queue_length`."""
+        return sum(call.unfinished for call in (*self._generations, *self._scorings))
+
     async def abort(self) -> int:
         """See `Engine.abort`."""
         self._check_health()

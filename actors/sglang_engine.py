@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -103,15 +104,25 @@ class SglangEngine:
         self._weights = weights
         self._seeded = seeded
         self._starting: asyncio.Task[None] | None = None
-        self._in_flight = 0
+        self._in_flight = 0  # samples at the server
+        self._queued = 0  # samples and chains at this engine
+
+    @contextmanager
+    def _carrying(self, number: int) -> Iterator[None]:
+        self._queued += number
+        try:
+            yield
+        finally:
+            self._queued -= number
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """See `Engine.generate`."""
-        await self._ready()
-        limit = check_prompt(request, self._vocab_size, self._context_length)
-        if self._weights is None:
-            return await self._sample(request, limit)
-        return await self._weights.generate(partial(self._sample, request, limit))
+        with self._carrying(request.num_samples):
+            await self._ready()
+            limit = check_prompt(request, self._vocab_size, self._context_length)
+            if self._weights is None:
+                return await self._sample(request, limit)
+            return await self._weights.generate(partial(self._sample, request, limit))
 
     async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
         body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
@@ -127,13 +138,14 @@ class SglangEngine:
 
         The plugin returns unscaled log-probs of the same pass, so a request at (T, 1) costs one.
         """
-        await self._ready()
-        check_chains(requests, self._vocab_size, self._context_length)
-        if not requests:
-            return []
-        if self._weights is None:
-            return await self._score(requests)
-        return await self._weights.score(partial(self._score, requests))
+        with self._carrying(len(requests)):
+            await self._ready()
+            check_chains(requests, self._vocab_size, self._context_length)
+            if not requests:
+                return []
+            if self._weights is None:
+                return await self._score(requests)
+            return await self._weights.score(partial(self._score, requests))
 
     async def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         passes = [(i, t) for i, request in enumerate(requests) for t in passes_of(request)]
@@ -294,6 +306,10 @@ class SglangEngine:
             await self._client.get("/health")
         except EngineError as error:
             raise EngineLost(str(error)) from error
+
+    async def queue_length(self) -> int:
+        """See `Engine.queue_length`."""
+        return self._queued
 
     async def abort(self) -> int:
         """See `Engine.abort`."""

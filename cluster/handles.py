@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 # An engine that failed is left alone for so long, unless there is a new one in its place, seconds.
 _REST_S = 5.0
 _POLL_S = 0.1
+# An engine that does not tell its queue within this is judged by what was sent there from here.
+_TELL_S = 0.2
+# Of the system's: workers must not choose alike, whatever seeds an environment sets.
+_RANDOM = random.SystemRandom()
 # Answers that are wrong (not those that never come) are asked for so many times.
 _TRIES = 3
 
@@ -53,11 +58,14 @@ class _Member:
 
 
 class EnginePool:
-    """One `Engine` made of several identical ones: each request goes to the least busy.
+    """One `Engine` made of several identical ones.
+
+    Each request goes to the better of two random ones by their own queues, which hold what other
+    copies of this pool sent, too: the busiest of n is then O(log log n) above the mean
+    (Mitzenmacher 2001), and no order of engines favours the first.
 
     A request whose engine is lost goes to another, and waits for one where there is none; so
-    engines may die, come back and join while requests are under way. Pickles, and counts only the
-    requests sent through this copy of it.
+    engines may die, come back and join while requests are under way. Pickles.
     """
 
     def __init__(self, name: str, members: Mapping[str, Any], patience_s: float = 0) -> None:
@@ -119,6 +127,9 @@ class EnginePool:
     async def health(self) -> None:
         await self._send("health", 0)
 
+    async def queue_length(self) -> int:
+        return sum([await member.handle.queue_length.remote() for member in self._members.values()])
+
     async def abort(self) -> int:
         return sum([await member.handle.abort.remote() for member in self._members.values()])
 
@@ -147,7 +158,7 @@ class EnginePool:
                     member.rests_until = time.monotonic() + _REST_S
 
     async def _pick(self, tried: set[int], deadline: float, error: Exception | None) -> _Member:
-        """The least busy engine, one that did not fail lately.
+        """An engine that did not fail lately: the less busy one of two.
 
         Raises:
             EngineLost: there is none until the deadline.
@@ -161,7 +172,7 @@ class EnginePool:
                 if (member.rests_until <= now if self._patience_s else id(member) not in tried)
             ]
             if able:
-                return min(able, key=lambda member: member.load)
+                return await _less_busy(_RANDOM.sample(able, min(2, len(able))))
             if now >= deadline:
                 last = "" if error is None else f"; the last said: {reason_of(error)}"
                 raise EngineLost(
@@ -169,6 +180,25 @@ class EnginePool:
                     f"({len(self._members)} in the pool){last}"
                 ) from error
             await asyncio.sleep(_POLL_S)
+
+
+async def _less_busy(members: Sequence[_Member]) -> _Member:
+    """By the engines' own queues; unless both tell them in time, by what went there from here."""
+    if len(members) == 1:
+        return members[0]
+    told = await asyncio.gather(*map(_queue_length, members))
+    if None in told:
+        return min(members, key=lambda member: member.load)
+    return min(zip(told, members, strict=True), key=lambda pair: pair[0] or 0)[1]
+
+
+async def _queue_length(member: _Member) -> int | None:
+    """None if it does not say in time, or has died: the request itself will find that out."""
+    try:
+        async with asyncio.timeout(_TELL_S):
+            return await member.handle.queue_length.remote()
+    except (TimeoutError, RayError):
+        return None
 
 
 def _is_loss(error: Exception) -> bool:

@@ -210,6 +210,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def queue_length(self) -> int:
+        """Samples and chains under way or waiting here, whoever asked for them. Answers at once."""
+        ...
+
     async def abort(self) -> int:
         """End every request in flight with StopReason.ABORTED; returns how many samples."""
         ...

@@ -143,8 +143,8 @@ def session(
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
     """The error of a run that made no step, with the way out if it is the checkpoint's fault."""
     return RunFailed(
-        f"{error}. No step was made since resuming from {resume_from.path}: if it is the checkpoint "
-        "that cannot be loaded, move it away, and the one before it is taken"
+        f"{error}. No step was made since resuming from {resume_from.path}: if it is the "
+        "checkpoint that cannot be loaded, move it away, and the one before it is taken"
     )
 
 

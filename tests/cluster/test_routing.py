@@ -1,0 +1,122 @@
+"""Which engine of a pool a request goes to, when many workers have a copy of the pool each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.handles import EnginePool
+from distill.interfaces import GenerateRequest
+from distill.sampling import TrainSampling
+
+REQUEST = GenerateRequest(
+    prompt_tokens_T=np.array([3], np.int32),
+    sampling=TrainSampling(temperature=1.0, max_new_tokens=1),
+    num_samples=16,
+    seed=0,
+)
+
+
+class Handle:
+    """What stands for an actor: its methods are asked by `.remote`, as Ray's are."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(getattr(self._engine, name))
+
+
+class _Method:
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.remote = method
+
+
+class Clock:
+    """Rounds in which every engine finishes some of its samples: no seconds, no chance."""
+
+    def __init__(self) -> None:
+        self.engines: list[Busy] = []
+
+    async def run(self, work: asyncio.Task[Any]) -> None:
+        while not work.done():
+            for _ in range(20):  # whoever was answered asks again before the next round
+                await asyncio.sleep(0)
+            for engine in self.engines:
+                engine.work()
+
+
+class Busy:
+    """An engine that finishes `speed` samples a round, oldest first."""
+
+    def __init__(self, clock: Clock, speed: int = 32, tells: bool = True) -> None:
+        self.groups, self.load, self._speed, self._tells = 0, 0, speed, tells
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        clock.engines.append(self)
+
+    async def generate(self, request: GenerateRequest) -> list[Any]:
+        self.groups += 1
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request.num_samples, done))
+        await done
+        return []
+
+    async def queue_length(self) -> int:
+        if not self._tells:
+            await asyncio.get_running_loop().create_future()
+        return sum(samples for samples, _ in self._waiting)
+
+    def work(self) -> None:
+        self.load += sum(samples for samples, _ in self._waiting)
+        left = self._speed
+        while self._waiting and self._waiting[0][0] <= left:
+            samples, done = self._waiting.pop(0)
+            left -= samples
+            done.set_result(None)
+
+
+async def roll_out(
+    clock: Clock, engines: list[Busy], workers: int, groups_per_worker: int, rounds: int = 40
+) -> None:
+    """Every worker has so many groups under way at once, until it made that many `rounds` times."""
+
+    async def one_after_the_other(pool: EnginePool) -> None:
+        for _ in range(rounds):
+            await pool.generate(REQUEST)
+
+    members = {f"policy engine {i}": Handle(engine) for i, engine in enumerate(engines)}
+    pools = [EnginePool("policy", members, 60) for _ in range(workers)]
+    everyone = asyncio.gather(
+        *(one_after_the_other(pool) for pool in pools for _ in range(groups_per_worker))
+    )
+    await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "workers, engines, groups_per_worker", [(1, 8, 64), (64, 8, 1), (64, 8, 2), (64, 64, 4)]
+)
+def test_all_engines_have_their_share(workers: int, engines: int, groups_per_worker: int) -> None:
+    clock = Clock()
+    made = [Busy(clock) for _ in range(engines)]
+    asyncio.run(roll_out(clock, made, workers, groups_per_worker))
+    for shares in ([engine.groups for engine in made], [engine.load for engine in made]):
+        assert max(shares) / np.mean(shares) < 1.3, shares
+
+
+def test_a_slow_engine_gets_less() -> None:
+    clock = Clock()
+    slow, *others = [Busy(clock, speed=16), *(Busy(clock, speed=64) for _ in range(3))]
+    asyncio.run(roll_out(clock, [slow, *others], workers=16, groups_per_worker=2))
+    assert slow.groups < 0.6 * np.mean([engine.groups for engine in others])
+
+
+def test_an_engine_that_does_not_tell_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.handles._TELL_S", 0.01)
+    clock = Clock()
+    made = [Busy(clock, tells=False), Busy(clock)]
+    asyncio.run(roll_out(clock, made, workers=2, groups_per_worker=2, rounds=5))
+    assert min(engine.groups for engine in made) > 0
