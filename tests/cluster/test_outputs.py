@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from cluster.config_on_policy import OpdConfig, TeacherConfig
 from cluster.outputs import RunDirectory
+from cluster.recipes.common import failed_to_resume
+from cluster.supervise import RunFailed
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
@@ -277,6 +279,13 @@ def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
         assert answer.recv() == f"out={out} cannot be written (no permission in {out / name})"
     finally:
         shutil.rmtree(out)
+
+
+def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
+    checkpoint = save(started(opd()), opd().student, 2)
+    error = failed_to_resume(RunFailed("learner died at its start"), checkpoint)
+    assert "learner died at its start. No step was made since resuming" in str(error)
+    assert f"from {checkpoint.path}" in str(error) and "move it away" in str(error)
 
 
 def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:

@@ -127,6 +127,8 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=2)
     assert main(["recipe=opd", *arguments]) == 0
+    manifest = json.loads((out / "checkpoints/step-000002/manifest.json").read_text())
+    assert summary(out)["checkpoint"]["seal"] == manifest["seal"]
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
