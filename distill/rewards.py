@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import re
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,13 +128,23 @@ class CheckedReward:
 
     Raises:
         DataError: the function returned something else.
+        RuntimeError: it raised what no other process could be told.
     """
 
     name: str
     function: Callable[[str, str], Any]
 
     def __call__(self, response: str, answer: str) -> float:
-        reward = self.function(response, answer)
+        try:
+            reward = self.function(response, answer)
+        except Exception as error:
+            if _travels(error):
+                raise
+            text = str(error).encode(errors="backslashreplace").decode()
+            # Without its cause, which would travel along in the traceback's text.
+            raise RuntimeError(
+                f"reward {self.name} raised {type(error).__name__}: {text}"
+            ).with_traceback(error.__traceback__) from None
         if not isinstance(reward, Real | np.bool_) or not math.isfinite(reward):
             raise DataError(
                 f"reward {self.name} returned {reward!r} for the answer {answer[:40]!r}; it must "
@@ -143,3 +154,13 @@ class CheckedReward:
 
     def __reduce__(self) -> tuple[Callable[[str], RewardFunction], tuple[str]]:
         return load_reward, (self.name,)
+
+
+def _travels(error: Exception) -> bool:
+    """Whether another process can be handed this error; many classes of errors do not unpickle."""
+    try:
+        str(error).encode()
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,15 @@ class Scaled:
         return self.by * right(response, answer)
 
 half = Scaled(0.5)
+
+class Stuck(Exception):
+    # It pickles, and does not unpickle.
+    def __init__(self, what, why):
+        super().__init__(what)
+
+def raising(response, answer):
+    raise {"stuck": Stuck("no way back", 1), "surrogate": ValueError("\\udcff!"),
+           "plain": KeyError("gone")}[answer]
 
 def broken(response, answer):
     return {"nan": math.nan, "inf": math.inf, "none": None, "text": "1"}[answer]
@@ -164,3 +174,22 @@ def test_only_rewards_of_ours_know_what_a_response_answers(user_module: str) -> 
     find = answer_of(last_number)
     assert find is not None and find("so 18") == find("18.0")
     assert answer_of(contains) is None
+
+
+@pytest.mark.parametrize(
+    "answer, kind, said",
+    [
+        ("stuck", RuntimeError, r"reward house\.rewards_of_mine:raising raised Stuck: no way back"),
+        ("surrogate", RuntimeError, r"raising raised ValueError: \\udcff!"),
+        ("plain", KeyError, "gone"),
+    ],
+)
+def test_what_a_reward_raises_can_be_told_to_other_processes(
+    user_module: str, answer: str, kind: type[Exception], said: str
+) -> None:
+    """As it is where it can be; otherwise as text, which names the reward."""
+    with pytest.raises(kind, match=said) as raised:
+        load_reward(f"{user_module}:raising")("a response", answer)
+    told = pickle.loads(pickle.dumps(raised.value))
+    assert type(told) is kind and str(told) == str(raised.value)
+    "".join(traceback.format_exception(raised.value)).encode()  # Ray sends that along
