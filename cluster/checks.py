@@ -23,11 +23,18 @@ from distill.batching import TrainingRow
 from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
 from distill.errors import CheckpointError, ConfigError
 from distill.interfaces import EngineInfo
-from distill.models import context_length, load_config, stop_token_ids, vocab_size
+from distill.models import (
+    context_length,
+    load_config,
+    stop_token_ids,
+    train_time_noise,
+    vocab_size,
+)
 from distill.objective import ObjectiveConfig
 from distill.preferences import load_preference_pairs
 from distill.sft_rows import load_sft_rows
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+from learner.export import check_export
 from learner.lora import check_lora
 
 # An external teacher says who it is in far less; one that does not answer is not there.
@@ -60,6 +67,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     """
     choose_engine(config.engine)
     student = _check_model(config.student)
+    check_export(config.student)
     _check_adapter(config, config.student)
     tokenizer = load_tokenizer(config.student)
     _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
@@ -240,6 +248,11 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits = _limits(config)
+    if config.dropout and not train_time_noise(load_config(config.model)):
+        raise ConfigError(
+            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
+            "above 0. Set attention_dropout there, or leave dropout out"
+        )
     tokenizer = load_tokenizer(config.model)
     rows_D = load_sft_rows(config.data, tokenizer, **limits)
     return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D)
@@ -271,6 +284,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
 def _limits(config: SupervisedConfig) -> dict[str, Any]:
     """What the model takes, as the loaders of supervised data want it."""
     model = _check_model(config.model)
+    check_export(config.model)
     _check_adapter(config, config.model)
     limit = context_length(model)
     if config.max_length is not None:

@@ -146,7 +146,9 @@ class CommonConfig:
         "vocabulary projection",
     )
     lora_dropout: float | None = chz.field(
-        default=None, doc="of the adapter's inputs in training; default: none"
+        default=None,
+        doc="of the adapter's inputs in training; default: none. In opd, rl and dpo it is noise in "
+        "the ratios too",
     )
     lora_adapter: str | None = chz.field(
         default=None, doc="instead of lora_rank: a peft adapter (safetensors) to start from"
@@ -231,4 +233,9 @@ class CommonConfig:
             compile=self.compile,
             liger=self.liger,
             offload_optimizer=self.offload_optimizer,
+            dropout=self.with_dropout(),
         )
+
+    def with_dropout(self) -> bool:
+        """Whether the model trains with the dropout of its config; policies never do."""
+        return False

@@ -34,6 +34,13 @@ class SftConfig(SupervisedConfig):
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
         "ids, as cluster.rollouts_to_sft writes them)"
     )
+    dropout: bool = chz.field(
+        default=False,
+        doc="train with the dropout and the router noise that the checkpoint's config.json names",
+    )
+
+    def with_dropout(self) -> bool:
+        return self.dropout
 
 
 @chz.chz

@@ -67,14 +67,26 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     return cast(PreTrainedModel, model.to(device))
 
 
+def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The checkpoint's model by its config alone: names and shapes, on the meta device.
+
+    Raises:
+        CheckpointError: there is no config of a causal language model at `path`.
+    """
+    config = load_config(path)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # a foreign config may fail in any way
+        raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
+
+
 def empty_causal_lm(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's model without its values: for a process to which another will send them.
 
     Its weights and buffers are memory that was never touched, and takes none until it is.
     """
-    config = load_config(path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model = meta_causal_lm(path, dtype=dtype)
     model.to_empty(device="cpu")
     model.tie_weights()
     return model
@@ -208,6 +220,27 @@ def rope_length(config: Any) -> int | None:
 def vocab_size(config: Any) -> int:
     """Width of the vocabulary projection, which may exceed the tokenizer's length (padding)."""
     return int(config.get_text_config().vocab_size)
+
+
+def train_time_noise(config: Any) -> dict[str, float]:
+    """What a model config has of dropout and router jitter, by name, where it is above 0."""
+    settings = config.get_text_config().to_dict()
+    return {
+        name: value
+        for name, value in settings.items()
+        if _names_noise(name) and isinstance(value, float) and value > 0
+    }
+
+
+def _names_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def silence(layer: torch.nn.Module) -> None:
+    """Sets a module's own dropout and jitter to 0, as far as its forward pass reads them off it."""
+    for name, value in vars(layer).items():
+        if _names_noise(name) and isinstance(value, float):
+            setattr(layer, name, 0.0)
 
 
 def resolve_device(device: str) -> str:

@@ -33,37 +33,60 @@ class _WindowRecorder(CausalPass):
         return super().attend(layer, query, key, value, rule)
 
 
-@torch.no_grad()
 def choose_model(
     model: PreTrainedModel, further_probe: FurtherProbe | None = None
 ) -> SharedPrefixModel | PlainModel:
-    """`SharedPrefixModel` if it reproduces the model, else `PlainModel` with a warning.
+    """`SharedPrefixModel` if it reproduces the model, else `PlainModel` with a warning."""
+    shares = shares_prefixes(model, further_probe)
+    return SharedPrefixModel(model) if shares else PlainModel(model)
+
+
+@torch.no_grad()
+def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None = None) -> bool:
+    """Whether `SharedPrefixModel` reproduces the model; a warning says why it does not.
+
+    The model is as before, with its own attention.
 
     A probe of two ragged rows, one of them continued after a stored prefix, is compared with the
     model's own forward pass; `further_probe` may try more. Windows longer than the probe are
     compared with what the config declares.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for the few tokens of
+            a probe, which says nothing of the architecture.
     """
     native = model.config._attn_implementation or "sdpa"
     why_not = "its attention cannot be replaced"
     if model._can_set_attn_implementation():
         rows = _probe_rows(model.config.get_text_config().vocab_size)
-        expected = [PlainModel(model).hidden([row])[0] for row in rows]
         try:
+            expected = [PlainModel(model).hidden([row])[0] for row in rows]
             ours = SharedPrefixModel(model)
             why_not = _difference(ours, model.config.get_text_config(), rows, expected)
             if not why_not and further_probe:
                 why_not = _too_large(further_probe(ours, rows, expected), expected[0].dtype)
             if not why_not:
-                return ours
+                return True
         except Exception as error:  # a foreign model's code may fail in any way on our pass
+            if _out_of_memory(error):
+                raise
             why_not = f"{type(error).__name__}: {error}"
-        model.set_attn_implementation(native)
+        finally:
+            model.set_attn_implementation(native)
     logger.warning(
         "%s runs with its own attention, every context in full each time (slow): %s",
         type(model).__name__,
         why_not,
     )
-    return PlainModel(model)
+    return False
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether a GPU's allocator or the main memory's has no more to give."""
+    # torch's allocator of main memory raises a RuntimeError that names it
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _probe_rows(vocab_size: int) -> list[TokenArray]:

@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from distill.errors import ConfigError
+from distill.models import resolve_device
 from learner.lora import LoraSettings
 
 Precision = Literal["float32", "bfloat16"]
@@ -14,6 +15,11 @@ Precision = Literal["float32", "bfloat16"]
 # Padded tokens per micro-batch by device. A CPU likes its caches: 4096 was a quarter faster than
 # 16384 for a model of 1 M parameters; a GPU likes large kernels.
 TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
+
+
+def token_budget(config: LearnerConfig) -> int:
+    """Padded tokens per micro-batch on the device that the learner has."""
+    return config.token_budget or TOKEN_BUDGET[resolve_device(config.device).partition(":")[0]]
 
 
 @chz.chz
@@ -53,9 +59,7 @@ class LearnerConfig:
     token_budget: int | None = chz.field(
         default=None, doc="padded tokens per micro-batch, at most; default: TOKEN_BUDGET"
     )
-    seed: int = chz.field(
-        default=0, doc="seed of torch's generator (dropout, where a model has it)"
-    )
+    seed: int = chz.field(default=0, doc="seed of torch's generator (dropout, where there is any)")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     threads: int = chz.field(default=1, doc="torch threads of the learner on CPU")
     dtype: Precision = chz.field(
@@ -64,7 +68,11 @@ class LearnerConfig:
     gradient_checkpointing: bool = chz.field(
         default=False, doc="recompute activations in the backward pass instead of keeping them"
     )
-
+    dropout: bool = chz.field(
+        default=False,
+        doc="train with the dropout and the router noise of the model's config; no loss that "
+        "compares with a sampler's or a reference's log-probs may",
+    )
     compile: bool = chz.field(
         default=False, doc="torch.compile the decoder's layers when they first run"
     )

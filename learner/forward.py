@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.batching import Batch, BatchShape, TrainingRow
 from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
-from distill.models import rope_length
-from distill.prefix_probe import choose_model
+from distill.models import rope_length, silence, train_time_noise
+from distill.prefix_probe import shares_prefixes
 from distill.shared_prefix import PlainModel, SharedPrefixModel
 from learner.sharding import Root
 
@@ -31,7 +33,9 @@ class Forward:
         *,
         dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
+        dropout: bool = False,
         root: Root | None = None,
+        shares: bool | None = None,
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
 
@@ -40,24 +44,43 @@ class Forward:
                 weights. Log-probs are float32 in any case.
             gradient_checkpointing: layers keep their inputs alone, and run again in the backward
                 pass.
+            dropout: in training, the model has the dropout and the router noise that its config
+                names. By default it has none: log-probs are those of the policy that sampled.
             root: of a sharded model, which is used inside it.
+            shares: what `shares_prefixes` said of the model before it was sharded: inside FSDP a
+                pass that raises would leave a layer as it is between FSDP's hooks. None: probed
+                here.
 
         Raises:
             ConfigError: its logits cannot be reproduced.
         """
+        assert shares is not None or root is None, "a model is probed before it is sharded"
         model.eval()
         self._root = root
         self._longest = rope_length(model.config)
         self.head: VocabularyHead = self._run(lambda: VocabularyHead(model))
-        # Ours has no dropout in attention; a model that trains with one keeps its own.
-        dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-        self._model = PlainModel(model) if dropout else self._run(lambda: choose_model(model))
+        shares = shares_prefixes(model) if shares is None else shares
+        # Our attention has no dropout; a model that trains with any keeps its own.
+        noisy = dropout and train_time_noise(model.config)
+        self._model = SharedPrefixModel(model) if shares and not noisy else PlainModel(model)
+        self._causal_lm, self._dropout = model, dropout
         self._autocast = partial(
             torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
         )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
+        self.training_mode()
+
+    def training_mode(self) -> None:
+        """As the model is in a step. It is in evaluation mode, but for what has to be trained so:
+        adapters' dropout, which is a setting of their own, and layers that are checkpointed."""
+        self._causal_lm.train(self._dropout)
+        for module in () if self._dropout else self._causal_lm.modules():
+            if isinstance(module, LoraLayer):
+                module.lora_dropout.train()
+            elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                silence(module)
+                module.training = True
 
     @property
     def most_mask(self) -> int:

@@ -112,6 +112,14 @@ class WorkerGroup:
         dist.all_reduce(total, group=self.collectives)
         return total.item()
 
+    def agree(self, value: Any) -> Any:
+        """The leader's value, on every worker."""
+        if self.size == 1:
+            return value
+        agreed = [value]
+        dist.broadcast_object_list(agreed, src=0, group=self.collectives)
+        return agreed[0]
+
     def workers_here(self) -> int:
         """How many of the workers share this host."""
         if self.size == 1:

@@ -38,11 +38,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.constants import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
-from distill.models import load_config, tensor_shapes
+from distill.models import meta_causal_lm, tensor_shapes
 from distill.tensors import TensorLayout
 from learner.sharding import LazyTensor, stored, whole, whole_in
 
@@ -120,13 +119,7 @@ def check_lora(settings: LoraSettings, base: str) -> None:
         CheckpointError: there is no model config at `base`, or no readable adapter.
         ConfigError: the settings, or the adapter, do not fit the model.
     """
-    config = load_config(base)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # a foreign config may fail in any way
-        raise CheckpointError(f"{base!r} is not a causal language model: {error}") from error
-    _inject(model, settings)
+    _inject(meta_causal_lm(base), settings)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:

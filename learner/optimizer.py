@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,11 @@ from distill.errors import CheckpointError
 from learner.config import OptimizerConfig
 from learner.sharding import local
 
+# What AdamW keeps of a weight that had a gradient.
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+# Far above AdamW's eps: a first step by such a gradient has the size of the learning rate.
+_SURE_GRADIENT = 1e-6
+
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices and spares vectors (norms, biases)."""
@@ -36,6 +42,56 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         betas=(config.beta1, config.beta2),
         fused=True,
     )
+
+
+def assert_optimizes(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Asserts that the optimizer has every trained parameter of the model once, and no other."""
+    known = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    for name, parameter in _trained(model):
+        count = known.pop(id(parameter), 0)
+        assert count == 1, f"the optimizer has {name} {count} times: it would not be trained"
+    assert not known, f"the optimizer has {len(known)} tensors that are no weights of the model"
+
+
+class UpdateCheck:
+    """Asserts, once per parameter, that AdamW's first step with it has moved it.
+
+    A first step moves each element by lr, but for gradients near AdamW's eps. The elements with
+    the largest gradients are looked at; those that so small a step may leave as they are by
+    rounding are passed over.
+    """
+
+    _ELEMENTS = 4
+
+    def __init__(self) -> None:
+        self._checked: set[int] = set()
+
+    @contextmanager
+    def __call__(self, optimizer: torch.optim.AdamW, model: nn.Module) -> Iterator[None]:
+        """Around an optimizer step."""
+        watched = []
+        lrs = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in _trained(model):
+            if parameter.grad is None or id(parameter) in self._checked:
+                continue
+            fresh = not optimizer.state.get(parameter)
+            self._checked.add(id(parameter))
+            if fresh and lrs[id(parameter)] > 0:
+                watched.append((name, parameter, *self._sure(parameter, lrs[id(parameter)])))
+        yield
+        for name, parameter, places_K, before_K in watched:
+            moved = local(parameter.detach()).flatten()[places_K] != before_K
+            assert not len(places_K) or moved.any(), f"AdamW's first step did not move {name}"
+
+    def _sure(self, parameter: nn.Parameter, lr: float) -> tuple[Tensor, Tensor]:
+        """Places in this worker's share, flat, that must move; and what is there now."""
+        assert parameter.grad is not None
+        weights_N, gradients_N = (local(t.detach()).flatten() for t in (parameter, parameter.grad))
+        sizes_K, places_K = gradients_N.abs().topk(min(self._ELEMENTS, len(gradients_N)))
+        before_K = weights_N[places_K]
+        step = 4 * torch.finfo(before_K.dtype).eps * before_K.abs()
+        places_K = places_K[(sizes_K > _SURE_GRADIENT) & (step < lr)]
+        return places_K, weights_N[places_K]
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -70,24 +126,38 @@ def offload_moments(optimizer: torch.optim.AdamW) -> None:
         for parameter, state in optimizer.state.items():
             _move(state, local(parameter).device)
 
-    def put_away(*_: Any) -> None:
-        for state in optimizer.state.values():
-            _move(state, torch.device("cpu"))
-
     optimizer.register_step_pre_hook(bring)
-    optimizer.register_step_post_hook(put_away)
+    optimizer.register_step_post_hook(lambda *_: put_away(optimizer))
+
+
+def put_away(optimizer: torch.optim.AdamW) -> None:
+    """Moves AdamW's moments, this worker's share of them, into main memory."""
+    memory = torch.device("cpu")
+    for state in optimizer.state.values():
+        _move(state, memory)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the copies are not waited for one by one
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            assert local(tensor).device == memory, f"{name} stayed on {local(tensor).device}"
 
 
 def _move(state: dict[str, Tensor], device: torch.device) -> None:
     for name, tensor in state.items():
+        moved = _copy(local(tensor), device)
         if isinstance(tensor, DTensor):
-            moved = tensor.to_local().to(device)
-            state[name] = DTensor.from_local(
-                moved, tensor.device_mesh, tensor.placements,
-                run_check=False, shape=tensor.shape, stride=tensor.stride(),
-            )  # fmt: skip
-        else:
-            state[name] = tensor.to(device)
+            # Not from_local, which moves the share to the devices of the mesh. FSDP's own
+            # CPUOffloadPolicy makes its tensors so.
+            spec = tensor._spec
+            moved = DTensor(moved, spec, requires_grad=False)  # pyright: ignore
+        state[name] = moved
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_cuda and device.type == "cpu":
+        pinned = torch.empty_like(tensor, device=device, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
 
 
 def save_moments(
@@ -127,6 +197,8 @@ def load_moments(
 ) -> None:
     """Fills the optimizer's state with what any number of workers wrote.
 
+    A weight that never had a gradient has no state there, and gets none.
+
     Raises:
         CheckpointError: it was written for another model, or cannot be read.
     """
@@ -135,7 +207,12 @@ def load_moments(
         written = reader.read_metadata().state_dict_metadata
     except Exception as error:  # a missing or cut metadata file has many faces
         raise CheckpointError(f"cannot read the optimizer's state in {path}: {error}") from error
-    fresh = {name: _fresh_state(parameter) for name, parameter in _trained(model)}
+    trained = {
+        name: parameter
+        for name, parameter in _trained(model)
+        if any(f"{name}.{key}" in written for key in _STATE)
+    }
+    fresh = {name: _fresh_state(parameter) for name, parameter in trained.items()}
     wanted = {f"{name}.{key}": v for name, state in fresh.items() for key, v in state.items()}
     if written:  # none is written before the first update
         _check_fits(written, wanted, path)
@@ -146,7 +223,7 @@ def load_moments(
                 process_group=collectives,
                 no_dist=collectives is None,
             )
-        for name, parameter in _trained(model):
+        for name, parameter in trained.items():
             optimizer.state[parameter] = fresh[name]
 
 
@@ -156,11 +233,9 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
     """As AdamW with `fused` makes it."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-    }
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    moments = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
+    return dict(zip(_STATE, (step, *moments), strict=True))
 
 
 def _check_fits(written: Mapping[str, Any], wanted: Mapping[str, Tensor], path: str) -> None:

@@ -88,8 +88,9 @@ def _spread(parameters: Iterable[nn.Parameter], group: WorkerGroup) -> None:
 
 def reshard(root: Root) -> None:
     """Keeps the shares alone: the weights that optimizer and checkpoints know."""
-    assert isinstance(root, FSDPModule)
-    root.reshard()
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from distill.batching import Batch, TrainingRow, collate
 from distill.losses import Metrics, StepCounts, add_metrics
 from distill.models import empty_causal_lm, load_causal_lm, resolve_device
+from distill.prefix_probe import shares_prefixes
 from distill.tensors import first_non_finite
 from distill.types import FloatArray
 from learner.config import LearnerConfig
@@ -29,10 +30,13 @@ from learner.liger import use_liger
 from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import FROZEN, TRAINED, check_fits
 from learner.optimizer import (
+    UpdateCheck,
+    assert_optimizes,
     build_optimizer,
     build_schedule,
     load_moments,
     offload_moments,
+    put_away,
     save_moments,
 )
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
@@ -113,6 +117,8 @@ class LearnerWorker:
         share = _share(group, self.device)
         check_fits(config.model, self.device, TRAINED if config.lora is None else FROZEN, share)
         self.model = self._load()
+        # The others hold no values yet that could be probed.
+        shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
         if config.liger:
             use_liger(self.model)
         self.lora = None if config.lora is None else add_lora(self.model, config.lora)
@@ -126,10 +132,13 @@ class LearnerWorker:
             self.model,
             dtype=compute_dtype,
             gradient_checkpointing=config.gradient_checkpointing,
+            dropout=config.dropout,
             root=self._root,
+            shares=shares,
         )
         self._let_go()
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self._update_check = UpdateCheck()
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
         if config.offload_optimizer:
             offload_moments(self.optimizer)
@@ -174,8 +183,7 @@ class LearnerWorker:
             grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
             bad = self._group.total(float(non_finite is not None))
             if not bad and math.isfinite(grad_norm):
-                self.optimizer.step()
-                self.schedule.step()
+                self._update()
         return StepShare(
             metrics=dict(made),
             non_finite=non_finite,
@@ -183,6 +191,13 @@ class LearnerWorker:
             lr=lr,
             seconds=self._stages.take(),
         )
+
+    def _update(self) -> None:
+        """An update by gradients that are finite on every worker."""
+        assert_optimizes(self.optimizer, self.model)
+        with self._update_check(self.optimizer, self.model):
+            self.optimizer.step()
+        self.schedule.step()
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
@@ -193,7 +208,7 @@ class LearnerWorker:
             logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
             ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
             made.append(np.split(logprobs_N, ends))
-        self.model.train()
+        self._forward.training_mode()
         self._let_go()
         return made
 
@@ -231,6 +246,8 @@ class LearnerWorker:
     def load_optimizer(self, path: str) -> None:
         """Raises CheckpointError if they were written for another model, or cannot be read."""
         load_moments(path, self.model, self.optimizer, self._group.collectives)
+        if self._config.offload_optimizer:
+            put_away(self.optimizer)
 
     def set_schedule(self, state: Mapping[str, Any]) -> None:
         """Where the learning rate is in its course."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from cluster.checks import check_dpo, check_rollout, check_sft
 from cluster.config_on_policy import OpdConfig, TeacherConfig
@@ -38,6 +39,41 @@ def prompts(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """A checkpoint whose experts transformers fuses as it loads them."""
+    config = OlmoeConfig(
+        vocab_size=160, hidden_size=32, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_experts=2, num_experts_per_tok=1, pad_token_id=0,
+    )  # fmt: skip
+    OlmoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    return str(tmp_path / "mixture")
+
+
+def test_a_model_whose_weights_nobody_could_read_is_not_trained(
+    opd: NewOpd, sft: NewSft, mixture: str, tmp_path: Path
+) -> None:
+    for lora in ({}, {"lora_rank": 2}):
+        with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+            check_rollout(opd(student=mixture, **lora))
+        with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+            check_sft(sft(model=mixture, **lora))
+    pairs = DpoConfig(model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+        check_dpo(pairs)
+
+
+def test_dropout_of_a_model_that_has_none_is_refused(sft: NewSft, broken: Path) -> None:
+    with pytest.raises(ConfigError, match="dropout=True changes nothing"):
+        check_sft(sft(model=str(broken), dropout=True))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    noisy = sft(model=str(broken), dropout=True)
+    check_sft(noisy)
+    assert noisy.learner(noisy.model, "cpu").dropout
+    assert not sft().learner(noisy.model, "cpu").dropout
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:

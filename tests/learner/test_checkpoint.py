@@ -23,6 +23,7 @@ from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digest
 from learner.learner import Learner, Part
+from learner.optimizer import build_optimizer, build_schedule
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
@@ -369,6 +370,7 @@ def test_a_resumed_run_is_bit_for_bit_the_same_run(
 ) -> None:
     model = with_dropout(tiny_pair.student, tmp_path / "dropout")
     settings = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "total_steps": 6}
+    settings |= {"dropout": True}
     straight = new_learner(model=model, **settings)
     expected = train(straight, 0, 6)
 
@@ -385,3 +387,50 @@ def test_a_resumed_run_is_bit_for_bit_the_same_run(
 
     forgetful = new_learner(model=checkpoint.model_dir, **settings)
     assert train(forgetful, 3, 3) != expected[3:]  # the state matters
+
+
+def with_unused_layer(learner: Learner) -> Learner:
+    """The learner, of a model with a weight that no pass uses: a vision tower, say."""
+    worker = learner._worker
+    torch.manual_seed(0)
+    worker.model.model.register_module("tower", torch.nn.Linear(3, 2))
+    worker.optimizer = build_optimizer(worker.model, worker._config.optimizer)
+    worker.set_schedule(build_schedule(worker.optimizer, worker._config.optimizer, 6).state_dict())
+    return learner
+
+
+def test_a_weight_without_a_gradient_does_not_keep_a_run_from_going_on(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    settings = {"weight_decay": 0.1, "total_steps": 6}
+    straight = with_unused_layer(new_learner(**settings))
+    expected = train(straight, 0, 4)
+    before = with_unused_layer(new_learner(**settings))
+    made = train(before, 0, 2)
+    path = str(tmp_path / "optimizer")
+    before._worker.save_optimizer(path)
+    after = with_unused_layer(new_learner(**settings))
+    after.model.load_state_dict(before.model.state_dict())
+    after._worker.load_optimizer(path)
+    tower = after.model.model.tower
+    assert not after._worker.optimizer.state.keys() & set(tower.parameters())
+    made += train(after, 2, 2)
+    assert made == expected
+    for name, parameter in straight.model.named_parameters():
+        assert torch.equal(after.model.get_parameter(name), parameter), name
+    # its first gradient comes later: fresh moments, as in a run that never stopped
+    for learner in (straight, after):
+        for parameter in learner.model.model.tower.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        learner._worker._update()
+    for name, parameter in straight.model.named_parameters():
+        assert torch.equal(after.model.get_parameter(name), parameter), name
+
+
+def test_moments_of_which_a_part_is_missing_are_refused(
+    learner: Learner, new_learner: NewLearner, tmp_path: Path
+) -> None:
+    learner._worker.optimizer.state[learner.model.lm_head.weight].pop("exp_avg_sq")
+    learner._worker.save_optimizer(str(tmp_path / "optimizer"))
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq has shape None there"):
+        new_learner()._worker.load_optimizer(str(tmp_path / "optimizer"))

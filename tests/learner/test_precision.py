@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,23 @@ import chz
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import learner.memory
 from distill.batching import Batch, TrainingRow, collate
 from distill.errors import ConfigError
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.lora import LoraSettings
 from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
-from learner.optimizer import offload_moments
+from learner.optimizer import build_optimizer, offload_moments, put_away
+from learner.sharding import local
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
@@ -161,6 +168,55 @@ def test_on_cuda_the_step_is_the_same(tiny_pair: TinyPair, tmp_path: Path, optio
                 assert all(moment.device.type == "cpu" for moment in moments.values())
     for plain, other in zip(*made, strict=True):
         assert other == pytest.approx(plain, rel=1e-3, abs=1e-5)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone, on the CPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_share_of_the_moments_does_not_go_back_to_the_device_of_its_mesh(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's meta device stands for the GPUs of a mesh: what is shown is that nothing moves a
+    share there from main memory, not that CUDA copies it."""
+    model = fully_shard(nn.Linear(4, 3), mesh=mesh)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(mesh, "_device_type", "meta")
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    back = DTensor.from_local(local(moments[0]), mesh, moments[0].placements)
+    assert back.device_mesh.device_type == local(back).device.type == "meta"  # torch's own way
+    put_away(optimizer)
+    for state in optimizer.state.values():
+        assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].device_mesh is mesh
+        assert {local(moment).device.type for moment in state.values()} == {"cpu"}
+
+
+def test_the_moments_of_a_sharded_model_are_the_same_after_their_journey(
+    mesh: DeviceMesh,
+) -> None:
+    def train(offload: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 3), mesh=mesh)
+        optimizer = build_optimizer(model, OptimizerConfig())
+        if offload:
+            offload_moments(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+        moments = [t for state in optimizer.state.values() for t in state.values()]
+        return [local(tensor).detach() for tensor in [*model.parameters(), *moments]]
+
+    for moved, stayed in zip(train(True), train(False), strict=True):
+        assert torch.equal(moved, stayed)
 
 
 def test_moments_that_move_between_steps_are_the_same_moments(new_learner: NewLearner) -> None:

@@ -1,0 +1,176 @@
+"""Dropout and router noise: none in policies and DPO; in SFT a checkpoint's own, if asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distill.batching import TrainingRow, collate
+from distill.models import train_time_noise
+from learner.config import LearnerConfig, OptimizerConfig
+from learner.dpo import PreferenceLoss, with_reference
+from learner.learner import Learner, Part
+from learner.lora import LoraSettings
+from learner.objective import cross_entropy_loss
+from learner.teachers import LocalTeachers
+from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
+from tests.samples import training_row
+from tests.tiny import VOCAB_SIZE
+
+# Three share a context of a length that pays; pairs for DPO.
+CONTEXT_T = np.arange(40, 110, dtype=np.int32)
+ROWS = [
+    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
+    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
+] + [training_row(5, 12, seed=7)]
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_OPT = {name: SIZES[name] for name in SIZES.keys() - {"intermediate_size", "num_key_value_heads"}}
+NOISY = {
+    "llama": LlamaConfig(**SIZES, attention_dropout=0.1),
+    "granite": GraniteConfig(**SIZES, attention_dropout=0.1),
+    "gpt2": GPT2Config(**_GPT2, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
+    "opt": OPTConfig(**_OPT, ffn_dim=48, word_embed_proj_dim=32, dropout=0.1, layerdrop=0.2),
+    "phimoe": PhimoeConfig(
+        **SIZES, num_local_experts=4, router_jitter_noise=0.1, input_jitter_noise=0.1
+    ),
+}
+
+
+def checkpoint(config: PretrainedConfig, directory: Path) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name and "wte" not in name:
+                parameter.mul_(4)  # its context matters
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(params=list(NOISY))
+def noisy(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A checkpoint with dropout in its config."""
+    return checkpoint(NOISY[request.param], tmp_path / request.param)
+
+
+def learner_of(model: str, **changes: object) -> Learner:
+    config = LearnerConfig(
+        model=model, optimizer=OptimizerConfig(lr=1e-3), total_steps=3, device="cpu", **changes
+    )
+    return Learner(config, model)
+
+
+def own_logprobs(model: str, rows: list[TrainingRow]) -> list[np.ndarray]:
+    """As transformers computes them for inference."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [naive_logprobs(plain, row).numpy() for row in rows]
+
+
+def sampled_by(model: str) -> list[TrainingRow]:
+    """The rows, as if the model itself had sampled them."""
+    rows = []
+    for row, logprobs_N in zip(ROWS, own_logprobs(model, ROWS), strict=True):
+        behaviour_T = np.zeros(len(row), np.float32)
+        behaviour_T[row.loss_mask_T] = logprobs_N
+        rows.append(replace(row, behaviour_logprobs_T=behaviour_T))
+    return rows
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_ratio_of_the_sampling_policy_is_1(noisy: str, checkpointing: bool) -> None:
+    learner = learner_of(noisy, gradient_checkpointing=checkpointing)
+    rows = sampled_by(noisy)
+    learner.logprobs(rows)  # and scoring leaves it as it is
+    metrics = learner.step(Part(rows_D=rows, loss=IMPORTANCE_SAMPLING))
+    assert metrics["train/logprob_gap"] < 1e-4
+    assert metrics["train/grad_norm"] > 0
+
+
+def test_dpo_starts_at_log_2(noisy: str) -> None:
+    learner = learner_of(noisy)
+    rows = with_reference(ROWS, Path(noisy) / "reference.npz", learner.logprobs)
+    metrics = learner.step(Part(rows_D=rows, loss=PreferenceLoss(beta=0.3), rows_per_unit=2))
+    assert metrics["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics["dpo/margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_a_local_teacher_scores_without_noise(noisy: str) -> None:
+    teachers = LocalTeachers({"": noisy}, dtype=torch.float32, device="cpu")
+    for made, expected in zip(teachers.logprobs("", ROWS), own_logprobs(noisy, ROWS), strict=True):
+        np.testing.assert_allclose(made, expected, atol=1e-4)
+
+
+def test_checkpointed_layers_run_again_in_the_backward_pass(noisy: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        learner = learner_of(noisy, gradient_checkpointing=checkpointing)
+        calls = 0
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        modules = learner.model.modules()
+        layer = next(m for m in modules if isinstance(m, GradientCheckpointingLayer))
+        next(layer.children()).register_forward_hook(count)
+        learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+        assert calls == 1 + checkpointing
+        used = {n for n, p in learner.model.named_parameters() if p.grad is not None}
+        gradients.append({n: learner.model.get_parameter(n).grad for n in used})
+    assert_same(*gradients, share=1e-4)
+
+
+def test_sft_may_train_with_the_noise_of_the_checkpoint(noisy: str) -> None:
+    assert train_time_noise(NOISY[Path(noisy).name])
+    rows = [replace(row, weights_T=np.ones(len(row), np.float32)) for row in ROWS]
+    part = Part(rows_D=rows, loss=cross_entropy_loss)
+    quiet, loud = (learner_of(noisy, dropout=dropout) for dropout in (False, True))
+    expected = np.concatenate(own_logprobs(noisy, ROWS)).mean()
+    assert quiet.step(part)["train/loss"] == pytest.approx(-expected, rel=1e-4)
+    assert loud.step(part)["train/loss"] != pytest.approx(-expected, rel=1e-4)
+    np.testing.assert_allclose(
+        np.concatenate(learner_of(noisy, dropout=True).logprobs(ROWS)).mean(), expected, rtol=1e-4
+    )
+
+
+def test_an_adapter_has_the_dropout_that_it_is_given(tmp_path: Path) -> None:
+    model = checkpoint(NOISY["llama"], tmp_path / "llama")
+    learner = learner_of(model, lora=LoraSettings(rank=4, dropout=0.5))
+    for module in learner._worker.lora.modules():
+        if hasattr(module, "lora_B") and module.lora_B:
+            torch.nn.init.normal_(module.lora_B["default"].weight)
+    batch = collate(ROWS)
+    with torch.no_grad():
+        made = [learner._worker._forward(batch).logprobs_N for _ in range(2)]
+    assert not torch.equal(*made)
+    scored = [np.concatenate(learner.logprobs(ROWS)) for _ in range(2)]
+    np.testing.assert_array_equal(*scored)

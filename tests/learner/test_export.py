@@ -1,0 +1,143 @@
+"""Models whose weights would leave under names that nobody reads are refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoeConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from distill.errors import ConfigError
+from learner.export import check_export
+from tests.tiny import VOCAB_SIZE
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+TEXT = {"head_dim": 8, "sliding_window": 8}
+PLAIN = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=8),
+    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES),
+    "gemma2": Gemma2Config(**SIZES, **TEXT),
+    "phi3": Phi3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+    "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=1, n_head=4, n_positions=64),
+}
+FUSED = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **_MOE, head_dim=8, moe_intermediate_size=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": OlmoeConfig(**SIZES, **_MOE),
+}
+
+
+def saved(model: PreTrainedModel, directory: Path, **settings: Any) -> str:
+    model.save_pretrained(directory, **settings)
+    return str(directory)
+
+
+def new(config: PretrainedConfig) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config)
+
+
+def gemma3() -> PreTrainedModel:
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    text = {**SIZES, **TEXT, "layer_types": ["sliding_attention", "full_attention"]}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_models_that_leave_as_they_came_are_taken(
+    name: str, max_shard_size: str, tmp_path: Path
+) -> None:
+    path = saved(new(PLAIN[name]), tmp_path, max_shard_size=max_shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "20KB")
+    check_export(path)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_experts_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    path = saved(new(FUSED[name]), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_export(path)
+    message = str(caught.value)
+    assert path in message and "ForCausalLM" in message and "train a dense" in message
+    assert re.search(r"has model\.layers\.0\.mlp\.\S+ \(4, ", message)
+    assert re.search(r"checkpoint has model\.layers\.0\.\S+\.weight \(", message)
+
+
+def test_a_multimodal_class_is_refused_by_name(tmp_path: Path) -> None:
+    path = saved(gemma3(), tmp_path)
+    with pytest.raises(ConfigError, match=r"Gemma3ForConditionalGeneration has model\.\S+"):
+        check_export(path)
+
+
+def test_tensors_that_no_model_has_and_aliases_are_no_matter(tmp_path: Path) -> None:
+    """Checkpoints of old have buffers beside the weights, and a tied head by its other name."""
+    path = saved(new(PLAIN["tied"]), tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, file, metadata={"format": "pt"})
+    check_export(path)
+
+
+def test_a_checkpoint_of_the_base_model_alone_is_taken(tmp_path: Path) -> None:
+    saved(new(PLAIN["gpt2"]).base_model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["GPT2Model"]
+    assert "h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")
+    check_export(str(tmp_path))
+
+
+def test_another_shape_is_named(tmp_path: Path) -> None:
+    path = saved(new(PLAIN["llama"]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight \(40, 32\), .* \(48, 32\)"):
+        check_export(path)
+
+
+def test_what_has_no_headers_is_not_judged(tmp_path: Path) -> None:
+    saved(new(FUSED["mixtral"]), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    check_export(str(tmp_path))
+    check_export("org/name-on-a-hub")

@@ -1,0 +1,161 @@
+"""Models whose attention cannot be replaced: two workers train all of them, like one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    StableLmConfig,
+)
+
+import distill.prefix_probe
+from distill.prefix_probe import shares_prefixes
+from distill.weights import gather_all
+from learner.config import LearnerConfig, OptimizerConfig
+from learner.learner import Learner, Part
+from learner.objective import cross_entropy_loss
+from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
+from tests.learner.conftest import untimed
+from tests.learner.two_workers import tell
+from tests.samples import training_row
+from tests.tiny import VOCAB_SIZE
+
+ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(6)]
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+# Their attention raises when it is called our way, in the middle of the first layer.
+RAISES = {
+    "stablelm": StableLmConfig(**SIZES),
+    "gpt_oss": GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def checkpoint(config: PretrainedConfig, directory: Path) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+def train(learner: Learner, _: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, and the learner's weights before and after."""
+
+    def numbers() -> dict[str, np.ndarray]:
+        return {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()}
+
+    before = numbers()
+    metrics = [learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss)) for _ in range(2)]
+    assert_optimizes(learner._worker.optimizer, learner.model)
+    return {"metrics": metrics, "before": before, "weights": numbers()}
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LearnerConfig(
+        model=checkpoint(RAISES[name], tmp_path / name),
+        optimizer=OptimizerConfig(lr=1e-3),
+        total_steps=2,
+        device="cpu",
+    )
+    with caplog.at_level(logging.WARNING):
+        alone = train(Learner(config, str(tmp_path)), {})
+    assert "runs with its own attention" in caplog.text
+    together = tell(train, config, tmp_path, (cross_entropy_loss,), {})
+    for theirs, ours in zip(alone["metrics"], together["metrics"], strict=True):
+        for metric in untimed(ours).keys() - {"train/padding_share"}:
+            assert ours[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
+    assert together["weights"].keys() == alone["weights"].keys()
+    for tensor, weight in alone["weights"].items():
+        np.testing.assert_allclose(together["weights"][tensor], weight, atol=1e-5, err_msg=tensor)
+        assert not np.array_equal(weight, together["before"][tensor]), tensor
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_no_room_for_the_probe_says_nothing_of_the_architecture(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, head_dim=8)).eval()
+
+    def fail(*_: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(distill.prefix_probe, "_difference", fail)
+    with pytest.raises(type(error)):
+        shares_prefixes(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# What is asserted at each update
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+def test_an_optimizer_of_other_tensors_is_not_stepped() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    assert_optimizes(optimizer, model)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(AssertionError, match=r"has 0\.weight 0 times"):
+        assert_optimizes(optimizer, model)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(AssertionError, match="1 tensors that are no weights"):
+        assert_optimizes(optimizer, model)
+    model = small_model()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    optimizer.param_groups[0]["params"].append(model[0].weight)
+    with pytest.raises(AssertionError, match=r"has 0\.weight 2 times"):
+        assert_optimizes(optimizer, model)
+
+
+def test_a_first_update_that_moves_nothing_is_noticed() -> None:
+    model, check = small_model(), UpdateCheck()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    model(torch.randn(5, 4)).square().sum().backward()
+    unmoved = pytest.raises(AssertionError, match=r"first step did not move 0\.weight")
+    with unmoved, check(optimizer, model):
+        pass
+    with check(optimizer, model):  # once a parameter
+        pass
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-12, 1e-3])
+@pytest.mark.parametrize("gradient", [0.0, 1e-30, 1.0])
+def test_an_update_may_be_lost_to_rounding_or_have_no_gradient(lr: float, gradient: float) -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    model[1].bias.grad = None
+    with UpdateCheck()(optimizer, model):
+        optimizer.step()
