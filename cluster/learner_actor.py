@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from learner.learner import Learner
 from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
 from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
-from learner.teachers import LocalTeachers
+from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import Tracing
 from learner.worker import LearnerWorker, LossFunction, follow
 
@@ -179,6 +180,22 @@ def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
     return (cross_entropy_loss,)
 
 
+def reference_logprobs(
+    config: DpoConfig, learner: Learner, learner_config: LearnerConfig, *, resumed: bool
+) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
+    """DPO's reference: by all workers where it is the learner's own model, else a frozen copy.
+
+    A copy is loaded when it is first asked, and only on the leader.
+    """
+    if config.reference is None and learner_config.lora is not None:
+        return learner.base_logprobs
+    if config.reference is None and not resumed:  # before its first step
+        return learner.logprobs
+    reference = chz.replace(learner_config, model=config.reference or config.model, lora=None)
+    copy = cache(lambda: FrozenReference(reference))
+    return lambda rows_D: copy().logprobs(rows_D)
+
+
 def build_supervised_loop(
     *,
     config: SupervisedConfig,
@@ -194,15 +211,9 @@ def build_supervised_loop(
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     rows_D, rows_per_unit = inputs.rows_D, 1
     if isinstance(config, DpoConfig):
-        compute = learner.base_logprobs
-        if learner_config.lora is None or config.reference is not None:
-            reference = chz.replace(
-                learner_config, model=config.reference or config.model, lora=None
-            )
-
-            def compute(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-                return Learner(reference, dump_dir).logprobs(rows_D)
-
+        compute = reference_logprobs(
+            config, learner, learner_config, resumed=resume_from is not None
+        )
         rows_D = with_reference(rows_D, directory.path / "reference_logprobs.npz", compute)
         rows_per_unit = 2
     return SupervisedLoop(

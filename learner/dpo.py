@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from distill.errors import CheckpointError
 from distill.losses import Metrics, StepCounts, dpo
 from distill.types import FloatArray
 from learner.forward import Forward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +55,11 @@ def with_reference(
     rows_D: Sequence[TrainingRow],
     path: Path,
     compute: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+    rows_per_portion: int = 512,
 ) -> list[TrainingRow]:
     """The rows with `reference_logprobs_T`, computed once and kept in `path` for a resumed run.
+
+    Every portion is written as soon as it is scored: a run that ends meanwhile goes on behind it.
 
     Args:
         compute: the reference's log-probs of each row's trained tokens.
@@ -64,14 +71,42 @@ def with_reference(
     if path.exists():
         reference_N = _read(path, digest)
     else:
-        reference_N = np.concatenate(compute(rows_D))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.stem}.partial.npz")
-        np.savez(partial, digest=np.array(digest), logprobs=reference_N)
-        partial.replace(path)
+        reference_N = _score(rows_D, path, digest, compute, rows_per_portion)
     ends = np.cumsum([row.num_trained for row in rows_D])
     parts = np.split(reference_N, ends[:-1])
     return [_with(row, part_N) for row, part_N in zip(rows_D, parts, strict=True)]
+
+
+def _score(
+    rows_D: Sequence[TrainingRow],
+    path: Path,
+    digest: str,
+    compute: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+    rows_per_portion: int,
+) -> FloatArray:
+    """All rows' log-probs, from where an earlier attempt came to; `path` has them at the end."""
+    partial = path.with_name(f".{path.stem}.partial.npz")
+    reference_N = np.zeros(0, np.float32)
+    if partial.exists():
+        with suppress(CheckpointError):  # begun for other rows, or cut short: begun again
+            reference_N = _read(partial, digest)
+    ends = np.cumsum([row.num_trained for row in rows_D])
+    done = int(np.searchsorted(ends, len(reference_N), side="right"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for first in range(done, len(rows_D), rows_per_portion):
+        scored = compute(rows_D[first : first + rows_per_portion])
+        reference_N = np.concatenate([reference_N, *scored])
+        _write(partial, digest, reference_N)
+        logger.info("the reference has scored %d of %d rows", first + len(scored), len(rows_D))
+    partial.replace(path)
+    return reference_N
+
+
+def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(f"{path.stem}.unfinished.npz")
+    np.savez(unfinished, digest=np.array(digest), logprobs=logprobs_N)
+    unfinished.replace(path)
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:

@@ -1,4 +1,4 @@
-"""Teachers in the learner's own process, for distillation with their whole distribution."""
+"""Frozen models in the learner's process: teachers with their whole distribution, references."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distill.batching import Batch, TrainingRow, collate
+from distill.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.kl import divergence
 from distill.logprobs import DivergenceOf
-from distill.models import load_causal_lm
+from distill.models import load_causal_lm, resolve_device
 from distill.objective import DivergenceName
 from distill.privileged import in_context
 from distill.types import FloatArray
+from learner.config import LearnerConfig, token_budget
 from learner.forward import Forward
-from learner.memory import Holding, check_fits
+from learner.memory import FROZEN, Holding, check_fits
 
 
 class LocalTeachers:
@@ -35,7 +36,6 @@ class LocalTeachers:
             check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
             self._forwards[name] = Forward(model)
-            model.eval()
 
     @torch.no_grad()
     def divergence_of(self, batch: Batch, name: DivergenceName, jsd_beta: float) -> DivergenceOf:
@@ -63,6 +63,32 @@ class LocalTeachers:
         """log q_T of each row's trained tokens by the teacher of that name, an array a row."""
         forward = self._forwards[name]
         return [forward(collate([row], self._device)).logprobs_N.cpu().numpy() for row in rows_D]
+
+
+class FrozenReference:
+    """A frozen model on one device, without optimizer; computes in the learner's precision."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        """Raises:
+        CheckpointError: it cannot be loaded.
+        ConfigError: it does not fit into memory.
+        """
+        self._device = resolve_device(config.device)
+        check_fits(config.model, self._device, FROZEN)
+        model = load_causal_lm(config.model, dtype=torch.float32, device=self._device)
+        self._forward = Forward(model.requires_grad_(False), dtype=getattr(torch, config.dtype))
+        self._token_budget = token_budget(config)
+
+    @torch.no_grad()
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """log p_T of each row's trained tokens, an array a row."""
+        by_row: dict[int, FloatArray] = {}
+        for rows_B in split_by_token_budget(rows_D, self._token_budget):
+            logprobs_N = self._forward(collate(rows_B, self._device)).logprobs_N.cpu().numpy()
+            ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
+            parts = np.split(logprobs_N, ends)
+            by_row |= {id(row): part_N for row, part_N in zip(rows_B, parts, strict=True)}
+        return [by_row[id(row)] for row in rows_D]
 
 
 def as_seen(row: TrainingRow) -> TrainingRow:

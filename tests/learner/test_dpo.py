@@ -176,6 +176,33 @@ def test_the_reference_is_scored_once_and_kept(path: Path) -> None:
             assert replace(row, reference_logprobs_T=None).tokens_T is plain.tokens_T
 
 
+def test_a_run_that_ends_while_the_reference_scores_goes_on_behind_what_is_written(
+    path: Path,
+) -> None:
+    expected = made_up(ROWS)
+    asked: list[int] = []
+
+    def answer(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+        asked.extend(next(i for i, r in enumerate(ROWS) if r is row) for row in rows_D)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return [expected[i] for i in asked[-len(rows_D) :]]
+
+    with pytest.raises(KeyboardInterrupt):
+        with_reference(ROWS, path, answer, rows_per_portion=2)
+    assert asked == [0, 1, 2, 3] and not path.exists()
+    made = with_reference(ROWS, path, answer, rows_per_portion=2)
+    assert asked[4:] == [2, 3, 4, 5]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    for row, expected_N in zip(made, expected, strict=True):
+        assert row.reference_logprobs_T is not None
+        np.testing.assert_array_equal(row.reference_logprobs_T[row.loss_mask_T], expected_N)
+    path.unlink()
+    np.savez(path.with_name(f".{path.stem}.partial.npz"), digest="others", logprobs=np.ones(3))
+    with_reference(ROWS, path, reference := Scorer(made_up))
+    assert reference.calls == 1
+
+
 def test_a_reference_that_fails_leaves_no_file(path: Path) -> None:
     def fail(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
         raise RuntimeError("out of memory")

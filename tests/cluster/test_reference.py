@@ -1,0 +1,68 @@
+"""Which model scores DPO's pairs for the reference, and what it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import chz
+import numpy as np
+import pytest
+
+import learner.memory
+from cluster.config_supervised import DpoConfig
+from cluster.learner_actor import reference_logprobs
+from learner.config import LearnerConfig, OptimizerConfig
+from learner.learner import Learner, Part
+from learner.lora import LoraSettings
+from learner.memory import FROZEN, TRAINED, estimate_memory
+from learner.objective import cross_entropy_loss
+from tests.conftest import TinyPair
+from tests.samples import training_row
+
+ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(5)]
+
+
+@pytest.fixture
+def config(tiny_pair: TinyPair) -> LearnerConfig:
+    optimizer = OptimizerConfig(lr=1e-2)
+    return LearnerConfig(
+        model=tiny_pair.student, optimizer=optimizer, total_steps=2, token_budget=40, device="cpu"
+    )
+
+
+def dpo(model: str, tmp_path: Path, **settings: str) -> DpoConfig:
+    return DpoConfig(model=model, data="pairs", out=str(tmp_path), **settings)
+
+
+def test_the_learner_is_the_reference_before_its_first_step(
+    config: LearnerConfig, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """And with an adapter its base always is: nothing else is loaded."""
+    made = Learner(config, str(tmp_path))
+    run = dpo(tiny_pair.student, tmp_path)
+    assert reference_logprobs(run, made, config, resumed=False) == made.logprobs
+    adapted = chz.replace(config, lora=LoraSettings(rank=2))
+    other = Learner(adapted, str(tmp_path))
+    for resumed in (False, True):
+        assert reference_logprobs(run, other, adapted, resumed=resumed) == other.base_logprobs
+
+
+@pytest.mark.parametrize("case", ["resumed", "another model"])
+def test_any_other_reference_is_a_frozen_copy(
+    config: LearnerConfig,
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    theirs = tiny_pair.teacher if case == "another model" else tiny_pair.student
+    expected = Learner(chz.replace(config, model=theirs), str(tmp_path)).logprobs(ROWS)
+    made = Learner(config, str(tmp_path))
+    made.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    run = dpo(tiny_pair.student, tmp_path, **({"reference": theirs} if "other" in case else {}))
+    estimate = estimate_memory(theirs, FROZEN)
+    assert estimate is not None and 4 * estimate.bytes == estimate_memory(theirs, TRAINED).bytes
+    monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes)
+    scored = reference_logprobs(run, made, config, resumed=case == "resumed")(ROWS)
+    for ours_N, theirs_N in zip(scored, expected, strict=True):
+        np.testing.assert_allclose(ours_N, theirs_N, atol=1e-5)
