@@ -8,6 +8,7 @@ from shutil import which
 from typing import Literal
 
 import chz
+from chz.mungers import if_none
 
 from actors.config import DtypeChoice, EngineChoice, EngineConfig, choose_dtype, choose_engine
 from actors.sglang_flags import parse_flags
@@ -52,13 +53,24 @@ class LocalEngineConfig:
         )
 
 
+# A step of AdamW moves every trained number by about lr. An adapter's change is a product of two
+# small ones, of which engines in bfloat16 see nothing until it passes half a step of their grid.
+FULL_LR, LORA_LR = 1e-5, 1e-4
+
+
 @chz.chz
 class CommonConfig:
     """Settings that every recipe has."""
 
     out: str = chz.field(doc="directory for everything the run writes; holds one run, resumable")
     steps: int = chz.field(default=100, doc="optimizer steps")
-    lr: float = chz.field(default=1e-5, doc="peak learning rate (tiny models: 3e-4)")
+    lr: float = chz.field(
+        default=None,
+        munger=if_none(lambda config: LORA_LR if config.trains_adapter else FULL_LR),
+        x_type=float | None,
+        doc=f"peak learning rate (tiny models: 3e-4); default: {FULL_LR:g}, and {LORA_LR:g} for an "
+        "adapter",
+    )
     lr_schedule: Schedule = chz.field(default="constant", doc="rate after warm-up")
     warmup_steps: int = chz.field(default=0, doc="optimizer updates of linear warm-up")
     weight_decay: float = chz.field(default=0.0, doc="AdamW's decoupled weight decay")
@@ -177,6 +189,10 @@ class CommonConfig:
             raise ConfigError("liger=True needs the package: pip install liger-kernel")
         self.optimizer()
         self.lora()
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora_rank is not None or self.lora_adapter is not None
 
     def lora(self) -> LoraSettings | None:
         """The adapter that is trained, if one is."""

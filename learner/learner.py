@@ -190,6 +190,12 @@ class Learner:
         """The present weights, rounded to `dtype` if one is given; the next step changes them."""
         return _LearnerWeights(self, dtype)
 
+    @property
+    def lost_share(self) -> float | None:
+        """Of an adapter's change, what rounding took from the weights that were gathered last
+        (`learner.lora.RoundedUpdate`); None without an adapter."""
+        return None if self._worker.lora is None else self._worker.rounded.lost_share
+
     def save(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the weights as a Hugging Face checkpoint to `model/` (an adapter merged, and by
         itself to `adapter/`), and all else that the next step depends on. Any number of workers can

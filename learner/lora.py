@@ -17,8 +17,9 @@ given, so that model remains the one to run. In order:
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -34,8 +35,9 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.utils.constants import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
@@ -44,6 +46,8 @@ from distill.errors import CheckpointError, ConfigError
 from distill.models import meta_causal_lm, tensor_shapes
 from distill.tensors import TensorLayout
 from learner.sharding import LazyTensor, stored, whole, whole_in
+
+logger = logging.getLogger(__name__)
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
@@ -112,14 +116,29 @@ class LoraSettings:
             )
 
 
-def check_lora(settings: LoraSettings, base: str) -> None:
+def check_lora(settings: LoraSettings, base: str) -> float:
     """Everything that `add_lora` refuses, found on a model of `base` without weights.
+
+    Returns the share of the model's weights that are adapted.
 
     Raises:
         CheckpointError: there is no model config at `base`, or no readable adapter.
         ConfigError: the settings, or the adapter, do not fit the model.
     """
-    _inject(meta_causal_lm(base), settings)
+    model = meta_causal_lm(base)
+    total = sum(weight.numel() for weight in model.parameters())
+    experts = sum(weight.numel() for weight in model.parameters() if weight.ndim > 2)
+    lora = _inject(model, settings)
+    share = sum(layer.base_layer.weight.numel() for _, layer in _layers(lora)) / total
+    if experts / total > 0.5:
+        logger.warning(
+            "the adapter changes %.1f %% of the weights of %s: the experts of a mixture, %.0f %%, "
+            "are no Linears and stay as they are",
+            100 * share,
+            base,
+            100 * experts / total,
+        )
+    return share
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
@@ -139,11 +158,40 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     return lora
 
 
-def merged_weights(lora: PeftModel) -> dict[str, LazyTensor]:
+class RoundedUpdate:
+    """What of an adapter's change is lost where W' is rounded to less than float32.
+
+    With D = W' - W and E = round(W') - round(W), over all adapted weights:
+
+        lost share = 1 - sum(E D) / sum(D D)
+
+    A weight moves in the rounded model only once its change passes half a step of the grid, a few
+    thousandths of its size in bfloat16; so at first next to nothing arrives.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def note(self, name: str, delta: Tensor, weight: Tensor, rounded: Tensor) -> None:
+        """One weight's D, W and round(W'); the newest of each name counts."""
+        arrived = rounded.float().sub_(weight.to(rounded.dtype))
+        self._sums[name] = torch.stack([(arrived * delta).sum(), delta.square().sum()])
+
+    @property
+    def lost_share(self) -> float:
+        """Of what was made last of every weight; 0 where nothing was rounded, or changed."""
+        if not self._sums:
+            return 0.0
+        arrived, all_of_it = torch.stack(list(self._sums.values())).double().sum(0).tolist()
+        return 1 - arrived / all_of_it if all_of_it else 0.0
+
+
+def merged_weights(lora: PeftModel, rounded: RoundedUpdate | None = None) -> dict[str, LazyTensor]:
     """Every weight of the plain model under its plain name, W' in place of W; by that name.
 
     Each tensor once: a tied lm_head is left to its embedding. A weight without an adapter is
-    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end.
+    itself, not a copy. Sums are float32, rounded to the weight's own precision at the end; if to
+    another that was asked for, `rounded` notes what is lost.
     """
     layers = dict(_layers(lora))
     made: dict[str, LazyTensor] = {}
@@ -153,7 +201,10 @@ def merged_weights(lora: PeftModel) -> dict[str, LazyTensor]:
         module, found, last = name.rpartition(".base_layer.")
         layer = layers[module] if found and last == "weight" else None
         plain = f"{module}.{last}" if found else name
-        made[plain] = LazyTensor(layout=TensorLayout.of(plain, weight), make=_maker(weight, layer))
+        make = partial(whole_in, weight.detach())
+        if layer is not None:
+            make = _merging(plain, weight, layer, rounded)
+        made[plain] = LazyTensor(layout=TensorLayout.of(plain, weight), make=make)
     return made
 
 
@@ -196,16 +247,21 @@ def save_adapter(path: str | Path, lora: PeftModel, tensors: Mapping[str, Tensor
     config.save_pretrained(str(path))
 
 
-def _maker(weight: Tensor, layer: LoraLayer | None) -> Callable[[torch.dtype | None], Tensor]:
-    if layer is None:
-        return partial(whole_in, weight.detach())
+def _merging(
+    name: str, weight: Tensor, layer: LoraLayer, rounded: RoundedUpdate | None
+) -> Callable[[torch.dtype | None], Tensor]:
     a_RI, b_OR = (part.get_parameter(f"{_ADAPTER}.weight") for part in (layer.lora_A, layer.lora_B))
     scale = layer.scaling[_ADAPTER]
 
     @torch.no_grad()
     def make(dtype: torch.dtype | None) -> Tensor:
         delta_OI = scale * (whole(b_OR) @ whole(a_RI))
-        return delta_OI.add_(whole(weight)).to(dtype or weight.dtype)
+        weight_OI = whole(weight)
+        if rounded is None or dtype in (None, weight.dtype):
+            return delta_OI.add_(weight_OI).to(dtype or weight.dtype)
+        made = (delta_OI + weight_OI).to(dtype)
+        rounded.note(name, delta_OI, weight_OI, made)
+        return made
 
     return make
 
@@ -237,6 +293,12 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         ) from error
     owners = Counter(map(id, model.state_dict(keep_vars=True).values()))
     for name, layer in _layers(lora):
+        if isinstance(layer, ParamWrapper):
+            raise ConfigError(
+                f"{source} names what peft takes for the experts of {name}, whose weights are no "
+                "Linears; only Linears are adapted here. Leave those names out, or lora_targets "
+                "itself"
+            )
         if not isinstance(layer.base_layer, nn.Linear):
             raise ConfigError(
                 f"{source} adapts {name}, which is of type {type(layer.base_layer).__name__}; "
@@ -260,8 +322,10 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     if not adaptable:
         raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
     # Servers know modules by their last names.
-    targets = known = sorted({name.rpartition(".")[2] for name in adaptable})
-    if settings.targets not in (None, ALL_LINEAR):
+    known = sorted({name.rpartition(".")[2] for name in adaptable})
+    if settings.targets in (None, ALL_LINEAR):
+        targets = _but_for_experts(known, model)
+    else:
         targets = [target.strip() for target in settings.targets.split(",")]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
@@ -272,6 +336,18 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
     assert settings.rank is not None
     alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
     return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
+
+
+def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """Those of the names that peft does not take for a mixture's experts.
+
+    In some architectures a shared expert's Linears are named as the experts once were, whose
+    weights are one parameter now, and peft puts the parameter in the place of the name.
+    """
+    probe = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(probe, model, None)
+    assert probe.target_modules is not None
+    return sorted(probe.target_modules)
 
 
 def _adapter_fields(path: str) -> tuple[dict[str, Any], str | None]:

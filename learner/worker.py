@@ -27,7 +27,7 @@ from learner.config import LearnerConfig
 from learner.forward import Forward
 from learner.group import WorkerGroup
 from learner.liger import use_liger
-from learner.lora import adapter_off, adapter_tensors, add_lora, merged_weights
+from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import FROZEN, TRAINED, check_fits
 from learner.optimizer import (
     UpdateCheck,
@@ -142,7 +142,12 @@ class LearnerWorker:
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
         if config.offload_optimizer:
             offload_moments(self.optimizer)
-        self.weights = plain_weights(self.model) if self.lora is None else merged_weights(self.lora)
+        self.rounded = RoundedUpdate()
+        self.weights = (
+            plain_weights(self.model)
+            if self.lora is None
+            else merged_weights(self.lora, self.rounded)
+        )
 
     @property
     def most_mask(self) -> int:

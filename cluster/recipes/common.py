@@ -33,6 +33,7 @@ from cluster.tracking import Progression, WandbTracker, check_wandb
 from cluster.visible import require_same_directory, require_visible, this_node
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
+from learner.lora import check_lora
 from learner.memory import FROZEN, TRAINED, estimate_memory
 
 
@@ -206,4 +207,6 @@ def learner_line(config: CommonConfig, model: str) -> str:
         estimate = f"{config.learner_workers} workers share {estimate}"
     if lora is None:
         return str(estimate)
-    return f"{estimate}; {f'adapter {lora.adapter}' if lora.adapter else f'LoRA rank {lora.rank}'}"
+    adapter = f"adapter {lora.adapter}" if lora.adapter else f"LoRA rank {lora.rank}"
+    share = check_lora(lora, model)
+    return f"{estimate}; {adapter} on {share:.0%} of the weights, lr {config.lr:g}"

@@ -55,6 +55,24 @@ FINITE = ["lr", "max_grad_norm", "temperature", "kl_coef", "reward_coef", "weigh
 
 
 @pytest.mark.parametrize(
+    ("changes", "lr"),
+    [
+        ({}, 1e-5),
+        ({"lora_rank": 8}, 1e-4),
+        ({"lora_adapter": "directory"}, 1e-4),
+        ({"lora_rank": 8, "lr": 2e-6}, 2e-6),
+    ],
+)
+def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
+    opd: NewOpd, changes: dict, lr: float
+) -> None:
+    config = opd(**changes)
+    assert config.lr == config.optimizer().lr == lr
+    of_the_whole_model = chz.replace(config, lora_rank=None, lora_adapter=None)
+    assert of_the_whole_model.lr == changes.get("lr", 1e-5)
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [(name, 0) for name in POSITIVE]
     + [(name, -1) for name in NOT_NEGATIVE]

@@ -127,6 +127,19 @@ def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) ->
         RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
 
 
+@pytest.mark.parametrize(("beside", "default"), [({}, 1e-5), ({"lora_rank": 4}, 1e-4)])
+def test_the_rate_that_is_meant_by_default_is_written_down(
+    opd: NewOpd, beside: dict, default: float
+) -> None:
+    """So giving it is the same run, and giving the other model's is another."""
+    directory = started(opd(**beside))
+    written = json.loads((directory.path / "config.json").read_text())
+    assert written["settings"]["lr"] == default
+    assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
+    with pytest.raises(ConfigError, match=r"lr was .* there and is"):
+        RunDirectory("opd", opd(**beside, lr=3e-5)).check()
+
+
 @pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
 def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
     beside, value = MUST_STAY_BESIDE[name]

@@ -23,6 +23,7 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, OptimizerConfig, Precision
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
+from learner.lora import LoraSettings
 from learner.objective import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
@@ -35,7 +36,7 @@ IMPORTANCE_SAMPLING = PolicyObjectiveLoss(objective=ObjectiveConfig())
 
 @pytest.fixture
 def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
-    """new_learner(model=, token_budget=, total_steps=, dtype=, **optimizer).
+    """new_learner(model=, token_budget=, total_steps=, dtype=, lora=, **optimizer).
 
     Nothing is clipped unasked.
     """
@@ -48,6 +49,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         dtype: Precision = "float32",
         compile: bool = False,
         dropout: bool = False,
+        lora: LoraSettings | None = None,
         **optimizer: object,
     ) -> Learner:
         settings = {"lr": 1e-2, "max_grad_norm": 1e9} | optimizer
@@ -60,6 +62,7 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
             dtype=dtype,
             compile=compile,
             dropout=dropout,
+            lora=lora,
         )
         return Learner(config, str(tmp_path / "failed"))
 
@@ -107,7 +110,10 @@ class World:
     def publish(self, weights: Weights, version: int, watermark: int) -> dict[str, float]:
         self.watermark = watermark
         self.events.append(f"publish {version}")
-        copied = {name: t.numpy().tobytes() for name, t in gather_all(weights).items()}
+        copied = {
+            name: t.contiguous().view(torch.uint8).numpy().tobytes()
+            for name, t in gather_all(weights).items()
+        }
         self.published.append((version, copied))
         return {"push/bytes": sum(map(len, copied.values()))}
 

@@ -21,15 +21,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from distill.batching import TrainingRow, collate
 from distill.errors import CheckpointError, ConfigError
 from distill.models import load_causal_lm
+from distill.objective import ObjectiveConfig
 from distill.tensors import TensorLayout
 from learner.forward import Forward
 from learner.lora import (
     LoraSettings,
+    RoundedUpdate,
     adapter_off,
     adapter_tensors,
     add_lora,
@@ -38,8 +48,8 @@ from learner.lora import (
     save_adapter,
 )
 from tests.conftest import TinyPair
-from tests.learner.conftest import naive_logprobs
-from tests.samples import training_row
+from tests.learner.conftest import NewLoop, World, naive_logprobs
+from tests.samples import group, training_row
 
 SETTINGS = LoraSettings(rank=3, alpha=7.0)
 
@@ -477,3 +487,144 @@ def test_sharded_weights_are_made_whole(lora: PeftModel, base: str, off_first: b
     plain(lora)(input_ids=tokens_BT).logits.square().mean().backward()
     arrived = {name: p.grad.dtype for name, p in lora.named_parameters() if p.grad is not None}
     assert arrived == dict.fromkeys(gradients, torch.float32)
+
+
+# Mixtures of experts
+
+MIXTURE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+QWEN3_NEXT = MIXTURE | {
+    "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+@pytest.mark.parametrize(
+    ("config", "adapted"),
+    [
+        (Qwen3MoeConfig(**MIXTURE), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (
+            Qwen3NextConfig(**QWEN3_NEXT),
+            {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj",
+             "shared_expert_gate"},
+        ),
+    ],
+    ids=["qwen3_moe", "qwen3_next"],
+)  # fmt: skip
+def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
+    config: PreTrainedConfig, adapted: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config.save_pretrained(tmp_path)
+    share = check_lora(LoraSettings(rank=2), str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    chosen = [m.weight.numel() for n, m in linears.items() if n.rpartition(".")[2] in adapted]
+    assert share == pytest.approx(sum(chosen) / sum(p.numel() for p in model.parameters()))
+    [warning] = caplog.records
+    assert f"changes {100 * share:.1f} % of the weights" in warning.getMessage()
+    assert "experts of a mixture" in warning.getMessage()
+    if isinstance(config, Qwen3NextConfig):
+        with pytest.raises(ConfigError, match=r"peft takes for the experts of model\.layers"):
+            check_lora(LoraSettings(rank=2, targets="up_proj,gate_proj"), str(tmp_path))
+
+
+def test_of_a_dense_model_every_layer_is_adapted(
+    base: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    share = check_lora(SETTINGS, base)
+    model = load(base)
+    outside = model.get_input_embeddings().weight.numel()
+    total = sum(p.numel() for p in model.parameters())
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert share == pytest.approx((total - outside - vectors) / total)
+    assert not caplog.records
+
+
+# What rounding takes
+
+
+def on_the_grid(base: str, directory: Path) -> str:
+    """The checkpoint as hubs have them: in bfloat16."""
+    load(base, torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+def naive_lost_share(before: dict[str, Tensor], merged: dict[str, Tensor]) -> float:
+    """Element by element's own sums, from whole models, in float64."""
+    arrived = wanted = 0.0
+    for name, weight in before.items():
+        delta = merged[name].double() - weight.double()
+        rounded = merged[name].bfloat16().double() - weight.bfloat16().double()
+        arrived += float((delta * rounded).sum())
+        wanted += float((delta * delta).sum())
+    return 1 - arrived / wanted
+
+
+@pytest.mark.parametrize("std", [1e-5, 3e-4, 0.05])
+def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, std: float) -> None:
+    start = on_the_grid(base, tmp_path / "grid")
+    lora, rounded = trained_lora(start, LoraSettings(rank=4)), RoundedUpdate()
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if ".lora_B." in name:
+                parameter.mul_(std / 0.05)
+    made = merged_weights(lora, rounded)
+    for _ in range(2):  # a push that is made again counts once
+        for lazy in made.values():
+            lazy.make(torch.bfloat16)
+    merged = {name: lazy.make(None).clone() for name, lazy in made.items()}
+    before = {name: t for name, t in load(start).state_dict().items() if name in merged}
+    expected = naive_lost_share(before, merged)
+    assert rounded.lost_share == pytest.approx(expected, abs=1e-4)
+    low, high = {1e-5: (0.9, 1.0), 3e-4: (0.05, 0.95), 0.05: (-0.01, 0.01)}[std]
+    assert low <= expected <= high
+
+
+def test_nothing_is_lost_of_what_is_not_rounded_or_not_changed(base: str, tmp_path: Path) -> None:
+    start = on_the_grid(base, tmp_path / "grid")
+    fresh, rounded = add_lora(load(start), SETTINGS), RoundedUpdate()
+    assert rounded.lost_share == 0.0
+    for lazy in merged_weights(fresh, rounded).values():
+        lazy.make(torch.bfloat16)
+    assert rounded.lost_share == 0.0
+    for dtype in (None, torch.float32):
+        whole = RoundedUpdate()
+        for lazy in merged_weights(trained_lora(start), whole).values():
+            lazy.make(dtype)
+        assert whole.lost_share == 0.0
+
+
+def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> list[float]:
+    loop = new_loop(
+        World([group(i) for i in range(9)]),
+        ObjectiveConfig(reward_coef=1.0),
+        groups_per_step=1,
+        learner={"model": start, "lora": LoraSettings(rank=16), "lr": lr, "schedule": "constant"},
+        **settings,
+    )
+    return [loop.step()["push/lost_share"] for _ in range(9)]
+
+
+def test_pushes_say_what_is_lost_and_a_small_rate_is_warned_of_once(
+    new_loop: NewLoop, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = on_the_grid(base, tmp_path / "grid")
+    slow = take_pushes(new_loop, start, 1e-6, push_dtype=torch.bfloat16)
+    assert min(slow) > 0.5 and slow[0] > 0.9
+    [warning] = [r for r in caplog.records if "push/lost_share" in r.getMessage()]
+    assert "after 8 steps" in warning.getMessage() and "raise lr" in warning.getMessage()
+    caplog.clear()
+    quick = take_pushes(new_loop, start, 1e-3, push_dtype=torch.bfloat16)
+    assert quick[-1] < 0.1 < quick[0] + 0.1
+    assert set(take_pushes(new_loop, start, 1e-6)) == {0.0}
+    assert not caplog.records
+
+
+def test_a_model_without_an_adapter_has_no_lost_share(new_loop: NewLoop) -> None:
+    loop = new_loop(World([group()]), ObjectiveConfig(), groups_per_step=1)
+    assert "push/lost_share" not in loop.step()
