@@ -10,17 +10,21 @@ With `isolation="namespaces"`, of Linux, the program has
   /etc and the rest of /dev are not there;
 - nothing of our environment, and none of our open files; it sees no process but its own, has no
   rights of root, and is another user (nobody) where we are root;
+- on x86_64 and aarch64, no system calls that computing does not need (`distill.seccomp`): no memory
+  that escapes the limits (memfd, System V), no kernel keys, no sockets but of the machine and of
+  the internet, of which there is none, no io_uring, tracing, mounts or namespaces of its own;
 - limits: of time, and of CPU time, memory, files and processes by the kernel.
   CPU time and memory are counted by process, so that all of its `processes` together can use that
-  many times as much. All of them are gone when `run_python` returns, is cancelled, or dies.
+  many times as much: 16 GiB by default, and `files_mb` beside it. All of them are gone when
+  `run_python` returns, is cancelled, or dies.
 
-It does not protect from holes in the kernel (there is no filter of system calls), nor from what can
-be learnt by measuring the machine, and whatever the interpreter's own directories hold can be read:
+It does not protect from holes in the kernel behind the calls that are left, nor from what can be
+learnt by measuring the machine, and whatever the interpreter's own directories hold can be read:
 keep no secrets there. It needs Linux 5.14 and user namespaces; where there are none,
-`isolation="process"` keeps the empty environment and the limits, and nothing else: the program can
-use the network, read and write what we can, and end any process of ours (as root: any). There,
-processes are counted together with all others of our user, and not at all for root; a program that
-means to may outlive its end.
+`isolation="process"` keeps the empty environment, the filter and the limits, and nothing else: the
+program can use the network, read and write what we can, and end any process of ours (as root: any).
+There, processes are counted together with all others of our user, and not at all for root; a
+program that means to may outlive its end.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from typing import Any, Literal
 
 from distill.errors import ConfigError
 from distill.names import known_names
+from distill.seccomp import filter_program
 
 Isolation = Literal["namespaces", "process"]
 # error: it ended with another exit code than 0
@@ -168,6 +173,7 @@ def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, 
         raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}")
     spec: dict[str, Any] = {**asdict(limits), "source": source, "python": sys.executable}
     spec["visible"] = _interpreter_directories()
+    spec["filter"] = filter_program().hex()
     report, report_end = os.pipe()
     try:
         if limits.isolation == "namespaces":

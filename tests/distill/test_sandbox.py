@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from distill.errors import ConfigError
 from distill.sandbox import SandboxLimits, SandboxResult, run_python
+from distill.seccomp import filter_program
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -145,6 +147,78 @@ except PermissionError:
     if os.access("/proc/sys/user/max_user_namespaces", os.W_OK):
         assert lines[1].startswith("-1")
     assert lines[2:] == (["no"] if os.geteuid() == 0 else lines[2:])
+
+
+CALLS = """
+import ctypes, errno, json, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return result if result >= 0 else errno.errorcode[ctypes.get_errno()]
+x86 = os.uname().machine == "x86_64"
+def family(number):
+    try:
+        return socket.socket(number, socket.SOCK_STREAM).family
+    except OSError as error:
+        return errno.errorcode[error.errno]
+try:
+    memory = os.memfd_create("more")
+except OSError as error:
+    memory = errno.errorcode[error.errno]
+print(json.dumps({
+    "memfd": memory,
+    "memfd_secret": call(447, 0),
+    "shmget": call(29 if x86 else 194, 0, 1 << 20, 0o1600),
+    "keyctl": call(250 if x86 else 219, 0, -3, 0),
+    "add_key": call(248 if x86 else 217, 0, 0, 0, 0, -3),
+    "io_uring": call(425, 1, 0),
+    "ptrace": call(101 if x86 else 117, 0),
+    "unshare": call(272 if x86 else 97, 0x10000000),
+    "clone of a namespace": call(56 if x86 else 220, 0x10000011, 0, 0, 0, 0),
+    "clone3": call(435, 0, 0),
+    "x32": call(0x40000000 + 39) if x86 else "ENOSYS",
+    "vsock": family(40),
+    "netlink": family(16),
+    "packet": family(17),
+    "pair": [each.family for each in socket.socketpair()],
+    "internet": [family(2), family(10)],
+}))
+"""
+
+
+@pytest.mark.skipif(not filter_program(), reason="no filter for this machine")
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_system_calls_that_no_computation_needs_are_refused(isolation) -> None:
+    result = run(CALLS, isolation=isolation)
+    assert result.outcome == "ok", result
+    refused = json.loads(result.stdout)
+    assert refused.pop("pair") == [1, 1] and refused.pop("internet") == [2, 10]
+    families = dict.fromkeys(("vsock", "netlink", "packet"), "EAFNOSUPPORT")
+    missing = dict.fromkeys(("x32", "clone3"), "ENOSYS")
+    assert refused == dict.fromkeys(refused, "EPERM") | families | missing
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_ordinary_programs_go_on(isolation) -> None:
+    source = """
+import asyncio, concurrent.futures, multiprocessing, subprocess, sys, tempfile, threading
+def double(x): return 2 * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print(pool.map(double, [1, 2]))
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        print(list(threads.map(double, [1, 2])))
+    print(subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout)
+    async def main():
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "exit(3)")
+        return await child.wait()
+    print(asyncio.run(main()))
+    with tempfile.TemporaryFile() as file:
+        print(file.write(b"four"))
+"""
+    result = run(source, isolation=isolation)
+    assert result.stdout.split("\n") == ["[2, 4]", "[2, 4]", "3", "", "3", "4", ""], result
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
