@@ -12,9 +12,13 @@ import numpy as np
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
 from distill.interfaces import GenerateRequest, Sample, Sampler
+from distill.rewards import LARGEST_REWARD
 from distill.sampling import Sampling, TrainSampling
 from distill.segments import SegmentBuilder
 from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
+
+# Beyond, the sum of a few is no finite number.
+_LARGEST_METRIC = 1e100
 
 
 async def rollout_group(
@@ -90,7 +94,8 @@ async def play_group(
 
     Raises:
         EngineError: the engine aborted a sample.
-        DataError: the builder did not reward every member.
+        DataError: the builder did not reward every member; a reward or a metric is not finite, or
+            too large for means.
     """
     envs_G = builder.make_envs({**(models or {}), "policy": policy})
     seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
@@ -110,9 +115,17 @@ async def play_group(
     if len(rewards_G) != len(episodes_G):
         raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
     return [
-        replace(episode, reward=episode.reward + reward)
+        _checked(replace(episode, reward=episode.reward + reward))
         for episode, reward in zip(episodes_G, rewards_G, strict=True)
     ]
+
+
+def _checked(episode: Episode) -> Episode:
+    limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
+    for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
+        if not abs(value) <= largest:
+            raise DataError(f"{name} = {value} is not finite, or larger than {largest:g}; scale it")
+    return episode
 
 
 def _mix(*parts: int) -> int:

@@ -24,7 +24,7 @@ from distill.objective import (
     require_reward,
     require_teacher,
 )
-from distill.rewards import DEFAULT_REWARD, RewardFunction, load_reward
+from distill.rewards import DEFAULT_REWARD, REWARD_TIMEOUT_S, RewardFunction, load_reward
 from distill.sampling import EvalSampling, TrainSampling
 
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
@@ -110,6 +110,10 @@ class RolloutConfig(CommonConfig, ABC):
         "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
         "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
         "package.module:function of (response, answer)",
+    )
+    reward_timeout_s: float = chz.field(
+        default=REWARD_TIMEOUT_S,
+        doc="longest call of a reward=package.module:function; a later one fails its group",
     )
     reference: str | None = chz.field(
         default=None,
@@ -249,7 +253,7 @@ class RolloutConfig(CommonConfig, ABC):
             raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
 
     def reward_function(self) -> RewardFunction:
-        return load_reward(self.reward or DEFAULT_REWARD)
+        return load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
 
     @property
     def judge(self) -> str:

@@ -23,7 +23,7 @@ from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_o
 from distill.errors import ConfigError
 from distill.evaluation import CONFIDENCE
 from distill.models import context_length, load_config, vocab_size
-from distill.rewards import DEFAULT_REWARD, load_reward
+from distill.rewards import DEFAULT_REWARD, REWARD_TIMEOUT_S, load_reward
 from distill.sampling import EvalSampling, TrainSampling
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
@@ -55,6 +55,10 @@ class EvaluateConfig(LocalEngineConfig):
         "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
         "package.module:function of (response, answer)",
     )
+    reward_timeout_s: float = chz.field(
+        default=REWARD_TIMEOUT_S,
+        doc="longest call of a reward=package.module:function; a later one fails its group",
+    )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
     teacher: str | None = chz.field(
         default=None, doc="with temperature=T: also KL(p_T || q_T) towards this checkpoint"
@@ -67,7 +71,7 @@ class EvaluateConfig(LocalEngineConfig):
     def _consistent(self) -> None:
         self.sampling()
         self.files()
-        load_reward(self.reward or DEFAULT_REWARD)
+        load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
         if self.reward is not None and not self.env.judges:
             name = type(self.env).__name__
             raise ConfigError(
@@ -133,7 +137,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
         max_new_tokens=config.max_new_tokens,
-        reward=load_reward(config.reward or DEFAULT_REWARD),
+        reward=load_reward(config.reward or DEFAULT_REWARD, config.reward_timeout_s),
     )
     env = config.env.evaluation()
     evaluators = {

@@ -1,35 +1,24 @@
 """Mathematical equivalence, by math-verify, in a process that is ended when it takes too long.
 
 What a model wrote may take forever to simplify, or all memory (9^{9^{9^9}}); so the reading and the
-comparing are done in a child, one to a process that asks, which ends with it.
+comparing are done in a child (`distill.bounded`), one to a process that asks, which ends with it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import multiprocessing
-import resource
-import signal
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import TimeoutError
-from functools import lru_cache
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
+from distill.bounded import OverLimit, in_child
 from distill.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
-_MEMORY_BYTES = 4 << 30
 # The answer is at the end. Longer text would only make the search for it slower.
 _LONGEST = 20_000
-_PR_SET_PDEATHSIG = 1
-_starting = threading.Lock()
 
 
 def math_equal(response: str, answer: str) -> float:
@@ -58,34 +47,20 @@ def _end_of(response: str) -> str:
 
 def _ask(function: Callable[..., Any], *arguments: str) -> Any:
     """None if it took too long, or too much memory."""
-    with _starting:
-        processes = _processes()
     try:
-        return processes.schedule(function, args=arguments, timeout=_TIMEOUT_S).result()
-    except (TimeoutError, ProcessExpired, MemoryError) as error:
-        logger.warning("%r could not be read as mathematics: %r", arguments[0][-80:], error)
+        return in_child(_prepare, function, *arguments, timeout_s=_TIMEOUT_S)
+    except OverLimit as error:
+        logger.warning("%r could not be read as mathematics: %s", arguments[0][-80:], error)
         return None
 
 
-@lru_cache(maxsize=1)
-def _processes() -> ProcessPool:
-    return ProcessPool(
-        max_workers=1, initializer=_prepare, context=multiprocessing.get_context("spawn")
-    )
-
-
 def _prepare() -> None:
-    """In the child: dies with its parent, cannot take all memory, has imported what it needs.
-
-    Time is measured from there.
-    """
     import math_verify
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     # It warns that nobody limits its time.
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
+    # A number of more digits is written out too; the time is limited.
+    sys.set_int_max_str_digits(0)
 
 
 def _compare(response: str, answer: str) -> float:
@@ -103,7 +78,10 @@ def _standard_form(response: str) -> str | None:
     parsed = _parse(response)
     if not parsed:
         return None
-    return str(simplify(parsed[0]) if isinstance(parsed[0], Basic) else parsed[0])
+    try:
+        return str(simplify(parsed[0]) if isinstance(parsed[0], Basic) else parsed[0])
+    except Exception:  # of whatever kind: a model wrote what is simplified
+        return None
 
 
 def _parse(text: str) -> list[Any]:

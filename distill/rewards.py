@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import pickle
 import re
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from distill.errors import DataError
+from distill.bounded import OverLimit, in_thread
+from distill.errors import ConfigError, DataError
 from distill.formats import json_schema, matches
 from distill.maths import math_answer, math_equal
 from distill.names import resolve_function
@@ -24,6 +24,10 @@ from distill.unit_tests import unit_tests
 
 # (response, answer) -> reward
 RewardFunction = Callable[[str, str], float]
+# Seconds that one call of a user's reward may take.
+REWARD_TIMEOUT_S = 120.0
+# Beyond, the squares of rewards are no finite float32.
+LARGEST_REWARD = 1e9
 # One thread: see `judge`.
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
 
@@ -39,7 +43,9 @@ async def judge(reward: RewardFunction, response: str, answer: str) -> float:
     """`reward(response, answer)`, in the one thread that this process has for rewards.
 
     A reward may take long and need not be thread-safe, and what else the process does goes on
-    meanwhile.
+    meanwhile. Each has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
+    `json_schema` run in a child process that is ended; a user's stays in this process, where it
+    may keep models and connections, and is given up (`CheckedReward`).
     """
     return await asyncio.get_running_loop().run_in_executor(_THREAD, reward, response, answer)
 
@@ -107,60 +113,65 @@ def check_answer(reward: RewardFunction, answer: str | None) -> None:
         reward("", answer)
 
 
-def load_reward(name: str) -> RewardFunction:
+def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunction:
     """A built-in reward by its name, or the function at `package.module:function`, checked.
 
+    Args:
+        timeout_s: of a call of a user's function.
+
     Raises:
-        ConfigError: an unknown name, something that cannot be imported or called, or a sandbox that
-            is needed and cannot be made.
+        ConfigError: an unknown name, something that cannot be imported or called, a sandbox that
+            is needed and cannot be made, or a limit that is not positive.
     """
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite")
     if name in _BUILT_IN:
         if name == "unit_tests":
             require_sandbox()
         return _BUILT_IN[name]
     function = resolve_function("reward", name, _BUILT_IN)
-    return CheckedReward(name=name, function=function)
+    return CheckedReward(name=name, function=function, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedReward:
-    """A user's reward function, held to finite numbers. It pickles by its name.
+    """A user's reward function, held to finite numbers and to a time. It pickles by its name.
+
+    It runs in a thread of this process; when it is late nothing can end that thread, which is given
+    up. The next call has a new one, until four still run.
 
     Raises:
-        DataError: the function returned something else.
-        RuntimeError: it raised what no other process could be told.
+        DataError: the function returned something else, raised, or was late; with its name and
+            the answer.
     """
 
     name: str
     function: Callable[[str, str], Any]
+    timeout_s: float = REWARD_TIMEOUT_S
 
     def __call__(self, response: str, answer: str) -> float:
         try:
-            reward = self.function(response, answer)
-        except Exception as error:
-            if _travels(error):
-                raise
-            text = str(error).encode(errors="backslashreplace").decode()
-            # Without its cause, which would travel along in the traceback's text.
-            raise RuntimeError(
-                f"reward {self.name} raised {type(error).__name__}: {text}"
-            ).with_traceback(error.__traceback__) from None
-        if not isinstance(reward, Real | np.bool_) or not math.isfinite(reward):
-            raise DataError(
-                f"reward {self.name} returned {reward!r} for the answer {answer[:40]!r}; it must "
-                "return a finite number"
+            reward = in_thread(self.function, response, answer, timeout_s=self.timeout_s)
+        except OverLimit as error:
+            raise self._error(
+                f"is late ({error}), and goes on; give it a limit of its own, or more time: "
+                f"reward_timeout_s={self.timeout_s:g}",
+                answer,
+            ) from None
+        except BaseException as error:  # the user's may raise anything, an exit too
+            # As text: the error may be of a class that other processes do not have.
+            raise self._error(f"raised {type(error).__name__}: {error}", answer) from error
+        if not isinstance(reward, Real | np.bool_) or not abs(reward) <= LARGEST_REWARD:
+            raise self._error(
+                f"returned {reward!r}; it must return a finite number, of at most "
+                f"{LARGEST_REWARD:g} in size",
+                answer,
             )
         return float(reward)
 
-    def __reduce__(self) -> tuple[Callable[[str], RewardFunction], tuple[str]]:
-        return load_reward, (self.name,)
+    def _error(self, what: str, answer: str) -> DataError:
+        told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
+        return DataError(told.encode(errors="backslashreplace").decode())
 
-
-def _travels(error: Exception) -> bool:
-    """Whether another process can be handed this error; many classes of errors do not unpickle."""
-    try:
-        str(error).encode()
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+    def __reduce__(self) -> tuple[Callable[[str, float], RewardFunction], tuple[str, float]]:
+        return load_reward, (self.name, self.timeout_s)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from jsonschema_specifications import REGISTRY
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import ConfigError, IsothermError
@@ -139,7 +140,9 @@ def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
             if name not in known:
                 complaint = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
                 raise _Refused("arguments", f"{complaint}; {known_names(str(name), known)}")
-    wrong = best_match(Draft202012Validator(dict(tool.parameters)).iter_errors(arguments))
+    # The registry of the drafts alone: a tool's schema has nothing fetched.
+    validator = Draft202012Validator(dict(tool.parameters), registry=REGISTRY)
+    wrong = best_match(validator.iter_errors(arguments))
     if wrong is not None:
         where = ".".join(str(part) for part in wrong.absolute_path)
         complaint = wrong.message[:_LONGEST_COMPLAINT]

@@ -409,14 +409,25 @@ def test_tools_of_an_environment_are_named_in_its_settings(
     assert len(Named()(None, setting(tokenizer))) == 1
 
 
-def test_an_environment_that_returns_nan_is_data(tokenizer: PreTrainedTokenizerBase) -> None:
-    class Nan(Echo):
+@pytest.mark.parametrize(
+    ("reward", "metric", "message"),
+    [
+        (float("nan"), 0.0, "reward = nan is not finite"),
+        (1e308, 0.0, r"reward = 1e\+308 is not finite, or larger than 1e\+09"),
+        (0.0, float("inf"), "size = inf is not finite"),
+        (0.0, -1e308, r"size = -1e\+308 is not finite, or larger than 1e\+100"),
+    ],
+)
+def test_numbers_that_no_mean_can_hold_are_data(
+    tokenizer: PreTrainedTokenizerBase, reward: float, metric: float, message: str
+) -> None:
+    class Loud(Echo):
         async def step(self, message: Message) -> MessageStep:
-            return MessageStep(reward=float("nan"))
+            return MessageStep(reward=reward, metrics={"size": metric})
 
     builder = Echoes()(None, setting(tokenizer)).builder(0, 1)
-    object.__setattr__(builder, "problem", MessageProblem(make=partial(Nan, "hi")))
-    with pytest.raises(DataError, match="reward = nan is not finite"):
+    object.__setattr__(builder, "problem", MessageProblem(make=partial(Loud, "hi")))
+    with pytest.raises(DataError, match=message):
         asyncio.run(
             rollout_group(Scripted(tokenizer, ["7"]), builder, SAMPLING, group_id=0, seed=0)
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from pathlib import Path
 
 import chz
@@ -14,7 +16,7 @@ from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
 from distill.formats import json_schema, matches
-from distill.rewards import load_reward
+from distill.rewards import judge, load_reward
 from tests.scripted import setting
 
 THINKS = r"<think>.*</think>\s*\d+"
@@ -56,6 +58,59 @@ def test_json_schema(response: str, reward: float) -> None:
     assert json_schema(response, SCHEMA) == reward
 
 
+def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's `re`, which schemas are read by, lets no other thread run."""
+    monkeypatch.setattr("distill.formats._CHILD_TIMEOUT_S", 2.0)
+    ticks = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(await asyncio.sleep(0.01))
+
+    async def reward() -> float:
+        beside = asyncio.create_task(tick())
+        earned = await judge(json_schema, json.dumps("a" * 60 + "!"), '{"pattern": "^(a+)+$"}')
+        beside.cancel()
+        return earned
+
+    assert asyncio.run(reward()) == 0
+    assert len(ticks) > 10
+    assert json_schema('"aa"', '{"pattern": "^(a+)+$"}') == 1  # the next one is not kept waiting
+
+
+@pytest.mark.parametrize(
+    ("response", "schema", "reward"),
+    [
+        ("1", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer"}}}, 1),
+        ("1", {"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "string"}}}, 0),
+        ("1", {"$id": "http://a/b", "$ref": "c", "$defs": {"q": {"$id": "c", "const": 2}}}, 0),
+        ("{}", {"$ref": "https://json-schema.org/draft/2020-12/schema"}, 1),
+        ("7", {"$ref": "https://json-schema.org/draft/2020-12/schema"}, 0),
+    ],
+)
+def test_a_schema_refers_to_itself_and_to_the_drafts(
+    response: str, schema: dict, reward: float
+) -> None:
+    assert json_schema(response, json.dumps(schema)) == reward
+
+
+def test_nothing_is_fetched_for_a_schema(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"const": 1}')
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
+        for target in (address, (tmp_path / "schema.json").as_uri(), "#/nowhere", "other.json"):
+            for schema in ({"$ref": target}, {"properties": {"x": {"$ref": target}}}):
+                with pytest.raises(DataError, match=r"it refers to .*, which is not in it"):
+                    json_schema("{}", json.dumps(schema))
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    with pytest.raises(DataError, match=r"is no JSON schema: .*'#/const' is '1', no schema|int"):
+        json_schema("1", '{"$ref": "#/const", "const": 1}')
+
+
 def test_they_are_rewards_by_name() -> None:
     assert load_reward("matches") is matches and load_reward("json_schema") is json_schema
 
@@ -73,6 +128,7 @@ def test_an_answer_that_is_no_pattern_or_schema() -> None:
     [
         ("matches", ["4", "("], r"prompts\.jsonl:2: the answer '\(' is no regular expression"),
         ("json_schema", ["{}", "{"], r"prompts\.jsonl:2: the answer '\{' is no JSON schema"),
+        ("json_schema", ["{}", '{"$ref": "#/a"}'], r"prompts\.jsonl:2: .* it refers to '.*/a'"),
         ("exact_match", ["4", "("], None),
     ],
 )

@@ -48,6 +48,13 @@ def test_the_same_answer_in_other_words_votes_together() -> None:
     assert math_answer("none") is None
 
 
+@pytest.mark.parametrize(("response", "digits"), [(r"\boxed{2^{20000}}", 6021), (r"$2000!$", 5736)])
+def test_numbers_of_any_length_vote(response: str, digits: int) -> None:
+    answer = math_answer(response)
+    assert answer is not None and len(answer) == digits
+    assert math_equal(response, response) == 1
+
+
 def test_what_takes_for_ever_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maths, "_TIMEOUT_S", 3.0)
     assert math_equal(ENDLESS, "2") == 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
-import traceback
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distill.errors import ConfigError, DataError
-from distill.rewards import answer_of, contains, exact_match, last_number, load_reward
+from distill.rewards import answer_of, contains, exact_match, judge, last_number, load_reward
 
 MODULE = """
 import dataclasses
@@ -33,17 +34,26 @@ class Scaled:
 
 half = Scaled(0.5)
 
-class Stuck(Exception):
-    # It pickles, and does not unpickle.
-    def __init__(self, what, why):
-        super().__init__(what)
-
-def raising(response, answer):
-    raise {"stuck": Stuck("no way back", 1), "surrogate": ValueError("\\udcff!"),
-           "plain": KeyError("gone")}[answer]
-
 def broken(response, answer):
-    return {"nan": math.nan, "inf": math.inf, "none": None, "text": "1"}[answer]
+    return {
+        "nan": math.nan, "inf": math.inf, "none": None, "text": "1", "large": -1e308,
+        "integer": 10**400,
+    }[answer]
+
+def hang(response, answer):
+    RELEASE.wait()
+
+def exits(response, answer):
+    raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "mine": Mine}[answer](response)
+
+class Mine(Exception):
+    def __init__(self, one):
+        super().__init__(one, "two")
+
+    __reduce__ = None
+
+import threading
+RELEASE = threading.Event()
 """
 
 
@@ -135,11 +145,39 @@ def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
     assert pickle.loads(packed)("abc", "a") == 2.0
 
 
-@pytest.mark.parametrize("answer", ["nan", "inf", "none", "text"])
+@pytest.mark.parametrize("answer", ["nan", "inf", "none", "text", "large", "integer"])
 def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> None:
     reward = load_reward(f"{user_module}:broken")
     with pytest.raises(DataError, match=rf"reward {user_module}:broken returned .*'{answer}'"):
         reward("response", answer)
+
+
+def test_a_reward_that_is_late_says_which_and_of_what(user_module: str) -> None:
+    reward = load_reward(f"{user_module}:hang", timeout_s=0.2)
+    told = rf"reward {user_module}:hang is late \(over 0.2 s\).*reward_timeout_s=0.2.*'the answer'"
+    with pytest.raises(DataError, match=told):
+        asyncio.run(judge(pickle.loads(pickle.dumps(reward)), "response", "the answer"))
+    assert asyncio.run(judge(load_reward(f"{user_module}:length"), "abc", "a")) == 2.0
+    sys.modules[user_module].RELEASE.set()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("mine", "Mine")],
+)
+def test_whatever_a_reward_raises_is_an_error_of_the_reward(
+    user_module: str, answer: str, error: str
+) -> None:
+    reward = load_reward(f"{user_module}:exits")
+    with pytest.raises(DataError, match=rf"reward .*:exits raised {error}: .*'{answer}'") as raised:
+        asyncio.run(judge(reward, "half a \ud800", answer))
+    assert str(raised.value).encode()  # it goes into files
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_none(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=r"reward_timeout_s=.* must be above 0, and finite"):
+        load_reward("exact_match", timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -174,22 +212,3 @@ def test_only_rewards_of_ours_know_what_a_response_answers(user_module: str) -> 
     find = answer_of(last_number)
     assert find is not None and find("so 18") == find("18.0")
     assert answer_of(contains) is None
-
-
-@pytest.mark.parametrize(
-    "answer, kind, said",
-    [
-        ("stuck", RuntimeError, r"reward house\.rewards_of_mine:raising raised Stuck: no way back"),
-        ("surrogate", RuntimeError, r"raising raised ValueError: \\udcff!"),
-        ("plain", KeyError, "gone"),
-    ],
-)
-def test_what_a_reward_raises_can_be_told_to_other_processes(
-    user_module: str, answer: str, kind: type[Exception], said: str
-) -> None:
-    """As it is where it can be; otherwise as text, which names the reward."""
-    with pytest.raises(kind, match=said) as raised:
-        load_reward(f"{user_module}:raising")("a response", answer)
-    told = pickle.loads(pickle.dumps(raised.value))
-    assert type(told) is kind and str(told) == str(raised.value)
-    "".join(traceback.format_exception(raised.value)).encode()  # Ray sends that along
