@@ -194,7 +194,7 @@ def _answer(answer: object) -> str | None:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise DataError(f"`answer` must be a string or a number, got {answer!r}")
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise DataError(f"`answer` must be finite, got {answer!r}")
+        raise DataError(f"`answer` must be finite, got {answer!r}; write a number, or text")
     return str(answer)
 
 
