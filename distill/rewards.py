@@ -161,7 +161,9 @@ class CheckedReward:
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
             raise self._error(f"raised {type(error).__name__}: {error}", answer) from error
-        if not isinstance(reward, Real | np.bool_) or not abs(reward) <= LARGEST_REWARD:
+        if not isinstance(reward, Real | np.bool_) or not (
+            abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
+        ):
             raise self._error(
                 f"returned {reward!r}; it must return a finite number, of at most "
                 f"{LARGEST_REWARD:g} in size",
