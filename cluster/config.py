@@ -78,7 +78,7 @@ class CommonConfig:
     token_budget: int | None = chz.field(
         default=None,
         doc="padded tokens per micro-batch, over which gradients accumulate; "
-        "default: 4096 on CPU, 16384 on GPU",
+        "default: 4096 on CPU, 16384 on GPU, or less where that would not fit into memory",
     )
     seed: int = chz.field(default=0, doc="seed of prompt order, sampling and torch")
     checkpoint_every: int = chz.field(default=10, doc="steps between checkpoints")
@@ -124,9 +124,10 @@ class CommonConfig:
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
         "or CPU of its own; a run may be resumed with another number of them",
     )
-    gradient_checkpointing: bool = chz.field(
-        default=False,
-        doc="recompute activations in the backward pass: less memory, more time",
+    gradient_checkpointing: bool | None = chz.field(
+        default=None,
+        doc="recompute activations in the backward pass: less memory, more time; default: where "
+        "they would not fit into memory",
     )
     compile: bool = chz.field(
         default=False,

@@ -14,7 +14,8 @@ from cluster.layout import Layout, RolePlan, engine_memory, learner_memory, push
 from cluster.placement import Role
 from distill.errors import ConfigError
 from distill.models import resolve_device as device_here
-from learner.memory import FROZEN, TRAINED, estimate_memory
+from learner.config import TOKEN_BUDGET
+from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
 
 POLICY, REFERENCE, ROLLOUT = "policy", "reference", "rollout"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
@@ -187,10 +188,13 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
-        estimate = estimate_memory(
-            _trained_model(config), TRAINED if config.lora() is None else FROZEN
-        )
-        return learner_memory(estimate, config.learner_workers), "and activations"
+        model, workers = _trained_model(config), config.learner_workers
+        estimate = estimate_memory(model, TRAINED if config.lora() is None else FROZEN)
+        dtype = choose_dtype(config.learner_dtype, device)
+        passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
+        budget = config.token_budget or TOKEN_BUDGET[device]
+        note = passes and passes.describe(budget, config.gradient_checkpointing)
+        return learner_memory(estimate, workers), f"and {note or 'activations'}"
     engine = _engines(config, device).get(role) if isinstance(config, RolloutConfig) else None
     if engine is None:
         return 0, ""

@@ -57,7 +57,9 @@ class LearnerConfig:
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
     token_budget: int | None = chz.field(
-        default=None, doc="padded tokens per micro-batch, at most; default: TOKEN_BUDGET"
+        default=None,
+        doc="padded tokens per micro-batch, at most; default: TOKEN_BUDGET, or less where that "
+        "would not fit into memory",
     )
     seed: int = chz.field(default=0, doc="seed of torch's generator (dropout, where there is any)")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
@@ -65,8 +67,10 @@ class LearnerConfig:
     dtype: Precision = chz.field(
         default="float32", doc="what it computes in; weights, gradients and moments stay float32"
     )
-    gradient_checkpointing: bool = chz.field(
-        default=False, doc="recompute activations in the backward pass instead of keeping them"
+    gradient_checkpointing: bool | None = chz.field(
+        default=None,
+        doc="recompute activations in the backward pass instead of keeping them; default: where "
+        "they would not fit into memory",
     )
     dropout: bool = chz.field(
         default=False,

@@ -27,7 +27,7 @@ from distill.models import resolve_device
 from distill.tensors import TensorLayout
 from distill.types import FloatArray
 from distill.weights import Weights, save_weights
-from learner.config import LearnerConfig, token_budget
+from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
@@ -77,7 +77,7 @@ class Learner:
         """
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)
-        self._token_budget = token_budget(config)
+        self._token_budget = self._worker.passes.token_budget
         self._dump_dir = Path(dump_dir)
         self._flops = ModelFlops.of(self.model)
 

@@ -7,6 +7,7 @@ equally many micro-batches, and each order goes to all.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,21 @@ from distill.models import empty_causal_lm, load_causal_lm, resolve_device
 from distill.prefix_probe import shares_prefixes
 from distill.tensors import first_non_finite
 from distill.types import FloatArray
-from learner.config import LearnerConfig
+from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
 from learner.group import WorkerGroup
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
-from learner.memory import FROZEN, TRAINED, check_fits
+from learner.memory import (
+    FROZEN,
+    TRAINED,
+    PassPlan,
+    check_fits,
+    estimate_memory,
+    estimate_pass,
+    fit_pass,
+    free_bytes,
+)
 from learner.optimizer import (
     UpdateCheck,
     assert_optimizes,
@@ -41,6 +51,8 @@ from learner.optimizer import (
 )
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.trace import Stages
+
+logger = logging.getLogger(__name__)
 
 
 class LossFunction(Protocol):
@@ -116,6 +128,7 @@ class LearnerWorker:
         self._config, self._group = config, group
         share = _share(group, self.device)
         check_fits(config.model, self.device, TRAINED if config.lora is None else FROZEN, share)
+        self.passes = self._plan_passes(share)
         self.model = self._load()
         # The others hold no values yet that could be probed.
         shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
@@ -131,7 +144,7 @@ class LearnerWorker:
         self._forward = Forward(
             self.model,
             dtype=compute_dtype,
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=self.passes.gradient_checkpointing,
             dropout=config.dropout,
             root=self._root,
             shares=shares,
@@ -148,6 +161,37 @@ class LearnerWorker:
             if self.lora is None
             else merged_weights(self.lora, self.rounded)
         )
+
+    def _plan_passes(self, share: float) -> PassPlan:
+        """How passes run in the memory that the model leaves; alike on all workers."""
+        config, device, workers = self._config, self.device, self._group.size
+        asked = PassPlan(
+            config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
+            bool(config.gradient_checkpointing),
+        )
+        holding = TRAINED if config.lora is None else FROZEN
+        states = estimate_memory(config.model, holding)
+        memory = estimate_pass(config.model, dtype=config.dtype, device=device, workers=workers)
+        sharers = 1 if device.startswith("cuda") else self._group.workers_here()
+        plan = asked
+        if states is not None and memory is not None:
+            plan = fit_pass(
+                memory,
+                (free_bytes(device) - int(states.bytes * share)) // sharers,
+                device=device,
+                token_budget=config.token_budget,
+                gradient_checkpointing=config.gradient_checkpointing,
+            )
+        if self._group.total(float(plan.gradient_checkpointing)):
+            plan = plan._replace(gradient_checkpointing=True)
+        if plan != asked:
+            logger.warning(
+                "memory is short on %s: gradient_checkpointing=%s, token_budget=%d",
+                device,
+                plan.gradient_checkpointing,
+                plan.token_budget,
+            )
+        return plan
 
     @property
     def most_mask(self) -> int:

@@ -371,3 +371,13 @@ def test_a_learner_that_cannot_be_is_refused(settings: dict, message: str) -> No
 def test_kernels_that_are_not_installed_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         SftConfig(model="m", data="d", out="o", liger=True)
+
+
+@pytest.mark.parametrize("given, kept", [([], None), (["True"], True), (["False"], False)])
+def test_gradient_checkpointing_is_asked_for_refused_or_left_open(
+    given: list[str], kept: bool | None
+) -> None:
+    arguments = ["model=m", "data=d", "out=o", *(f"gradient_checkpointing={way}" for way in given)]
+    config = chz.entrypoint(SftConfig, argv=arguments)
+    assert config.gradient_checkpointing is kept
+    assert config.learner("m", "cpu").gradient_checkpointing is kept

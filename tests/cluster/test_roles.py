@@ -78,7 +78,8 @@ def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
     lines = describe_layout(config).splitlines()
     rows = {line.split()[0]: line for line in lines}
     assert rows["policy"].split()[1] == "2..5" and "and caches" in rows["policy"]
-    assert "MiB" in rows["learner"] and rows["learner"].endswith("and activations")
+    assert "MiB" in rows["learner"]
+    assert "MiB for a pass of 4096 tokens, or " in rows["learner"]
     assert rows["placed"] == "placed   pack, learner and policy on one node"
     assert "to 2 policy engines after each step" in rows["push"]
     assert rows["needs"] == "needs    4 CPU to start; grown to the most, 7 CPU"

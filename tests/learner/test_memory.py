@@ -1,0 +1,195 @@
+"""What a pass keeps is what the plan says, and a plan that does not fit becomes one that does."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from distill.errors import ConfigError
+from distill.objective import ObjectiveConfig
+from distill.shared_prefix import SharedPrefixModel
+from learner.config import LearnerConfig, Precision
+from learner.learner import Learner, Part
+from learner.memory import (
+    TRAINED,
+    MemoryEstimate,
+    PassMemory,
+    PassPlan,
+    estimate_memory,
+    estimate_pass,
+    fit_pass,
+    readable,
+)
+from learner.objective import PolicyObjectiveLoss
+from tests.conftest import TinyPair
+from tests.samples import training_row
+
+LENGTH = 192
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, intermediate_size=384, num_key_value_heads=1, head_dim=32),
+    "qwen3, wide heads": Qwen3Config(
+        **SIZES, intermediate_size=320, num_key_value_heads=2, head_dim=64
+    ),
+    "llama": LlamaConfig(**SIZES, intermediate_size=352, num_key_value_heads=4),
+    "llama, grouped heads": LlamaConfig(**SIZES, intermediate_size=448, num_key_value_heads=1),
+}
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=False,
+)
+GIB = 1 << 30
+
+
+def kept(config: PreTrainedConfig, layers: int, dtype: Precision, workers: int) -> int:
+    """Bytes that autograd keeps of a row's activations; weights, and copies of them, left out."""
+    config.num_hidden_layers = layers
+    if hasattr(config, "layer_types"):
+        config.layer_types = ["full_attention"] * layers
+    model = AutoModelForCausalLM.from_config(config)
+    autocast = dtype == "bfloat16" and workers == 1
+    if dtype == "bfloat16" and not autocast:
+        model.to(torch.bfloat16)  # as FSDP gathers the weights
+    found: dict[int, tuple[Tensor, int]] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if LENGTH in tensor.shape:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    tokens_1T = torch.arange(LENGTH)[None] % config.vocab_size
+    with (
+        torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+    ):
+        _hidden_1TH = SharedPrefixModel(model).hidden_padded(tokens_1T)
+    return sum(size for _, size in found.values())
+
+
+def memory_of(config: PreTrainedConfig, dtype: Precision, workers: int, **changes: Any):
+    settings = {"device": "cpu", "parameters": 0, "query_norm": isinstance(config, Qwen3Config)}
+    return PassMemory.of(config, dtype=dtype, workers=workers, **settings | changes)
+
+
+@pytest.mark.parametrize(
+    "dtype, workers", [("float32", 1), ("bfloat16", 1), ("bfloat16", 2)], ids=str
+)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_keeps_what_is_estimated(name: str, dtype: Precision, workers: int) -> None:
+    config = SHAPES[name]
+    two, four = (kept(config, layers, dtype, workers) for layers in (2, 4))
+    estimate = memory_of(config, dtype, workers)
+    assert estimate.in_layer == pytest.approx((four - two) / 2 / LENGTH, rel=0.03)
+
+
+@cache
+def parameters() -> int:
+    """Of Qwen3-8B."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(QWEN3_8B)
+    return sum(p.numel() for p in model.parameters())
+
+
+def plan(workers: int, free: int, **asked: Any) -> PassPlan:
+    """Qwen3-8B on so many GPUs with so much memory each."""
+    count = parameters()
+    states = MemoryEstimate(parameters=count, holding=TRAINED).bytes // workers
+    memory = memory_of(QWEN3_8B, "bfloat16", workers, device="cuda", parameters=count)
+    settings = {"token_budget": None, "gradient_checkpointing": None} | asked
+    return fit_pass(memory, free - states, device="cuda:0", **settings)
+
+
+def test_qwen3_8b_on_four_gpus_recomputes_its_layers() -> None:
+    memory = memory_of(QWEN3_8B, "bfloat16", 4, device="cuda", parameters=parameters())
+    assert 110 * GIB < memory.bytes(16_384, checkpointing=False) < 160 * GIB
+    assert memory.bytes(16_384, checkpointing=True) < 20 * GIB
+    assert plan(4, 80 * GIB) == PassPlan(16_384, gradient_checkpointing=True)
+    assert plan(4, 240 * GIB) == PassPlan(16_384, gradient_checkpointing=False)
+    assert plan(4, 80 * GIB, token_budget=2048) == PassPlan(2048, gradient_checkpointing=False)
+
+
+def test_a_smaller_budget_where_recomputing_is_not_enough() -> None:
+    chosen = plan(4, 42 * GIB)
+    assert chosen.gradient_checkpointing and 1024 <= chosen.token_budget < 16_384
+    forbidden = plan(4, 60 * GIB, gradient_checkpointing=False)
+    assert not forbidden.gradient_checkpointing and forbidden.token_budget < 16_384
+
+
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        (
+            {"token_budget": 16_384, "gradient_checkpointing": False},
+            r"token_budget=16384 needs 1\d\d GiB .* cuda:0 has .* Use gradient_checkpointing=True",
+        ),
+        ({"token_budget": 1 << 19}, r"token_budget=524288 needs .* Use a smaller token_budget"),
+    ],
+)
+def test_what_was_asked_for_and_does_not_fit_is_refused(
+    asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(4, 80 * GIB, **asked)
+
+
+def test_the_plan_says_what_a_pass_takes() -> None:
+    memory = memory_of(QWEN3_8B, "bfloat16", 4, device="cuda", parameters=parameters())
+    both = memory.describe(16_384, None)
+    assert re.fullmatch(r"1\d\d GiB for a pass of 16384 tokens, or 1?\d(\.\d)? GiB with .*", both)
+    for way in (False, True):
+        of_way = readable(memory.bytes(512, checkpointing=way))
+        assert memory.describe(512, way) == f"{of_way} for a pass of 512 tokens"
+
+
+def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [training_row(5, 40, seed=seed) for seed in range(4)]
+    config = LearnerConfig(model=tiny_pair.teacher, total_steps=1, device="cpu")
+    plenty = Learner(config, str(tmp_path))
+    passes = plenty._worker.passes
+    assert passes == PassPlan(4096, gradient_checkpointing=False)
+    memory = estimate_pass(tiny_pair.teacher, dtype="float32", device="cpu", workers=1)
+    states = estimate_memory(tiny_pair.teacher)
+    assert memory is not None and states is not None
+    room = memory.bytes(2048, checkpointing=True)
+    monkeypatch.setattr("learner.worker.free_bytes", lambda device: states.bytes + room)
+    short = Learner(config, str(tmp_path))
+    assert short._worker.passes == PassPlan(2048, gradient_checkpointing=True)
+    assert any(getattr(m, "gradient_checkpointing", False) for m in short.model.modules())
+    loss = PolicyObjectiveLoss(objective=ObjectiveConfig())
+    ours, theirs = (made.step(Part(rows_D=rows, loss=loss)) for made in (short, plenty))
+    for name in ("train/loss", "train/grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+    with pytest.raises(ConfigError, match="token_budget=4096 needs"):
+        Learner(chz.replace(config, token_budget=4096), str(tmp_path))
+
+
+def test_what_was_asked_for_and_fits_is_kept() -> None:
+    for checkpointing in (False, True):
+        asked = {"token_budget": 1500, "gradient_checkpointing": checkpointing}
+        assert plan(4, 80 * GIB, **asked) == PassPlan(1500, checkpointing)
