@@ -59,24 +59,37 @@ def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
     return sums_N
 
 
-def opd_advantages(segment: Segment, kl_coef: float, kl_discount_factor: float) -> FloatArray:
+def opd_advantages(
+    segments: Sequence[Segment], kl_coef: float, kl_discount_factor: float
+) -> list[FloatArray]:
     """A_t = -kl_coef * sum_{s >= t} g^{s-t} (log p_T(y_s) - log q_T(y_s)) on actions, 0 elsewhere.
 
-    log p_T is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
-    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0.
+    The sum goes to the end of the trajectory, whose segments these are; an array for each. log p_T
+    is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
+    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0. The loss puts the learner's own log p_T in place of
+    the behaviour's: `distill.losses.own_advantages`.
 
     Raises:
-        DataError: the segment has not been scored by a teacher.
+        DataError: a segment has not been scored by a teacher.
     """
-    if segment.teacher_logprobs_T is None:
-        raise DataError("teacher_logprobs_T is missing: the segment was not scored by a teacher")
-    mask_T = segment.action_mask_T
-    gap_N = segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
-    return on_actions(segment, -kl_coef * discounted_future_sum(gap_N, kl_discount_factor))
+    gaps = []
+    for segment in segments:
+        if segment.teacher_logprobs_T is None:
+            raise DataError(
+                "teacher_logprobs_T is missing: the segment was not scored by a teacher"
+            )
+        mask_T = segment.action_mask_T
+        gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
+    sums_N = discounted_future_sum(np.concatenate(gaps), kl_discount_factor)
+    ends = np.cumsum([len(gap_N) for gap_N in gaps])[:-1]
+    return [
+        on_actions(segment, -kl_coef * part_N)
+        for segment, part_N in zip(segments, np.split(sums_N, ends), strict=True)
+    ]
 
 
-def outside_top(segment: Segment, advantages_T: FloatArray) -> FloatArray:
-    """The advantages of those actions that are not among the teacher's likeliest; 0 elsewhere.
+def outside_top(segment: Segment, values_T: FloatArray) -> FloatArray:
+    """The values of those actions that are not among the teacher's likeliest; 0 elsewhere.
 
     Raises:
         DataError: the teacher was not asked for its likeliest tokens.
@@ -85,7 +98,7 @@ def outside_top(segment: Segment, advantages_T: FloatArray) -> FloatArray:
         raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
     actions_N = segment.tokens_T[segment.action_mask_T]
     in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
-    return on_actions(segment, np.where(in_top_N, 0, advantages_T[segment.action_mask_T]))
+    return on_actions(segment, np.where(in_top_N, 0, values_T[segment.action_mask_T]))
 
 
 def reference_gaps(segment: Segment) -> FloatArray:

@@ -18,6 +18,27 @@ from distill.sampling import check_temperature
 from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRows:
+    """What a row's loss takes from the other rows of its sequence: the trajectory's other segments.
+
+    They may be in another micro-batch, or on another worker.
+
+    Attributes:
+        tokens: how many tokens are trained in them.
+        log_ratio: the sum of log pi - log old over those; gspo's ratio is the sequence's.
+        future_kl: of those that follow, sum_s g^s c_s (log pi - log mu)(y_s), s counted from the
+            first of them; see `distill.losses.own_advantages`.
+    """
+
+    tokens: int = 0
+    log_ratio: float = 0.0
+    future_kl: float = 0.0
+
+
+NO_OTHER_ROWS = OtherRows()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
     """One token chain ready for a loss. All `_T` arrays have the same length.
@@ -36,6 +57,10 @@ class TrainingRow:
         teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
             None: what the row has there.
         teacher_top: that teacher's likeliest tokens, a row a trained token.
+        sampled_kl_coef_T: weight of log p - log q of the sampled token in `weights_T`, where that
+            log p is the sampler's; None: the advantage has no such term.
+        ends_sequence: False where the row that follows goes on with the same sequence.
+        other_rows: what is needed of the rest of that sequence.
 
     Raises:
         DataError: unequal lengths, nothing to train on, or a non-finite number on a trained token.
@@ -54,11 +79,14 @@ class TrainingRow:
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
     teacher_top: TopLogprobs | None = None
+    sampled_kl_coef_T: FloatArray | None = None
+    ends_sequence: bool = True
+    other_rows: OtherRows = NO_OTHER_ROWS
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature, f"temperature of {self.source}")
         floats = ["weights_T", "behaviour_logprobs_T"]
-        for name in ("proximal_logprobs_T", "reference_logprobs_T"):
+        for name in ("proximal_logprobs_T", "reference_logprobs_T", "sampled_kl_coef_T"):
             if getattr(self, name) is not None:
                 floats.append(name)
         for name in ("loss_mask_T", *floats):
@@ -120,6 +148,7 @@ class Batch:
     teacher_coef_N: Tensor
     teacher_top_ids_NK: Tensor | None
     teacher_top_logprobs_NK: Tensor | None
+    sampled_kl_coef_N: Tensor | None
     rows: tuple[TrainingRow, ...]
 
     def sum_by_row(self, values_N: Tensor) -> Tensor:
@@ -129,6 +158,27 @@ class Batch:
     def mean_by_row(self, values_N: Tensor) -> Tensor:
         """The mean of each row's values, shape (rows,)."""
         return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
+
+    def sequence_tokens(self) -> Tensor:
+        """How many tokens are trained of each row's whole sequence, shape (rows,)."""
+        return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
+
+    def of_rows(self, values: Sequence[float]) -> Tensor:
+        """A number a row, shape (rows,), beside `weights_N`."""
+        return self.weights_N.new_tensor(values)
+
+    def future_sum(self, values_N: Tensor, discount: float, after_B: Tensor) -> Tensor:
+        """S_t = v_t + g S_{t+1} within each row, whose last token is followed by `after_B`."""
+        sums_N = values_N.clone()
+        last_B = self.sum_by_row(torch.ones_like(values_N)).long().cumsum(0) - 1
+        sums_N[last_B] += discount * after_B.to(sums_N.dtype)
+        reach = 1  # of each sum, in tokens; doubled
+        while reach < len(sums_N) and (factor := discount**reach):
+            same_row = self.row_N[reach:] == self.row_N[:-reach]
+            further_N = torch.where(same_row, factor * sums_N[reach:], 0)
+            sums_N = torch.cat([sums_N[:-reach] + further_N, sums_N[-reach:]])
+            reach *= 2
+        return sums_N
 
 
 # Running a context once for several rows pays if it saves at least this many tokens.
@@ -358,5 +408,6 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
         teacher_top_logprobs_NK=(
             gather([top.logprobs_NK for top in tops], torch.float32) if have_tops else None
         ),
+        sampled_kl_coef_N=gather_optional("sampled_kl_coef_T"),
         rows=tuple(rows),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from distill.objective import (
     DRO_BETA,
     DUAL_CLIP,
     Normalisation,
+    ObjectiveConfig,
     PolicyObjective,
 )
 
@@ -32,10 +34,13 @@ Metrics = dict[str, Tensor]
 
 
 class StepCounts(NamedTuple):
-    """Of the whole optimizer step, whatever micro-batch a loss is looking at."""
+    """Of the whole optimizer step, whatever micro-batch a loss is looking at.
+
+    A sequence is a row, or the rows of all segments of a trajectory.
+    """
 
     tokens: int
-    rows: int
+    sequences: int
 
 
 class TokenLoss(NamedTuple):
@@ -101,30 +106,58 @@ def gspo(
     logprobs_N: Tensor,
     old_N: Tensor,
     advantages_N: Tensor,
-    mean_by_row: Callable[[Tensor], Tensor],
-    row_N: Tensor,
+    mean_of_sequence: Callable[[Tensor], Tensor],
     *,
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the sequence's ratio per token.
 
-    s = exp(mean_t(log pi - log old)) of the token's own row. GSPO-token of Zheng et al. 2025 (eq.
+    s = exp(mean_t(log pi - log old)) of the token's own sequence, of which `mean_of_sequence` gives
+    each token the mean, from the log ratios of these. GSPO-token of Zheng et al. 2025 (eq.
     13): the value is the sequence's, each token's gradient its own, so that advantages may differ
-    within a row; where they do not, and rows are weighed as sequences, it is GSPO itself.
+    within a sequence; where they do not, and sequences are weighed alike, it is GSPO itself.
     """
-    sequence_N = mean_by_row((logprobs_N - old_N).detach())[row_N].exp()
+    sequence_N = mean_of_sequence((logprobs_N - old_N).detach()).exp()
     ratio_N = sequence_N * (logprobs_N - logprobs_N.detach()).exp()
     free_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
     return TokenLoss(-torch.minimum(free_N, bounded_N), bounded_N < free_N)
 
 
+def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Tensor:
+    """The batch's advantages with the learner's own log pi wherever they have the sampler's log mu.
+
+        A_t - b d_t - sum_{s >= t} g^{s-t} c_s d_s    with    d = log pi - log mu, no gradient
+
+    b is `reference_kl_coef`, c the weight of the teacher's sampled term and g `kl_discount_factor`;
+    the sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
+    pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
+    that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
+    centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
+    """
+    moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
+    advantages_N = batch.weights_N.detach()
+    if how.reference_kl_coef:
+        advantages_N = advantages_N - how.reference_kl_coef * moved_N
+    if (coef_N := batch.sampled_kl_coef_N) is not None:
+        after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
+        moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
+        advantages_N = advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
+    return advantages_N
+
+
+def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:
+    """The mean log ratio of each token's whole sequence, shape (N,)."""
+    others_B = batch.of_rows([row.other_rows.log_ratio for row in batch.rows])
+    return ((batch.sum_by_row(log_ratio_N) + others_B) / batch.sequence_tokens())[batch.row_N]
+
+
 def token_losses(
-    logprobs_N: Tensor, old_N: Tensor, batch: Batch, how: PolicyObjective
+    logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, batch: Batch, how: PolicyObjective
 ) -> TokenLoss:
     """The loss named by `how`, with its bounds or their defaults."""
-    old_N, advantages_N = old_N.detach(), batch.weights_N.detach()
+    old_N, advantages_N = old_N.detach(), advantages_N.detach()
     assert logprobs_N.shape == old_N.shape == advantages_N.shape and logprobs_N.ndim == 1
     low, high = CLIP.get(how.loss, (0.0, 0.0))
     low = low if how.clip_low is None else how.clip_low
@@ -143,7 +176,7 @@ def token_losses(
             return dro(logprobs_N, old_N, advantages_N, beta=how.dro_beta or DRO_BETA)
         case "gspo":
             return gspo(
-                logprobs_N, old_N, advantages_N, batch.mean_by_row, batch.row_N,
+                logprobs_N, old_N, advantages_N, partial(mean_of_sequence, batch=batch),
                 clip_low=low, clip_high=high,
             )  # fmt: skip
         case unknown:
@@ -170,20 +203,19 @@ def mismatch_weights(
 def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
     """What each token's loss is multiplied by, shape (N,): one over the step's tokens, or over its
     sequences and the tokens of its own."""
-    ones_N = torch.ones_like(batch.weights_N)
     if how == "token":
-        return ones_N / counts.tokens
-    return ones_N / (counts.rows * batch.sum_by_row(ones_N)[batch.row_N])
+        return torch.ones_like(batch.weights_N) / counts.tokens
+    return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
 
 
 def policy_loss(
-    stats: TokenStats, batch: Batch, counts: StepCounts, how: PolicyObjective
+    stats: TokenStats, batch: Batch, counts: StepCounts, how: ObjectiveConfig
 ) -> tuple[Tensor, Metrics]:
     """The policy loss, less the entropy bonus, plus the divergence from the teacher.
 
     Args:
         stats: of the learner's present weights; `divergence_N` where a divergence is trained on.
-        batch: `weights_N` are the advantages.
+        batch: `weights_N` are the advantages, in which every log p is the sampler's.
 
     Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
     `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
@@ -198,7 +230,7 @@ def policy_loss(
         proximal_N = batch.proximal_logprobs_N
         old_N = logprobs_N.detach() if proximal_N is None else proximal_N
         weight_N, corrected_N = mismatch_weights(old_N, behaviour_N, how)
-    made = token_losses(logprobs_N, old_N, batch, how)
+    made = token_losses(logprobs_N, old_N, own_advantages(logprobs_N, batch, how), batch, how)
     scale_N = normaliser(batch, counts, how.normalisation)
     per_token_N = weight_N * made.loss_N
     if how.entropy_coef:
@@ -287,7 +319,7 @@ def dpo(
     `dpo/rejected_reward`.
     """
     assert logprobs_D.shape == reference_D.shape and len(logprobs_D) % 2 == 0
-    pairs = counts.rows // 2
+    pairs = counts.sequences // 2
     chosen_P, rejected_P = (beta * (logprobs_D - reference_D)).view(-1, 2).unbind(dim=1)
     margin_P = chosen_P - rejected_P
     loss = -logsigmoid(margin_P).sum() / pairs

@@ -95,7 +95,7 @@ class PolicyObjective:
         default=False, doc="divide reward advantages by the group's standard deviation"
     )
     remove_constant_reward_groups: bool = chz.field(
-        default=False, doc="leave out groups whose members all have the same reward"
+        default=False, doc="rl: leave out groups whose members all have the same reward"
     )
     reference_kl_coef: float = chz.field(
         default=0.0, doc="weight of the centred KL penalty towards the reference model"
@@ -202,6 +202,15 @@ class ObjectiveConfig(PolicyObjective):
             )
         if self.teacher_top_k is not None and self.teacher_top_k < 1:
             raise ConfigError(f"teacher_top_k={self.teacher_top_k} must be at least 1")
+
+    @chz.validate
+    def _no_filter_beside_a_teacher(self) -> None:
+        if self.remove_constant_reward_groups and self.kl_coef:
+            raise ConfigError(
+                f"remove_constant_reward_groups=True with kl_coef={self.kl_coef} would only throw "
+                "away the teacher's signal: a group of one reward has a reward advantage of 0 "
+                "anyway; leave it out (recipe=rl trains on rewards alone)"
+            )
 
     def _check_estimator(self) -> None:
         sampled, top = self.estimator == "sampled", self.estimator == "top_k"

@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
-from distill.advantages import on_actions, opd_advantages, outside_top, policy_advantages
-from distill.batching import TrainingRow
+from distill.advantages import (
+    discounted_future_sum,
+    on_actions,
+    opd_advantages,
+    outside_top,
+    policy_advantages,
+)
+from distill.batching import OtherRows, TrainingRow
 from distill.objective import ObjectiveConfig
-from distill.types import BoolArray, FloatArray, Segment, TokenArray, TrajectoryGroup
+from distill.types import (
+    BoolArray,
+    FloatArray,
+    Segment,
+    TokenArray,
+    Trajectory,
+    TrajectoryGroup,
+)
+
+# log p_T of each row's trained tokens, by some weights: an array a row.
+Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
 def policy_rows(
@@ -23,33 +40,120 @@ def policy_rows(
 
     Each group's teacher counts kl_coef times its weight (1 without weights). Its part is an
     advantage where it is known by the sampled token alone, and `teacher_coef` where the learner
-    computes a divergence.
+    computes a divergence. A trajectory's rows are one sequence.
 
     Raises:
         DataError: a segment lacks a score that the objective needs.
     """
     rows_D = []
-    for group, segment, advantages_T in policy_advantages(groups_P, objective):
+    advantages = iter(policy_advantages(groups_P, objective))
+    for group in groups_P:
         coef = objective.kl_coef
-        if coef:
-            coef *= 1.0 if teacher_weights is None else teacher_weights[group.teacher]
-            advantages_T = advantages_T + _teacher_advantages(segment, objective, coef)
-        rows_D.append(
-            TrainingRow(
-                tokens_T=segment.tokens_T,
-                loss_mask_T=segment.action_mask_T,
-                weights_T=advantages_T,
-                behaviour_logprobs_T=segment.behaviour_logprobs_T,
-                temperature=segment.temperature,
-                source=f"group {group.group_id}",
-                teacher=group.teacher,
-                teacher_coef=0.0 if objective.estimator == "sampled" else coef,
-                teacher_context_T=segment.teacher_context_T,
-                teacher_replaces=segment.teacher_replaces,
-                teacher_top=segment.teacher_top,
-            )
-        )
+        if coef and teacher_weights is not None:
+            coef *= teacher_weights[group.teacher]
+        for trajectory in group.trajectories_G:
+            tokens = sum(segment.num_actions for segment in trajectory.segments)
+            for of_teacher in _teacher_terms(trajectory, objective, coef):
+                _, segment, advantages_T = next(advantages)
+                rows_D.append(
+                    TrainingRow(
+                        tokens_T=segment.tokens_T,
+                        loss_mask_T=segment.action_mask_T,
+                        weights_T=advantages_T + of_teacher.advantages_T,
+                        behaviour_logprobs_T=segment.behaviour_logprobs_T,
+                        temperature=segment.temperature,
+                        source=f"group {group.group_id}",
+                        teacher=group.teacher,
+                        teacher_coef=0.0 if objective.estimator == "sampled" else coef,
+                        teacher_context_T=segment.teacher_context_T,
+                        teacher_replaces=segment.teacher_replaces,
+                        teacher_top=segment.teacher_top,
+                        sampled_kl_coef_T=of_teacher.sampled_kl_coef_T,
+                        ends_sequence=segment is trajectory.segments[-1],
+                        other_rows=OtherRows(tokens=tokens - segment.num_actions),
+                    )
+                )
     return rows_D
+
+
+class _TeacherTerm(NamedTuple):
+    """The sampled part of a teacher's term in a segment, as in `TrainingRow`."""
+
+    advantages_T: FloatArray
+    sampled_kl_coef_T: FloatArray | None
+
+
+def _teacher_terms(
+    trajectory: Trajectory, objective: ObjectiveConfig, coef: float
+) -> list[_TeacherTerm]:
+    segments = trajectory.segments
+    outside = objective.estimator == "top_k" and objective.tail == "sampled"
+    if not coef or not (outside or objective.estimator == "sampled"):
+        return [_TeacherTerm(np.zeros(len(segment), np.float32), None) for segment in segments]
+    terms = []
+    made = opd_advantages(segments, coef, objective.kl_discount_factor)
+    for segment, advantages_T in zip(segments, made, strict=True):
+        term = advantages_T, on_actions(segment, np.full(segment.num_actions, coef, np.float32))
+        if outside:
+            term = outside_top(segment, term[0]), outside_top(segment, term[1])
+        terms.append(_TeacherTerm(*term))
+    return terms
+
+
+def with_other_rows(
+    rows_D: Sequence[TrainingRow], objective: ObjectiveConfig, score: Score
+) -> list[TrainingRow]:
+    """The rows of an update, those of one sequence knowing of each other what the loss needs.
+
+    Args:
+        score: by the weights that the update starts from. It is asked only for sequences of several
+            rows, and only where a loss joins their tokens: gspo's ratio, discounted future terms.
+    """
+    joined = [rows for rows in _sequences(rows_D) if len(rows) > 1]
+    if not joined or not (objective.loss == "gspo" or objective.kl_discount_factor):
+        return list(rows_D)
+    scored = iter(score([row for rows in joined for row in rows]))
+    filled = {
+        id(row): replace(row, other_rows=others)
+        for rows in joined
+        for row, others in zip(
+            rows, _others(rows, [next(scored) for _ in rows], objective), strict=True
+        )
+    }
+    return [filled.get(id(row), row) for row in rows_D]
+
+
+def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
+    rows: list[TrainingRow] = []
+    for row in rows_D:
+        rows.append(row)
+        if row.ends_sequence:
+            yield rows
+            rows = []
+    assert not rows, f"{rows[0].source}: its sequence has no end among the rows"
+
+
+def _others(
+    rows: Sequence[TrainingRow], logprobs: Sequence[FloatArray], objective: ObjectiveConfig
+) -> list[OtherRows]:
+    """Of each of a sequence's rows, what it needs of the others."""
+    log_ratios, future_kls, following = [], [], 0.0
+    for row, logprobs_N in reversed(list(zip(rows, logprobs, strict=True))):
+        mask_T = row.loss_mask_T
+        moved_N = logprobs_N.astype(np.float64) - row.behaviour_logprobs_T[mask_T]
+        old_N = row.behaviour_logprobs_T[mask_T]
+        if objective.correction != "none":  # without proximal log-probs the ratio is 1
+            proximal_T = row.proximal_logprobs_T
+            old_N = logprobs_N if proximal_T is None else proximal_T[mask_T]
+        log_ratios.insert(0, float((logprobs_N.astype(np.float64) - old_N).sum()))
+        future_kls.insert(0, following)
+        if row.sampled_kl_coef_T is not None:
+            kl_N = np.append(row.sampled_kl_coef_T[mask_T] * moved_N, following)
+            following = float(discounted_future_sum(kl_N, objective.kl_discount_factor)[0])
+    return [
+        replace(row.other_rows, log_ratio=sum(log_ratios) - log_ratio, future_kl=future_kl)
+        for row, log_ratio, future_kl in zip(rows, log_ratios, future_kls, strict=True)
+    ]
 
 
 def rows_by_group(
@@ -67,7 +171,7 @@ def rows_by_group(
 
 def with_reference(
     groups_P: Sequence[TrajectoryGroup],
-    logprobs: Callable[[Sequence[TrainingRow]], Sequence[FloatArray]],
+    logprobs: Score,
 ) -> list[TrajectoryGroup]:
     """The groups with `reference_logprobs_T`, by a reference that scores rows' trained tokens."""
     segments = [segment for group in groups_P for segment in group.segments()]
@@ -110,16 +214,8 @@ def row_to_score(
     )
 
 
-def _teacher_advantages(segment: Segment, objective: ObjectiveConfig, coef: float) -> FloatArray:
-    if objective.estimator == "sampled":
-        return opd_advantages(segment, coef, objective.kl_discount_factor)
-    if objective.estimator == "top_k" and objective.tail == "sampled":
-        return outside_top(segment, opd_advantages(segment, coef, 0.0))
-    return np.zeros(len(segment), np.float32)
-
-
 def advantage_metrics(rows_D: Sequence[TrainingRow]) -> dict[str, float]:
-    """Mean, standard deviation and extremes of the advantages of all trained tokens."""
+    """Mean, standard deviation and extremes of all trained tokens' advantages as sampled."""
     advantages_N = np.concatenate([row.weights_T[row.loss_mask_T] for row in rows_D])
     return {
         "advantage/mean": float(advantages_N.mean(dtype=np.float64)),

@@ -46,7 +46,7 @@ class PreferenceLoss:
         )
         metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
         chosen_nll_P = -batch.mean_by_row(stats.logprobs_N)[::2]
-        nll = chosen_nll_P.sum() / (counts.rows // 2)
+        nll = chosen_nll_P.sum() / (counts.sequences // 2)
         metrics["dpo/chosen_nll"] = nll.detach()
         return loss + self.sft_coef * nll, metrics
 

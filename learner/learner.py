@@ -125,9 +125,16 @@ class Learner:
             "train/padding_share": 1 - sum(map(len, rows_D)) / padded,
         }
 
+    def skip_update(self) -> None:
+        """Lets an update that the schedule counts pass without one: nothing but the lr changes."""
+        self._on_all("skip_update")
+
     def _deal(self, part: Part) -> list[list[MicroBatch]]:
         """The part's micro-batches, by worker."""
-        counts = StepCounts(sum(row.num_trained for row in part.rows_D), len(part.rows_D))
+        counts = StepCounts(
+            tokens=sum(row.num_trained for row in part.rows_D),
+            sequences=sum(row.ends_sequence for row in part.rows_D),
+        )
         batches = self._split(part.rows_D, part.rows_per_unit)
         loss = self._number_of(part.loss)
         return [

@@ -25,7 +25,13 @@ from distill.batching import Batch, TrainingRow
 from distill.delivery import Taken, TrainedGroups
 from distill.losses import Metrics, StepCounts
 from distill.metrics import group_metrics, merge_updates
-from distill.rows import advantage_metrics, policy_rows, rows_by_group, with_reference
+from distill.rows import (
+    advantage_metrics,
+    policy_rows,
+    rows_by_group,
+    with_other_rows,
+    with_reference,
+)
 from distill.types import TrajectoryGroup
 from distill.weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -195,26 +201,30 @@ class PolicyLoop:
     def _learn(self, groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """The step's optimizer updates: one, or `num_substeps` on a part of the groups each.
 
-        With every group filtered out and no supervised rows there is none, and the weights stay.
+        One that has neither groups (filtered out, or fewer than updates) nor supervised rows is
+        skipped: the weights stay, and the schedule goes on.
         """
         objective = self._loss.objective
         if objective.remove_constant_reward_groups:
             groups_P = [group for group in groups_P if not has_constant_reward(group)]
         all_rows_D: list[TrainingRow] = []
-        parts: list[list[TrainingRow]] = [[]]
         metrics: dict[str, float] = {"train/groups": len(groups_P)}
         if groups_P:
             all_rows_D = policy_rows(groups_P, objective, self._teacher_weights)
             metrics |= advantage_metrics(all_rows_D)
-            parts = self._split(all_rows_D, groups_P)
         updates = []
-        for i, rows_D in enumerate(parts):
-            update = [Part(rows_D=rows_D, loss=self._loss)] if rows_D else []
+        for i, rows_D in enumerate(self._split(all_rows_D, groups_P)):
+            update = []
+            if rows_D:
+                rows_D = with_other_rows(rows_D, objective, self.learner.logprobs)
+                update.append(Part(rows_D=rows_D, loss=self._loss))
             if mix := self._supervised:
                 batch = mix.stream.batch(self.step_count * objective.num_substeps + i)
                 update.append(Part(rows_D=batch, loss=mixed_loss, coef=mix.coef))
             if update:
                 updates.append(self.learner.step(*update))
+            else:
+                self.learner.skip_update()
         self._keep(self.step_count + 1, groups_P, all_rows_D)
         return metrics | merge_updates(updates)
 
@@ -223,16 +233,13 @@ class PolicyLoop:
     ) -> list[list[TrainingRow]]:
         """The rows of each update, split by group, with the log-probs that ratios need."""
         objective = self._loss.objective
-        substeps = min(objective.num_substeps, len(groups_P))
-        if substeps == 1:
-            return [rows_D]
-        if objective.correction != "none":
+        parts = np.array_split(np.arange(len(groups_P)), objective.num_substeps)
+        if objective.correction != "none" and sum(map(bool, map(len, parts))) > 1:
             rows_D = [
                 _with_proximal(row, logprobs_N)
                 for row, logprobs_N in zip(rows_D, self.learner.logprobs(rows_D), strict=True)
             ]
         rows_P = [rows for _, rows in rows_by_group(groups_P, rows_D)]
-        parts = np.array_split(np.arange(len(groups_P)), substeps)
         return [[row for p in part for row in rows_P[p]] for part in parts]
 
     def save(self) -> Checkpoint:

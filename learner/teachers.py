@@ -114,4 +114,5 @@ def as_seen(row: TrainingRow) -> TrainingRow:
         reference_logprobs_T=None,
         teacher_context_T=None,
         teacher_replaces=0,
+        sampled_kl_coef_T=None,
     )

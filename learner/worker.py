@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -297,6 +298,12 @@ class LearnerWorker:
         load_moments(path, self.model, self.optimizer, self._group.collectives)
         if self._config.offload_optimizer:
             put_away(self.optimizer)
+
+    def skip_update(self, _: None) -> None:
+        """Goes on in the course of the learning rate."""
+        with warnings.catch_warnings():  # of a schedule that is ahead of its optimizer, as this is
+            warnings.simplefilter("ignore", UserWarning)
+            self.schedule.step()
 
     def set_schedule(self, state: Mapping[str, Any]) -> None:
         """Where the learning rate is in its course."""

@@ -7,18 +7,19 @@ rows, batches, forward pass and loss that train; truths by autograd over plain m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batching import TrainingRow, collate
+from distill.batching import Batch, TrainingRow, collate
+from distill.logprobs import TokenStats
 from distill.losses import StepCounts
 from distill.models import new_qwen3
 from distill.objective import ObjectiveConfig
@@ -150,36 +151,59 @@ class World:
         """`directory` receives the teacher's checkpoint."""
         self.student, self.teacher = tiny(0), tiny(1)
         self.teacher.requires_grad_(False)
-        self.learning = tiny(0)
+        self.learning, self.current = tiny(0), tiny(0)
         self._forward = Forward(self.learning)
+        self._probabilities: dict[float, Tensor] = {}
+        self._segments: dict[tuple[float, float], list[Segment]] = {}
+        for plain, own in zip(self.current.parameters(), self.learning.parameters(), strict=True):
+            plain.data = own.data  # the same weights, for plain calls
         path = str(directory / "teacher")
         self.teacher.save_pretrained(path)
         self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
 
     @torch.no_grad()
+    def move_learner(self, away: float) -> None:
+        """Puts the learner's weights this far (relatively) from the sampler's, in one direction."""
+        generator = torch.Generator().manual_seed(7)
+        for own, sampling in zip(
+            self.learning.parameters(), self.student.parameters(), strict=True
+        ):
+            direction = torch.randn(sampling.shape, generator=generator)
+            own.copy_(sampling + away * sampling.norm() / sampling.numel() ** 0.5 * direction)
+
     def probabilities(self, T: float) -> Tensor:
-        """p_T of every response, float64."""
-        sums = [token_logprobs(self.student, response, T).sum() for response in responses()]
-        return torch.stack(sums).double().exp()
+        """p_T of every response under the policy that samples, float64."""
+        if T not in self._probabilities:
+            with torch.no_grad():
+                sums = [token_logprobs(self.student, response, T).sum() for response in responses()]
+            self._probabilities[T] = torch.stack(sums).double().exp()
+        return self._probabilities[T]
 
     def sequence_gradient(self, T: float, teacher_T: float) -> Tensor:
         """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
         total = torch.zeros(())
         for response in responses():
-            log_p = token_logprobs(self.student, response, T).sum()
+            log_p = token_logprobs(self.current, response, T).sum()
             log_q = token_logprobs(self.teacher, response, teacher_T).sum()
             total = total + log_p.exp() * (log_p - log_q)
-        return flat_gradient(total, self.student)
+        return flat_gradient(total, self.current)
 
     def state_gradient(self, T: float, divergence: StateDivergence) -> Tensor:
-        """Of the sum over states of their divergence, how often each is met held fixed."""
+        """Of `state_sum`."""
+        return flat_gradient(self.state_sum(T, divergence), self.current)
+
+    def state_sum(
+        self, T: float, divergence: StateDivergence, met_by: PreTrainedModel | None = None
+    ) -> Tensor:
+        """The sum over states of the learner's divergence, how often each is met held fixed: as
+        the policy that samples meets them, or that of `met_by`."""
         total = torch.zeros(())
         for context in contexts():
-            met = token_logprobs(self.student, context, T).sum().exp().detach()
-            log_p_V = state_logprobs(self.student, context, T)[-1]
+            met = token_logprobs(met_by or self.student, context, T).sum().exp().detach()
+            log_p_V = state_logprobs(self.current, context, T)[-1]
             log_q_V = state_logprobs(self.teacher, context, T)[-1]
             total = total + met * divergence(log_p_V, log_q_V)
-        return flat_gradient(total, self.student)
+        return total
 
     def claimed_gradient(self, estimator: Estimator, T: float) -> Tensor:
         """The exact gradient that the estimator's mean should be."""
@@ -189,7 +213,10 @@ class World:
 
     def rows(self, objective: ObjectiveConfig, T: float, teacher_T: float) -> list[TrainingRow]:
         """One row a response, as the learner gets them from a group of samples."""
-        segments = [self._segment(response, T, teacher_T) for response in responses()]
+        if (T, teacher_T) not in self._segments:
+            made = [self._segment(response, T, teacher_T) for response in responses()]
+            self._segments[T, teacher_T] = made
+        segments = self._segments[T, teacher_T]
         group = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(trajectory, segments)))
         return policy_rows([group], objective)
 
@@ -206,6 +233,7 @@ class World:
             versions_T=np.array([-1] * observed + [0] * len(response)),
             temperature=T,
             teacher_logprobs_T=np.array([0.0] * observed + scored),
+            reference_logprobs_T=np.array([0.0] * observed + scored),
             teacher_top=TopLogprobs(
                 ids_NK=top.indices.numpy().astype(np.int32), logprobs_NK=top.values.numpy()
             ),
@@ -215,16 +243,44 @@ class World:
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
     ) -> Tensor:
         """What infinitely many rollouts give: one batch of all responses, weighted by p_T."""
-        batch = collate(self.rows(objective, T, teacher_T or T))
-        probability_N = self.probabilities(T).float()[batch.row_N]
-        weighted = replace(
-            batch,
-            weights_N=batch.weights_N * probability_N,
-            teacher_coef_N=batch.teacher_coef_N * probability_N,
-        )
-        loss, metrics = self._loss(objective)(self._forward, weighted, StepCounts(1, 1))
-        assert metrics["train/logprob_gap"].item() < 1e-3  # on-policy
-        return flat_gradient(loss, self.learning)
+        batch = self.rollouts(objective, T, teacher_T)
+        return flat_gradient(self.expected_loss(objective, batch), self.learning)
+
+    def rollouts(
+        self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
+    ) -> Batch:
+        return collate(self.rows(objective, T, teacher_T or T))
+
+    def expected_loss(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
+        """One whose gradient is the mean over `rollouts`; its value is nothing."""
+        probability_N = self.probabilities(batch.rows[0].temperature).float()[batch.row_N]
+
+        def weighted(batch: Batch, **wanted: Any) -> TokenStats:
+            stats = self._forward(batch, **wanted)
+            for values_N in stats:
+                if values_N is not None and values_N.requires_grad:
+                    values_N.register_hook(lambda gradient_N: gradient_N * probability_N)
+            return stats
+
+        return self._loss(objective)(cast(Forward, weighted), batch, StepCounts(1, 1))[0]
+
+    def descend(self, objective: ObjectiveConfig, T: float, shown: Sequence[int]) -> list[float]:
+        """KL(p || q) in the states as they were met, after so many updates on one set of rollouts.
+
+        The learner starts as the policy that sampled. Each update of Adam has the mean gradient.
+        """
+        self.move_learner(0.0)
+        batch = self.rollouts(objective, T)
+        optimizer = torch.optim.Adam(self.learning.parameters(), lr=1e-3)
+        kls = []
+        for update in range(max(shown) + 1):
+            if update in shown:
+                with torch.no_grad():
+                    kls.append(self.state_sum(T, reverse_kl).item())
+            optimizer.zero_grad()
+            self.expected_loss(objective, batch).backward()
+            optimizer.step()
+        return kls
 
     def gradients_by_response(
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None

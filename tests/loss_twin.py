@@ -136,7 +136,7 @@ def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Writ
             one = twin(how, stats.logprobs_N[n].item(), old[n], A, math.exp(mean))
             scale = 1 / counts.tokens
             if how.normalisation == "sequence":
-                scale = 1 / (counts.rows * len(tokens))
+                scale = 1 / (counts.sequences * len(tokens))
             total = one.loss - how.entropy_coef * stats.entropy_N[n].item()
             if stats.divergence_N is not None:
                 total += batch.teacher_coef_N[n].item() * stats.divergence_N[n].item()

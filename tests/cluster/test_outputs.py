@@ -51,6 +51,8 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(),
 }  # fmt: skip
+# Never beside a teacher.
+REFUSED = {"remove_constant_reward_groups"}
 # The same for settings that mean something beside others only: (those others, another value).
 MUST_STAY_BESIDE = {
     "clip_low": ({"loss": "ppo"}, 0.1),
@@ -60,7 +62,6 @@ MUST_STAY_BESIDE = {
     "correction_cap": ({"correction": "mask"}, 3.0),
     "baseline": ({"reward_coef": 1.0}, "leave_one_out"),
     "scale_by_std": ({"reward_coef": 1.0}, True),
-    "remove_constant_reward_groups": ({"reward_coef": 1.0}, True),
     "reference": ({"reference_kl_coef": 0.1, "reference": "a"}, "b"),
     "reference_kl_coef": ({"reference_kl_coef": 0.1, "reference": "a"}, 0.2),
     "divergence": ({"estimator": "full"}, "forward_kl"),
@@ -157,7 +158,7 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed.
-    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger"}
+    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger"} | REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
 
 

@@ -148,7 +148,7 @@ def test_opd_advantages_written_out(
     behaviour[~np.array(mask)] = np.nan  # what was only observed must not be read
     fields["action_mask_T"] = mask
     made = Segment(**fields)
-    advantages = opd_advantages(made, coefficient, discount)
+    [advantages] = opd_advantages([made], coefficient, discount)
     actions = [t for t in range(len(mask)) if mask[t]]
     for t in range(len(mask)):
         expected = 0.0
@@ -161,12 +161,12 @@ def test_opd_advantages_written_out(
 
 def test_likelier_to_the_teacher_is_worth_more() -> None:
     made = segment(1, 2, behaviour_logprobs_T=[0, -2.0, -1.0], teacher_logprobs_T=[0, -0.5, -4.0])
-    assert opd_advantages(made, 2.0, 0).tolist() == [0, 3, -6]
+    assert opd_advantages([made], 2.0, 0)[0].tolist() == [0, 3, -6]
 
 
 def test_an_unscored_segment_is_refused() -> None:
     with pytest.raises(DataError, match="was not scored by a teacher"):
-        opd_advantages(segment(teacher_logprobs_T=None), 1.0, 0)
+        opd_advantages([segment(teacher_logprobs_T=None)], 1.0, 0)
     with pytest.raises(DataError, match="the teacher was not asked for its top_k"):
         outside_top(segment(), np.zeros(7, np.float32))
     with pytest.raises(DataError, match="no reference model scored the segment"):

@@ -21,7 +21,7 @@ from distill.losses import (
     policy_loss,
     ppo,
 )
-from distill.objective import PolicyObjective
+from distill.objective import ObjectiveConfig
 from tests.loss_twin import bounds, drawn, gradient_of, in_float64, slope, written_out
 
 SEEDS = range(4)
@@ -47,7 +47,7 @@ every_normalisation = pytest.mark.parametrize("norm", NORMALISED.values(), ids=N
 def test_the_loss_and_its_gradient_written_out(
     loss: dict[str, Any], norm: dict[str, Any], seed: int
 ) -> None:
-    how = PolicyObjective(**loss, **norm, entropy_coef=0.3)
+    how = ObjectiveConfig(**loss, **norm, entropy_coef=0.3)
     made = drawn(seed, divergence=True)
     batch, stats, counts = made
     expected = written_out(how, made, batch.behaviour_logprobs_N.tolist())
@@ -63,7 +63,7 @@ def test_the_loss_and_its_gradient_written_out(
 @pytest.mark.parametrize("name", [name for name in LOSSES if "ppo" in name or "cispo" in name])
 def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
     """Or the test above would not have seen what it is about."""
-    how = PolicyObjective(**LOSSES[name])
+    how = ObjectiveConfig(**LOSSES[name])
     low, high = bounds(how)
     ratios = []
     for seed in SEEDS:
@@ -87,7 +87,7 @@ def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
 )
 def test_the_gradient_is_the_slope(loss: dict[str, Any], norm: dict[str, Any]) -> None:
     """But for CISPO's, whose weight is held fixed. GSPO's is, with one advantage a sequence."""
-    how = PolicyObjective(**loss, **norm)
+    how = ObjectiveConfig(**loss, **norm)
     batch, stats, counts = drawn(3)
     if how.loss == "gspo":
         first_B = batch.sum_by_row(batch.weights_N)
@@ -125,7 +125,7 @@ def test_ppo_s_known_values() -> None:
 
 @every_loss
 def test_on_policy_every_loss_has_the_policy_gradient(loss: dict[str, Any]) -> None:
-    how = PolicyObjective(**loss)
+    how = ObjectiveConfig(**loss)
     batch, _, counts = drawn(3)
     logprobs_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
     stats = TokenStats(logprobs_N, torch.zeros_like(logprobs_N))
@@ -143,7 +143,7 @@ def test_only_the_learner_s_own_figures_carry_a_gradient(
     batch, stats, counts = drawn(0, divergence=True, proximal=True)
     names = ("weights_N", "behaviour_logprobs_N", "proximal_logprobs_N")
     given = {name: getattr(batch, name).clone().requires_grad_(True) for name in names}
-    how = PolicyObjective(**loss, correction=correction, entropy_coef=0.1)
+    how = ObjectiveConfig(**loss, correction=correction, entropy_coef=0.1)
     value, _ = policy_loss(stats, replace(batch, **given), counts, how)
     value.backward()
     assert all(tensor is not None and tensor.grad is not None for tensor in stats)
@@ -154,7 +154,7 @@ def test_only_the_learner_s_own_figures_carry_a_gradient(
 
 def test_the_entropy_bonus_and_the_divergence_have_their_weights() -> None:
     batch, stats, counts = drawn(1, divergence=True)
-    value, metrics = policy_loss(stats, batch, counts, PolicyObjective(entropy_coef=0.25))
+    value, metrics = policy_loss(stats, batch, counts, ObjectiveConfig(entropy_coef=0.25))
     size = len(batch.tokens_N)
     assert gradient_of(value, stats.entropy_N) == pytest.approx([-0.25 / counts.tokens] * size)
     assert stats.divergence_N is not None
@@ -163,7 +163,7 @@ def test_the_entropy_bonus_and_the_divergence_have_their_weights() -> None:
     assert metrics["train/entropy"].item() == pytest.approx(
         sum(stats.entropy_N.tolist()) / counts.tokens
     )
-    without, _ = policy_loss(stats, batch, counts, PolicyObjective())
+    without, _ = policy_loss(stats, batch, counts, ObjectiveConfig())
     assert torch.autograd.grad(without, stats.entropy_N, allow_unused=True) == (None,)
 
 
@@ -173,7 +173,7 @@ def test_normalisers_give_each_token_or_each_sequence_one_share() -> None:
     batch = replace(batch, weights_N=torch.ones_like(batch.weights_N))
     counts = StepCounts(len(batch.tokens_N), len(batch.rows))
     for norm, shares in (("token", [3 / 21, 7 / 21, 11 / 21]), ("sequence", [1 / 3] * 3)):
-        how = PolicyObjective(**NORMALISED[norm])
+        how = ObjectiveConfig(**NORMALISED[norm])
         value, _ = policy_loss(stats._replace(logprobs_N=on_N), batch, counts, how)
         [gradient_N] = torch.autograd.grad(value, on_N)
         assert (-batch.sum_by_row(gradient_N)).tolist() == pytest.approx(shares)
@@ -195,7 +195,7 @@ MISMATCH = [
 def test_mismatch_weights_are_cut_or_dropped(how: Any, column: int) -> None:
     proximal_N = torch.tensor([case[0] for case in MISMATCH]).log().requires_grad_(True)
     weight_N, corrected_N = mismatch_weights(
-        proximal_N, torch.zeros(7), PolicyObjective(correction=how)
+        proximal_N, torch.zeros(7), ObjectiveConfig(correction=how)
     )
     assert weight_N.tolist() == pytest.approx([case[column] for case in MISMATCH])
     assert corrected_N.tolist() == [case[column] != case[0] for case in MISMATCH]
@@ -210,7 +210,7 @@ def test_a_corrected_loss_written_out(
 ) -> None:
     """Ratios are against the learner's own log-probs; learner to server is a weight beside them."""
     cap = 1.5
-    how = PolicyObjective(**loss, correction=correction, correction_cap=cap)
+    how = ObjectiveConfig(**loss, correction=correction, correction_cap=cap)
     made = drawn(2, proximal=True)
     if not proximal:  # the first update of a step: its own weights are the proximal ones
         made = made._replace(batch=replace(made.batch, proximal_logprobs_N=None))
@@ -238,7 +238,7 @@ def test_a_corrected_loss_written_out(
 def test_micro_batches_add_up_to_the_batch(
     loss: dict[str, Any], norm: dict[str, Any], correction: Any
 ) -> None:
-    how = PolicyObjective(**loss, **norm, correction=correction, entropy_coef=0.1)
+    how = ObjectiveConfig(**loss, **norm, correction=correction, entropy_coef=0.1)
     batch, stats, counts = drawn(1, divergence=True, proximal=True)
     whole, metrics = policy_loss(stats, batch, counts, how)
     losses, parts = 0.0, []
@@ -269,7 +269,7 @@ def test_the_metrics_of_the_ratios_written_out() -> None:
         terms = (ratio, abs(gap), -gap, gap**2 / 2, ratio - 1 - gap, ratio**2)
         for name, term in zip(sums, terms, strict=True):
             sums[name] += term
-    _, metrics = policy_loss(stats, batch, counts, PolicyObjective())
+    _, metrics = policy_loss(stats, batch, counts, ObjectiveConfig())
     made = finish_metrics({name: value.item() for name, value in metrics.items()})
     assert made == pytest.approx(
         {
@@ -292,7 +292,7 @@ def test_the_effective_sample_size_is_one_for_equal_ratios() -> None:
     counts = StepCounts(len(batch.tokens_N), len(batch.rows))
     for shift in (0.0, 0.7):
         shifted = stats._replace(logprobs_N=batch.behaviour_logprobs_N + shift)
-        _, metrics = policy_loss(shifted, batch, counts, PolicyObjective())
+        _, metrics = policy_loss(shifted, batch, counts, ObjectiveConfig())
         made = finish_metrics({name: value.item() for name, value in metrics.items()})
         assert made["train/ess"] == pytest.approx(1)
     assert finish_metrics({"train/nll": 2.0}) == {"train/nll": 2.0}
@@ -319,7 +319,7 @@ def test_dpo_written_out(seed: int, beta: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     policy_D, reference_D = torch.randn(2, 6, generator=generator, dtype=torch.float64)
     policy_D.requires_grad_(True)
-    counts = StepCounts(tokens=99, rows=10)  # of the whole step: five pairs
+    counts = StepCounts(tokens=99, sequences=10)  # of the whole step: five pairs
     expected, gradient = 0.0, [0.0] * 6
     sums = dict.fromkeys(("accuracy", "margin", "chosen_reward", "rejected_reward"), 0.0)
     for chosen in range(0, 6, 2):

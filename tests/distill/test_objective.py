@@ -138,3 +138,11 @@ def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:
     for require in (require_reward, require_comparison):
         with pytest.raises(ConfigError, match=r"group_size=1 with reward_coef=0.5: .* at least 2"):
             require(alone, group_size=1)
+
+
+def test_groups_of_one_reward_are_not_left_out_beside_a_teacher() -> None:
+    """The option would delete the teacher's term, and nothing else."""
+    settings = {"remove_constant_reward_groups": True, "reward_coef": 1.0}
+    with pytest.raises(ConfigError, match=r"with kl_coef=0.5 would only .* leave it out"):
+        ObjectiveConfig(**settings, kl_coef=0.5)
+    assert ObjectiveConfig(**settings, kl_coef=0).remove_constant_reward_groups

@@ -52,7 +52,7 @@ def test_a_row_for_every_segment_with_its_own_facts() -> None:
         assert row.tokens_T.tolist() == made.tokens_T.tolist()
         assert row.loss_mask_T.tolist() == made.action_mask_T.tolist()
         assert row.behaviour_logprobs_T.tolist() == made.behaviour_logprobs_T.tolist()
-        advantages_T = rewarded_T + opd_advantages(made, 0.7, 0.9)
+        advantages_T = rewarded_T + opd_advantages([made], 0.7, 0.9)[0]
         assert row.weights_T.tolist() == advantages_T.tolist()
         assert row.teacher_coef == 0
     assert {row.temperature for row in rows} == {0.5, 2.0}
@@ -64,7 +64,7 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
     weights = {"a": 0.25, "b": 1.0}
     for teacher, row in zip("ab", policy_rows(groups, OPD, weights), strict=True):
         assert row.teacher == teacher
-        assert row.weights_T.tolist() == opd_advantages(made, weights[teacher], 0).tolist()
+        assert row.weights_T.tolist() == opd_advantages([made], weights[teacher], 0)[0].tolist()
     full = ObjectiveConfig(estimator="full", kl_coef=3.0)
     coefs = [row.teacher_coef for row in policy_rows(groups, full, weights)]
     assert coefs == [0.75, 3.0]
@@ -88,7 +88,7 @@ def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient()
     objective = ObjectiveConfig(estimator="top_k", tail="sampled", kl_coef=0.5)
     [row] = policy_rows([one_group(made)], objective)
     assert row.teacher_coef == 0.5
-    everywhere = opd_advantages(made, 0.5, 0).tolist()
+    everywhere = opd_advantages([made], 0.5, 0)[0].tolist()
     assert row.weights_T.tolist() == [
         0.0 if t in (2, 4) else everywhere[t] for t in range(len(made))
     ]

@@ -158,6 +158,8 @@ class Watched:
         self.updates: list[tuple[Part, ...]] = []
         self.scored: list[list[np.ndarray]] = []
         self._step, self._logprobs = learner.step, learner.logprobs
+        self._skip_update = learner.skip_update
+        monkeypatch.setattr(learner, "skip_update", self._on_skip_update)
         monkeypatch.setattr(learner, "step", self._on_step)
         monkeypatch.setattr(learner, "logprobs", self._on_logprobs)
 
@@ -165,6 +167,10 @@ class Watched:
         self.calls.append("step")
         self.updates.append(parts)
         return self._step(*parts)
+
+    def _on_skip_update(self) -> None:
+        self.calls.append("skip_update")
+        self._skip_update()
 
     def _on_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
         self.calls.append("logprobs")
@@ -208,6 +214,23 @@ def naive_logprobs(model: PreTrainedModel, row: TrainingRow) -> Tensor:
 def trained(rows: Sequence[TrainingRow], name: str) -> np.ndarray:
     """An array of the rows, at their trained tokens, in float64."""
     return np.concatenate([getattr(row, name)[row.loss_mask_T] for row in rows]).astype(np.float64)
+
+
+def own_advantages(
+    rows: Sequence[TrainingRow], logprobs_N: np.ndarray, discount: float = 0.0
+) -> np.ndarray:
+    """Of the rows' trained tokens, with the learner's log-probs in the teacher's terms."""
+    weights_N, coef_N, behaviour_N = (
+        trained(rows, name) for name in ("weights_T", "sampled_kl_coef_T", "behaviour_logprobs_T")
+    )
+    row_N = np.repeat(np.arange(len(rows)), [row.num_trained for row in rows])
+    made_N = weights_N.copy()
+    for n in range(len(made_N)):
+        for later in range(n, len(made_N)):
+            if row_N[later] == row_N[n]:
+                moved = logprobs_N[later] - behaviour_N[later]
+                made_N[n] -= discount ** (later - n) * coef_N[later] * moved
+    return made_N
 
 
 def near_policy(learner: Learner, rows: Sequence[TrainingRow]) -> list[TrainingRow]:

@@ -15,7 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.batching import TrainingRow, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
 from distill.objective import CORRECTION_CAP, ObjectiveConfig
-from distill.rows import policy_rows
+from distill.rows import policy_rows, with_other_rows
 from distill.types import TrajectoryGroup
 from distill.weights import gather_all, total_bytes
 from learner.config import OptimizerConfig
@@ -67,24 +67,26 @@ def groups_of_all_kinds() -> list[TrajectoryGroup]:
 def naive_opd_gradient(
     model_dir: str, groups: list[TrajectoryGroup], kl_coef: float, discount: float, reward: float
 ) -> dict[str, torch.Tensor]:
-    """The OPD step as one would write it on paper: a segment, and a token, at a time."""
+    """The OPD step as one would write it on paper: a trajectory, and a token, at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     total, tokens = torch.zeros(()), 0
     for made in groups:
         baseline = sum(member.reward for member in made.trajectories_G) / len(made.trajectories_G)
         for member in made.trajectories_G:
+            log_ps, gaps, behaviours = [], [], []  # of the trajectory's actions, in order
             for s in member.segments:
                 logits_TV = model(input_ids=torch.tensor([s.tokens_T.tolist()])).logits[0]
-                actions = [t for t in range(len(s)) if s.action_mask_T[t]]
-                for i, t in enumerate(actions):
+                for t in (t for t in range(len(s)) if s.action_mask_T[t]):
                     log_p_V = torch.log_softmax(logits_TV[t - 1] / s.temperature, dim=0)
-                    worth = reward * (member.reward - baseline)
-                    for later, u in enumerate(actions[i:]):
-                        gap = float(s.behaviour_logprobs_T[u]) - float(s.teacher_logprobs_T[u])
-                        worth -= kl_coef * discount**later * gap
-                    log_ratio = log_p_V[int(s.tokens_T[t])] - float(s.behaviour_logprobs_T[t])
-                    total = total - log_ratio.exp() * worth
-                    tokens += 1
+                    log_ps.append(log_p_V[int(s.tokens_T[t])])
+                    gaps.append(log_ps[-1].item() - float(s.teacher_logprobs_T[t]))
+                    behaviours.append(float(s.behaviour_logprobs_T[t]))
+            for i, log_p in enumerate(log_ps):
+                worth = reward * (member.reward - baseline)
+                for later, gap in enumerate(gaps[i:]):
+                    worth -= kl_coef * discount**later * gap
+                total = total - (log_p - behaviours[i]).exp() * worth
+                tokens += 1
     (total / tokens).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -96,11 +98,9 @@ def test_the_opd_gradient_against_a_naive_one(
     new_learner: NewLearner, tiny_pair: TinyPair, kl_coef: float, discount: float, reward: float
 ) -> None:
     groups, learner = groups_of_all_kinds(), new_learner(token_budget=250)
-    rows = policy_rows(
-        groups,
-        ObjectiveConfig(kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward),
-    )
-    step(learner, rows)
+    how = ObjectiveConfig(kl_coef=kl_coef, kl_discount_factor=discount, reward_coef=reward)
+    rows = with_other_rows(policy_rows(groups, how), how, learner.logprobs)
+    learner.step(Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=how)))
     expected = naive_opd_gradient(tiny_pair.student, groups, kl_coef, discount, reward)
     assert_same(gradients(learner), expected, share=1e-5)
 

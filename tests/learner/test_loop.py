@@ -11,7 +11,7 @@ from distill.errors import NonFiniteError
 from distill.metrics import group_metrics
 from distill.objective import ObjectiveConfig
 from distill.rows import policy_rows
-from tests.learner.conftest import NewLoop, World, trained, untimed, weights
+from tests.learner.conftest import NewLoop, World, own_advantages, trained, untimed, weights
 from tests.samples import group
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.5, kl_discount_factor=0.9, reward_coef=1.0)
@@ -54,7 +54,7 @@ def test_the_loss_is_the_objective_s(new_loop: NewLoop) -> None:
     rows = policy_rows(groups, OBJECTIVE)
     logprobs_N = np.concatenate(loop.learner.logprobs(rows)).astype(np.float64)
     ratio_N = np.exp(logprobs_N - trained(rows, "behaviour_logprobs_T"))
-    expected = -(ratio_N * trained(rows, "weights_T")).mean()
+    expected = -(ratio_N * own_advantages(rows, logprobs_N, 0.9)).mean()
     assert loop.step()["train/loss"] == pytest.approx(expected, rel=1e-3)
 
 

@@ -157,7 +157,7 @@ def naive_gradient(
         future, terms = 0.0, []
         for t, log_q_V in reversed(list(zip(actions, log_q, strict=True))):
             behaviour = float(made.behaviour_logprobs_T[t])
-            gap = behaviour - log_q_V[tokens[t]].item()
+            gap = (log_p[t - 1][tokens[t]] - log_q_V[tokens[t]]).item()  # the learner's own
             future = gap + how.kl_discount_factor * future
             terms.append(token_loss(how, log_p[t - 1], log_q_V, tokens[t], behaviour, future))
         loss = loss + KL_COEF * torch.stack(terms).sum() / tokens_of_step

@@ -15,7 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow, deal, padded_size, split_by_token_budget, tokens_in_step
+from distill.batching import (
+    OtherRows,
+    TrainingRow,
+    deal,
+    padded_size,
+    split_by_token_budget,
+    tokens_in_step,
+)
 from distill.errors import NonFiniteError
 from distill.objective import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
@@ -33,7 +40,6 @@ from tests.samples import training_row
 
 PPO = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
 PAIRS = PreferenceLoss(beta=0.5, sft_coef=0.1)
-LOSSES = (PPO, cross_entropy_loss, PAIRS)
 ROWS = [training_row(2 + i, 2 + 3 * (i % 5), seed=i, temperature=0.5 + 0.1 * i) for i in range(12)]
 PREFERENCES = [
     replace(row, reference_logprobs_T=np.full(len(row), -3.0, np.float32)) for row in ROWS[:6]
@@ -46,6 +52,20 @@ SHARED = [
     replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
     for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
 ]
+# A sequence of several rows, which the workers share out.
+JOINED = PolicyObjectiveLoss(
+    objective=ObjectiveConfig(loss="gspo", normalisation="sequence", kl_discount_factor=0.9)
+)
+LOSSES = (PPO, cross_entropy_loss, PAIRS, JOINED)
+SEGMENTS = [
+    replace(
+        row,
+        sampled_kl_coef_T=np.full(len(row), 0.5, np.float32),
+        ends_sequence=i % 3 == 2,
+        other_rows=OtherRows(tokens=7 + i, log_ratio=0.1 * i, future_kl=0.3),
+    )
+    for i, row in enumerate(ROWS[:6])
+]
 STEPS: list[list[Part]] = [
     [Part(rows_D=ROWS, loss=PPO)],
     [Part(rows_D=ROWS[:7], loss=PPO), Part(rows_D=ROWS[7:], loss=cross_entropy_loss, coef=0.3)],
@@ -54,6 +74,7 @@ STEPS: list[list[Part]] = [
     [Part(rows_D=SHARED, loss=PPO)],
     [Part(rows_D=ROWS[:1], loss=PPO)],
     [Part(rows_D=ROWS[3:9], loss=PPO)],
+    [Part(rows_D=SEGMENTS, loss=JOINED)],
 ]
 HALF = 3
 

@@ -22,6 +22,7 @@ from tests.learner.conftest import (
     Watched,
     World,
     naive_logprobs,
+    own_advantages,
     trained,
     trainer_state,
     weights,
@@ -70,7 +71,10 @@ def test_updates_train_on_groups_in_turn(
     loop = new_loop(world, objective, groups_per_step=groups_per_step)
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
-    assert watched.calls == ["step"] * len(cut)  # no ratio asks for the learner's own log-probs
+    skipped = ["skip_update"] * (num_substeps - len(cut))
+    assert (
+        watched.calls == ["step"] * len(cut) + skipped
+    )  # no ratio asks for the learner's own log-probs
     assert [sources(parts) for parts in watched.updates] == [[rows_of(*ids)] for ids in cut]
     assert metrics["train/updates"] == len(cut)
     assert metrics["train/groups"] == groups_per_step
@@ -140,14 +144,16 @@ def test_with_a_correction_and_one_update_the_ratio_is_exactly_one(
     weight_N = np.where(outside_N, 2 if correction == "truncate" else 0, weight_N)
     assert 0 < outside_N.mean() < 1
     assert metrics["train/correction_share"] == pytest.approx(outside_N.mean())
-    expected = -(weight_N * trained(rows, "weights_T") * logprobs_N).mean()
+    expected = -(weight_N * own_advantages(rows, logprobs_N) * logprobs_N).mean()
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
 # Groups that say nothing
 
 
-FILTERED = ObjectiveConfig(kl_coef=0.5, reward_coef=1.0, remove_constant_reward_groups=True)
+FILTERED = ObjectiveConfig(
+    kl_coef=0, reward_coef=1.0, remove_constant_reward_groups=True, num_substeps=2
+)
 
 
 def test_groups_of_one_reward_are_left_out(
@@ -158,13 +164,14 @@ def test_groups_of_one_reward_are_left_out(
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
     assert [sources(parts) for parts in watched.updates] == [[rows_of(1)]]
+    assert watched.calls == ["step", "skip_update"]
     assert (metrics["train/groups"], metrics["train/tokens"]) == (1, groups[1].num_actions)
     assert metrics["reward/constant_groups"] == pytest.approx(2 / 3)  # of all that were sampled
     assert loop.save().delivery == {"watermark": 3, "set_aside": {}}
 
 
 def test_with_every_group_left_out_the_run_goes_on(new_loop: NewLoop) -> None:
-    """No update: not even momentum or the schedule moves. The version is published all the same."""
+    """No update: momentum stays, the schedule goes on, the version is published all the same."""
     dull = [with_rewards(GROUPS[i], *[1.0] * len(GROUPS[i].trajectories_G)) for i in (0, 1, 4, 5)]
     bright = [*GROUPS[2:4], *dull[:2], *GROUPS[4:6]]
     world = World([replace(made, group_id=i) for i, made in enumerate(bright)])
@@ -173,7 +180,10 @@ def test_with_every_group_left_out_the_run_goes_on(new_loop: NewLoop) -> None:
     before, state = weights(loop.learner), trainer_state(loop.learner)
     metrics = loop.step()
     assert weights(loop.learner) == before
-    assert trainer_state(loop.learner) == state
+    after = trainer_state(loop.learner)
+    assert after["moments"] == state["moments"]
+    updates = [each["schedule"]["last_epoch"] for each in (state, after)]
+    assert updates == [2, 4] and metrics["train/updates"] == 0
     assert world.published[-1] == (2, before) and metrics["weight_version"] == 2
     for name in ("train/groups", "train/tokens", "train/updates", "tokens_per_s"):
         assert metrics[name] == 0, name
@@ -246,6 +256,7 @@ def test_other_rows_are_trained_with_every_group_left_out(new_loop: NewLoop) -> 
     loop = new_loop(World(dull), FILTERED, supervised=mix())
     before = weights(loop.learner)
     metrics = loop.step()
-    assert metrics["train/groups"] == 0 and metrics["train/updates"] == 1
-    assert metrics["train/tokens"] == sum(row.num_trained for row in mix().stream.batch(0))
+    assert metrics["train/groups"] == 0 and metrics["train/updates"] == FILTERED.num_substeps
+    rows = [row for i in range(2) for row in mix().stream.batch(i)]
+    assert metrics["train/tokens"] == sum(row.num_trained for row in rows)
     assert "sft/nll" in metrics and weights(loop.learner) != before

@@ -208,7 +208,7 @@ def test_weights_scale_the_sampled_estimator_too(
             assert segment.teacher_logprobs_T is not None
             mask_T = row.loss_mask_T
             behaviour_N = row.behaviour_logprobs_T[mask_T].astype(np.float64)
-            gap_N = behaviour_N - segment.teacher_logprobs_T[mask_T]
+            gap_N = logprobs_N.astype(np.float64) - segment.teacher_logprobs_T[mask_T]
             worth_N = -0.5 * (weights[made.teacher] if weights else 1.0) * gap_N
             total -= (np.exp(logprobs_N - behaviour_N) * worth_N).sum()
             tokens += len(logprobs_N)

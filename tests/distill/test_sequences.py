@@ -1,0 +1,201 @@
+"""Trajectories of several segments are one sequence, whichever micro-batches its rows are in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distill.advantages import opd_advantages
+from distill.batching import OtherRows, TrainingRow, collate
+from distill.logprobs import TokenStats
+from distill.losses import StepCounts, policy_loss
+from distill.objective import ObjectiveConfig
+from distill.rows import policy_rows, with_other_rows
+from distill.types import TrajectoryGroup
+from tests.loss_twin import gradient_of, twin
+from tests.samples import segment, trajectory
+
+TURNS = [False, True, True, False, False, True, True, True]
+# Sequences of three, one and two segments; untrained tokens between two turns of one.
+GROUP = TrajectoryGroup(
+    group_id=3,
+    trajectories_G=(
+        trajectory(
+            segment(3, 4, seed=1), segment(1, 7, seed=2, action_mask_T=TURNS, versions_T=[0] * 8),
+            segment(2, 2, seed=3), reward=1.0,
+        ),
+        trajectory(segment(4, 5, seed=4)),
+        trajectory(segment(2, 1, seed=5), segment(5, 3, seed=6)),
+    ),
+)  # fmt: skip
+SIZES = [[4, 5, 2], [5], [1, 3]]
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence": {"normalisation": "sequence"},
+    "discounted": {"kl_discount_factor": 0.8},
+    "undiscounted, sequence": {"kl_discount_factor": 1.0, "normalisation": "sequence"},
+    "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+    "gspo, sequence, discounted": {
+        "loss": "gspo", "clip_low": 10.0, "clip_high": 10.0, "kl_discount_factor": 0.5,
+        "normalisation": "sequence",
+    },
+    "gspo, corrected": {"loss": "gspo", "correction": "truncate", "kl_discount_factor": 0.5},
+}  # fmt: skip
+
+
+def proximal(rows_D: Sequence[TrainingRow]) -> list[TrainingRow]:
+    rng = np.random.default_rng(5)
+    return [
+        replace(
+            row,
+            proximal_logprobs_T=row.behaviour_logprobs_T
+            + rng.normal(0, 0.1, len(row)).astype(np.float32),
+        )
+        for row in rows_D
+    ]
+
+
+def present_logprobs(rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+    """The learner's: near the sampler's."""
+    made = []
+    for row in rows_D:
+        rng = np.random.default_rng(int(row.tokens_T.sum()))
+        behaviour_N = row.behaviour_logprobs_T[row.loss_mask_T]
+        made.append(behaviour_N + rng.normal(0, 0.3, len(behaviour_N)).astype(np.float32))
+    return made
+
+
+def gradients(
+    rows_D: Sequence[TrainingRow], how: ObjectiveConfig, counts: StepCounts
+) -> tuple[float, list[float]]:
+    """Loss and gradient by the log-prob of each token, of one micro-batch."""
+    logprobs_N = torch.from_numpy(np.concatenate(present_logprobs(rows_D))).requires_grad_(True)
+    stats = TokenStats(logprobs_N, torch.zeros_like(logprobs_N))
+    loss, _ = policy_loss(stats, collate(rows_D), counts, how)
+    return loss.item(), gradient_of(loss, logprobs_N)
+
+
+def written_out(
+    rows_D: Sequence[TrainingRow], how: ObjectiveConfig, counts: StepCounts
+) -> list[float]:
+    """Gradients, a sequence and a token at a time."""
+    rows, made = iter(rows_D), []
+    for member, sizes in zip(GROUP.trajectories_G, SIZES, strict=True):
+        of_sequence = [next(rows) for _ in sizes]
+        log_pi = np.concatenate(present_logprobs(of_sequence)).tolist()
+        log_mu, log_old, log_q = [], [], []
+        for row, each in zip(of_sequence, member.segments, strict=True):
+            mask_T = row.loss_mask_T
+            mu_N = row.behaviour_logprobs_T[mask_T].tolist()
+            log_mu += mu_N
+            corrected = how.correction != "none"
+            log_old += row.proximal_logprobs_T[mask_T].tolist() if corrected else mu_N
+            log_q += each.teacher_logprobs_T[mask_T].tolist()
+        ratio = math.exp(sum(np.subtract(log_pi, log_old)) / sum(sizes))
+        for t in range(sum(sizes)):
+            A = how.reward_coef * (member.reward - 1 / 3)
+            for s in range(t, sum(sizes)):
+                A -= how.kl_coef * how.kl_discount_factor ** (s - t) * (log_pi[s] - log_q[s])
+            scale = 1 / counts.tokens
+            if how.normalisation == "sequence":
+                scale = 1 / (len(SIZES) * sum(sizes))
+            weight = 1.0
+            if how.correction == "truncate":
+                weight = min(2.0, math.exp(log_old[t] - log_mu[t]))
+            made.append(scale * weight * twin(how, log_pi[t], log_old[t], A, ratio).gradient)
+    return made
+
+
+@pytest.mark.parametrize("settings", HOW.values(), ids=HOW)
+def test_a_sequence_is_one_wherever_its_rows_are(settings: dict[str, Any]) -> None:
+    how = ObjectiveConfig(**settings, kl_coef=0.7, reward_coef=2.0)
+    bare = policy_rows([GROUP], how)
+    if how.correction != "none":
+        bare = proximal(bare)
+    rows = with_other_rows(bare, how, present_logprobs)
+    counts = StepCounts(sum(map(sum, SIZES)), sum(row.ends_sequence for row in rows))
+    assert counts == (20, 3)
+    loss, made = gradients(rows, how, counts)
+    assert made == pytest.approx(written_out(rows, how, counts), rel=1e-4, abs=1e-6)
+    order = [4, 2, 0, 5, 1, 3]
+    apart = {i: gradients([rows[i]], how, counts) for i in order}
+    assert sum(loss for loss, _ in apart.values()) == pytest.approx(loss, rel=1e-5)
+    assert [g for i in range(6) for g in apart[i][1]] == pytest.approx(made, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.3, 1.0])
+def test_discounted_terms_go_on_through_the_segments(discount: float) -> None:
+    """As if the segments had been one."""
+    [first, second, third] = GROUP.trajectories_G[0].segments
+    made = opd_advantages([first, second, third], 1.5, discount)
+    gaps = [
+        float(s.behaviour_logprobs_T[t]) - float(s.teacher_logprobs_T[t])
+        for s in (first, second, third)
+        for t in np.flatnonzero(s.action_mask_T)
+    ]
+    expected = [
+        -1.5 * sum(discount**later * gap for later, gap in enumerate(gaps[t:]))
+        for t in range(len(gaps))
+    ]
+    found = [
+        value
+        for s, advantages_T in zip((first, second, third), made, strict=True)
+        for value in advantages_T[s.action_mask_T].tolist()
+    ]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert not made[1][~second.action_mask_T].any()
+
+
+def test_other_rows_are_scored_only_where_tokens_are_joined() -> None:
+    def refuse(_: Sequence[TrainingRow]) -> list[np.ndarray]:
+        raise AssertionError("a pass over the rows that nothing needs")
+
+    for settings in ({}, {"normalisation": "sequence"}, {"loss": "ppo"}):
+        how = ObjectiveConfig(**settings)
+        rows = policy_rows([GROUP], how)
+        assert with_other_rows(rows, how, refuse) == rows
+    for settings in ({"loss": "gspo"}, {"kl_discount_factor": 0.5}):
+        how = ObjectiveConfig(**settings)
+        alone = policy_rows([replace(GROUP, trajectories_G=GROUP.trajectories_G[1:2])], how)
+        assert with_other_rows(alone, how, refuse) == alone
+        scored: list[TrainingRow] = []
+
+        def note(rows_D: Sequence[TrainingRow], scored: list[TrainingRow] = scored):
+            scored.extend(rows_D)
+            return present_logprobs(rows_D)
+
+        rows = policy_rows([GROUP], how)
+        made = with_other_rows(rows, how, note)
+        assert scored == [row for i, row in enumerate(rows) if i != 3]
+        assert made[3] is rows[3] and rows[3].other_rows == OtherRows()
+
+
+def test_a_sequence_without_its_end_is_a_bug() -> None:
+    rows = policy_rows([GROUP], how := ObjectiveConfig(loss="gspo"))
+    with pytest.raises(AssertionError, match="group 3: its sequence has no end"):
+        with_other_rows(rows[:2], how, present_logprobs)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 0.97, 1.0])
+def test_sums_of_what_follows_against_a_loop(discount: float) -> None:
+    rows = policy_rows([GROUP], ObjectiveConfig())
+    batch = collate(rows)
+    generator = torch.Generator().manual_seed(0)
+    values_N = torch.randn(20, generator=generator)
+    after_B = torch.randn(len(rows), generator=generator)
+    expected, first = [], 0
+    for row, after in zip(rows, after_B.tolist(), strict=True):
+        running, sums = after, []
+        for value in reversed(values_N[first : first + row.num_trained].tolist()):
+            running = value + discount * running
+            sums.insert(0, running)
+        expected += sums
+        first += row.num_trained
+    made = batch.future_sum(values_N, discount, after_B)
+    assert made.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
