@@ -69,7 +69,7 @@ class Witnesses:
                 yield _otherwise(
                     f"the checkpoint of step {step} accounts for groups", trained.watermark, end
                 )
-            elif trained.set_aside != {i: r for i, r in set_aside.items() if i < end}:
+            elif trained.set_aside != {i: r for i, r in set_aside.items() if i < trained.watermark}:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
 
 

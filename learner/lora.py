@@ -129,7 +129,8 @@ def check_lora(settings: LoraSettings, base: str) -> float:
     total = sum(weight.numel() for weight in model.parameters())
     experts = sum(weight.numel() for weight in model.parameters() if weight.ndim > 2)
     lora = _inject(model, settings)
-    share = sum(layer.base_layer.weight.numel() for _, layer in _layers(lora)) / total
+    adapted = [layer.get_base_layer().get_parameter("weight") for _, layer in _layers(lora)]
+    share = sum(weight.numel() for weight in adapted) / total
     if experts / total > 0.5:
         logger.warning(
             "the adapter changes %.1f %% of the weights of %s: the experts of a mixture, %.0f %%, "
