@@ -121,6 +121,7 @@ class EmbeddedEngine:
         self._batch = DecodeBatch(decoder, self._model.head, self._model.stop_ids, max_batch_rows)
         self._version = 0
         self._broken: str | None = None
+        self._computed = 0  # chunks of decoding, batches of scoring
         # On the event loop: what was asked and not yet answered.
         self._generations: list[_Generation] = []
         self._scorings: list[_Scoring] = []
@@ -236,9 +237,10 @@ class EmbeddedEngine:
             temperature_scaling="in the engine",
         )
 
-    async def health(self) -> None:
+    async def health(self) -> int:
         """See `Engine.health`."""
         self._check_health()
+        return self._computed
 
     async def queue_length(self) -> int:
         """See `Engine.queue_length`."""
@@ -312,7 +314,9 @@ class EmbeddedEngine:
             with torch.inference_mode():
                 return function()
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, on_thread)
+        made = await asyncio.get_running_loop().run_in_executor(self._executor, on_thread)
+        self._computed += 1
+        return made
 
     def _decode_chunk(self, rows: Sequence[Row]) -> list[Row]:
         self._batch.add(rows)

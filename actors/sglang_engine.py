@@ -106,6 +106,7 @@ class SglangEngine:
         self._starting: asyncio.Task[None] | None = None
         self._in_flight = 0  # samples at the server
         self._queued = 0  # samples and chains at this engine
+        self._beats = 0
 
     @contextmanager
     def _carrying(self, number: int) -> Iterator[None]:
@@ -128,7 +129,8 @@ class SglangEngine:
         body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
         self._in_flight += request.num_samples
         try:
-            answers = answers_of(await self._client.post("/generate", body), request.num_samples)
+            made = await self._client.post("/generate", body, tokens=limit)
+            answers = answers_of(made, request.num_samples)
         finally:
             self._in_flight -= request.num_samples
         return [read_sample(answer) for answer in answers]
@@ -297,15 +299,21 @@ class SglangEngine:
             return "not announced by the server"
         return "isotherm's plugin in the server"
 
-    async def health(self) -> None:
-        """See `Engine.health`. SGLang samples a token for it where nothing else is under way."""
+    async def health(self) -> int:
+        """See `Engine.health`.
+
+        SGLang answers only once its scheduler has put something out since it was asked: of what is
+        under way, or a token that it samples for the purpose. So each answer is progress.
+        """
         await self._ready()
         if self._weights is not None and self._weights.loading:
-            return  # generation stands still
+            return self._beats  # generation stands still
         try:
             await self._client.get("/health")
         except EngineError as error:
             raise EngineLost(str(error)) from error
+        self._beats += 1
+        return self._beats
 
     async def queue_length(self) -> int:
         """See `Engine.queue_length`."""

@@ -22,6 +22,8 @@ _RETRIES = 3
 _BACK_OFF_S = 0.2
 # Below the 5 s after which the server closes an idle connection: a reused one is never half closed.
 _KEEPALIVE_S = 2.0
+# A sample of a busy server gets a token at least this often, retractions included.
+_SLOWEST_TOKEN_S = 0.25
 
 
 class SglangClient:
@@ -31,7 +33,8 @@ class SglangClient:
         url: says `http://host:port`; asked again for every request.
         api_key: for generating and scoring; None sends none.
         admin_api_key: for weights, pausing and aborting.
-        deadline_s: longest any one request may take, retries included.
+        deadline_s: longest any one request may take, retries included; one that generates has
+            more.
         obituary: says why the server is gone, for the errors.
     """
 
@@ -54,15 +57,22 @@ class SglangClient:
         """JSON of a GET, repeated where it fails on the way."""
         return await self._request("GET", path, None, key=self._api_key, repeatable=True)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, repeatable: bool = False) -> Any:
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, repeatable: bool = False, tokens: int = 0
+    ) -> Any:
         """JSON of a POST.
+
+        Args:
+            tokens: that may be generated, one after the other: each lengthens the deadline.
 
         Raises:
             DataError: the server refuses the request as such (status 400 or 422).
             EngineLost: it cannot be reached, or takes longer than the deadline.
             EngineError: it refuses the key, fails, or answers what is not JSON.
         """
-        return await self._request("POST", path, body, key=self._api_key, repeatable=repeatable)
+        return await self._request(
+            "POST", path, body, key=self._api_key, repeatable=repeatable, tokens=tokens
+        )
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of an administrative POST. Raises as `post` does."""
@@ -81,13 +91,15 @@ class SglangClient:
         *,
         key: str | None,
         repeatable: bool,
+        tokens: int = 0,
     ) -> Any:
+        deadline_s = self._deadline_s + tokens * _SLOWEST_TOKEN_S
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s):
                 return await self._attempts(method, path, body, key=key, repeatable=repeatable)
         except TimeoutError:
             raise EngineLost(
-                f"{self._url()}{path} did not answer within {self._deadline_s:.0f} s: the server "
+                f"{self._url()}{path} did not answer within {deadline_s:.0f} s: the server "
                 f"hangs or is overloaded.{self._why()}"
             ) from None
 
@@ -114,7 +126,7 @@ class SglangClient:
             else:
                 if not (status >= 500 and repeatable) or last:
                     return self._checked(path, status, content)
-            logger.warning("%s%s failed (try %d); trying again", self._url, path, attempt + 1)
+            logger.warning("%s%s failed (try %d); trying again", self._url(), path, attempt + 1)
             await asyncio.sleep(_BACK_OFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 

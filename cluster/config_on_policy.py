@@ -146,7 +146,8 @@ class RolloutConfig(CommonConfig, ABC):
     )
     lease_s: float = chz.field(
         default=900.0,
-        doc="longest a prompt group is under way before another worker gets it, too, seconds",
+        doc="longest a prompt group is without progress (its engine's work, its next turn) before "
+        "another worker gets it, too, seconds",
     )
     max_group_failures: int = chz.field(
         default=3, doc="a prompt group that fails so often is set aside, with the reason"
@@ -154,7 +155,8 @@ class RolloutConfig(CommonConfig, ABC):
     max_set_aside: int = chz.field(default=100, doc="prompt groups set aside before the run fails")
     stall_after_s: float = chz.field(
         default=300.0,
-        doc="without a new group for so long, the run says who waits for whom, and acts, seconds",
+        doc="when a group that is waited for makes no progress for so long, the run says who waits "
+        "for whom, and acts, seconds",
     )
     scale_up_after_s: float = chz.field(
         default=30.0, doc="a pool grows once the learner has waited too much for so long, seconds"

@@ -42,7 +42,7 @@ from cluster.supervise import (
     State,
     Supervisor,
 )
-from cluster.watchdog import Watchdog
+from cluster.watchdog import Watchdog, quiet_s
 from distill.calibration import CalibrationReport
 from distill.delivery import TrainedGroups
 from distill.errors import EngineError
@@ -250,6 +250,7 @@ class Fleet:
                 status: Any = ray.get(asked)
                 self._queue_status = status
                 self._check_set_aside(status)
+                self._renew_leases(status)
                 self.scaling.look(status)
         now = time.monotonic()
         if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
@@ -295,7 +296,9 @@ class Fleet:
                 if self.driver.call("groups", ready):
                     return time.monotonic() - started
                 if self._queue_status is not None:
-                    self._watchdog.look(self._queue_status, self.statuses)
+                    self._watchdog.look(
+                        self._queue_status, self.statuses, self.supervisor.still_s()
+                    )
         finally:
             self.scaling.waited()
 
@@ -309,6 +312,15 @@ class Fleet:
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
                     self.supervisor.bury(member, why)
+
+    def _renew_leases(self, status: QueueStatus) -> None:
+        """Of groups that are half through their leases, and get on."""
+        half_s = self._config.lease_s / 2
+        quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
+        old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
+        moving = [i for i in old if quiet.get(i, half_s) < half_s]
+        if moving:
+            self.queue.renew(moving)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raises RunFailed if so many groups fail that it is not their own fault."""

@@ -124,8 +124,8 @@ class EnginePool:
     async def info(self) -> EngineInfo:
         return await self._send("info", 0)
 
-    async def health(self) -> None:
-        await self._send("health", 0)
+    async def health(self) -> int:
+        return await self._send("health", 0)
 
     async def queue_length(self) -> int:
         return sum([await member.handle.queue_length.remote() for member in self._members.values()])

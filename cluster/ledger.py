@@ -33,7 +33,7 @@ class LedgerSettings:
 
     Attributes:
         total_groups: live groups of the whole run, those trained before included.
-        lease_s: how long a group may be under way before it is leased to another.
+        lease_s: how long a group may be without progress before it is leased to another.
         max_failures: failures of its own after which a group is set aside.
         max_deaths: the same for workers that died or hung with it under way. More than failures,
             because a death takes every group of its worker with it, guilty or not.
@@ -280,10 +280,18 @@ class Ledger:
         return ids
 
     def expire(self, now: float) -> list[int]:
-        """Ends the leases that are older than `lease_s`, as if their workers had died."""
+        """Ends the leases not renewed for `lease_s`, as if their workers had died."""
         lease_s = self._settings.lease_s
         late = [i for i, held in self._leased.items() if now - held.since > lease_s]
-        return self.release(late, f"under way for more than {lease_s:g} s")
+        return self.release(late, f"without progress for more than {lease_s:g} s")
+
+    def renew(self, ids: Iterable[int]) -> None:
+        """These get on: their leases begin anew. Not written down, for leases that live on when the
+        queue is made again begin anew as well."""
+        now = self._clock()
+        for group_id in self._leased.keys() & set(ids):
+            held = self._leased[group_id]
+            self._leased[group_id] = _Held(held.worker, held.attempt, now)
 
     def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
         """Ends the leases of `ids` (None: of all) early; returns those that were leased."""

@@ -2,7 +2,7 @@
 
     worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
-    driver   poll, forfeit, expire_now, rewind, commit    watches both, and waits in its own way
+    driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
 
 It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
 learner. Groups come out in order of id whatever order they arrive in, so fast (short) groups do not
@@ -127,6 +127,10 @@ class GroupQueue(Queue):
     def expire_now(self, ids: Sequence[int] | None, reason: str) -> Any:
         """Gives groups under way (None: all of them) to others; to the ids of those that were."""
         return self.actor.expire_now.remote(ids, reason)
+
+    def renew(self, ids: Sequence[int]) -> None:
+        """These groups get on: their leases begin anew."""
+        self.actor.renew.remote(ids)
 
     def rewind(self, trained: TrainedGroups, reason: str) -> Any:
         """The learner went back to a checkpoint, which accounts for `trained`; to the new epoch."""

@@ -152,6 +152,9 @@ class GroupQueueActor(_QueueActor):
         await self._wake_all()
         return expired
 
+    async def renew(self, ids: Sequence[int]) -> None:
+        self._ledger.renew(ids)
+
     async def rewind(self, trained: TrainedGroups, reason: str) -> int:
         self._ledger.rewind(trained, reason)
         self._payloads.clear()

@@ -93,7 +93,8 @@ class Role:
 class Member:
     """One actor of a role.
 
-    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer.
+    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer, and
+    `moved` when that last differed from the one before.
     """
 
     role: Role
@@ -104,6 +105,7 @@ class Member:
     beat: Any = None
     asked: float = 0.0
     said: Any = None
+    moved: float = field(default_factory=time.monotonic)
     died: float | None = None
 
     @property
@@ -186,6 +188,11 @@ class Supervisor:
     def serving(self, role: str) -> dict[str, Any]:
         """Handles of those that serve, by the name to call each."""
         return {m.name: m.handle for m in self.members(role, State.SERVING)}
+
+    def still_s(self) -> dict[str, float]:
+        """Seconds since each one's heartbeat last said something new, by name."""
+        now = time.monotonic()
+        return {member.name: now - member.moved for member in self._members}
 
     def waiting(self) -> list[Member]:
         """Those that could serve and have not been admitted."""
@@ -279,6 +286,8 @@ class Supervisor:
                 continue
             if member.role.healing and said != member.said is not None:
                 self._healed(member)
+            if said != member.said:
+                member.moved = time.monotonic()
             member.said = said
             if member.state is State.STARTING:
                 member.state = State.READY
@@ -414,5 +423,5 @@ def _whereabouts(_actor: object) -> tuple[int, str]:
 
 
 def health_call(engine: Any) -> Any:
-    """A heartbeat of an engine: whether it would answer requests."""
+    """A heartbeat of an engine: whether it would answer requests, and how far it has got."""
     return engine.health.remote()

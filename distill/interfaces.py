@@ -202,8 +202,11 @@ class Engine(Protocol):
         """Answers only if the engine is healthy."""
         ...
 
-    async def health(self) -> None:
+    async def health(self) -> int:
         """Returns soon, and only where requests would be answered: the heartbeat.
+
+        The number is another one each time if requests got on since the last time: tokens were
+        generated, or chains scored.
 
         Raises:
             EngineLost: the engine is broken and must be restarted.

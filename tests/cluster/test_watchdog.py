@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from cluster.ledger import QueueStatus
+from cluster.ledger import Ledger, LedgerSettings, QueueStatus
 from cluster.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.supervise import RunFailed
-from cluster.watchdog import Watchdog, suspects, who_waits
+from cluster.watchdog import Watchdog, quiet_s, suspects, who_waits
+from distill.delivery import TrainedGroups
 
 
 def status(**changes: Any) -> QueueStatus:
@@ -61,8 +64,10 @@ def test_the_report_names_everyone() -> None:
     ],
 )
 def test_who_holds_a_late_group_is_suspected(stage: str, expected: set[str]) -> None:
-    assert suspects(status(), workers(stage), 100) == expected
-    assert suspects(status(), workers(stage, seconds=5), 100) == set()
+    assert suspects(status(), workers(stage), {}, 100) == expected
+    assert suspects(status(), workers(stage, seconds=5), {}, 100) == set()
+    moving = dict.fromkeys(("policy engine 0", "teacher engine 0"), 3.0)
+    assert suspects(status(), workers(stage), moving, 100) == expected - moving.keys()
 
 
 class Clock:
@@ -84,7 +89,7 @@ class Patient:
 
     def look(self, times: range, **changes: Any) -> None:
         for self.clock.now in times:
-            self.dog.look(status(**changes), workers("sampling"))
+            self.dog.look(status(**changes), workers("sampling", self.clock.now + 125), {})
 
 
 def test_it_tells_then_acts_then_gives_up() -> None:
@@ -105,3 +110,76 @@ def test_a_group_that_arrives_and_a_learner_at_work_start_the_clock_again() -> N
         patient.look(range(first, first + 60, 20), delivered=first)
     patient.look(range(400, 700, 100))  # steps took a while
     assert not patient.said and not patient.hospital.done
+
+
+class SlowRun:
+    """The real ledger and watchdog of one worker, whose groups wait for engines of a pool."""
+
+    def __init__(self, groups: int, engines: Mapping[str, Callable[[float], float]]) -> None:
+        """
+        Args:
+            engines: by name, when each last got on with its work, by the present time.
+        """
+        self.clock, self.said, self.buried = Clock(), list[str](), list[tuple[float, str]]()
+        self.sampled = Counter[int]()
+        self._engines = engines
+        settings = LedgerSettings(
+            groups_per_step=groups, max_staleness=0, total_groups=groups, lease_s=900
+        )
+        self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=self.clock)
+        self._dog = Watchdog(self, self.said.append, 300, 1800, clock=self.clock)
+        self._lease()
+
+    def re_lease(self, ids: list[int], reason: str) -> None:
+        self.ledger.release(ids, reason)
+
+    def bury(self, name: str, why: str) -> None:
+        self.buried.append((self.clock.now, name))
+
+    def _lease(self) -> None:
+        for lease in self.ledger.lease(WORKER, 8, request=str(self.clock.now)):
+            self.sampled[lease.group_id] += 1
+
+    def run(self, until: int) -> None:
+        """As the driver does: looks at all, renews leases, every ten seconds."""
+        for now in range(0, until, 10):
+            self.clock.now = now
+            still_s = {name: now - moved(now) for name, moved in self._engines.items()}
+            under_way = self.ledger.status().leased
+            groups = tuple(GroupUnderWay(i, "sampling", now) for i in under_way)
+            asked = dict.fromkeys(self._engines, len(groups))
+            worker = {WORKER: WorkerStatus(groups=groups, requests=asked, max_groups=8)}
+            quiet = quiet_s(self.ledger.status(), worker, still_s)
+            self.ledger.renew(i for i, seconds in quiet.items() if seconds < 450)
+            self.ledger.expire(now)
+            self._dog.look(self.ledger.status(), worker, still_s)
+            self._lease()
+
+
+WORKER = "rollout worker 0"
+
+
+@pytest.mark.parametrize("seconds", [1500, 1800, 3 * 3600])
+def test_a_long_answer_of_an_engine_that_works_is_let_be(seconds: int) -> None:
+    """30,000 tokens at 20 a second; half an hour; an episode of three hours."""
+    run = SlowRun(2, {"policy engine 0": lambda now: now - 4})
+    run.run(until=seconds)
+    assert not run.said and not run.buried
+    assert run.sampled == {0: 1, 1: 1}, "none was begun twice"
+    assert not run.ledger.status().pending and run.ledger.status().set_aside == 0
+
+
+def test_an_engine_that_stands_still_is_found_among_those_that_work() -> None:
+    """It answers its heartbeats; its counter does not move from 100 s on."""
+    run = SlowRun(2, {"policy engine 0": lambda now: min(now, 100)})
+    run.run(until=1000)
+    assert run.buried[0] == (700, "policy engine 0"), "twice 300 s after its last sign of work"
+    assert "waits for" in run.said[0] and max(run.sampled.values()) > 1
+
+    both = SlowRun(2, {"policy engine 0": lambda now: min(now, 100), "policy engine 1": float})
+    worker = WorkerStatus(
+        groups=(GroupUnderWay(0, "sampling", 800),),
+        requests={"policy engine 0": 1, "policy engine 1": 1}, max_groups=8,
+    )  # fmt: skip
+    still_s = {"policy engine 0": 700.0, "policy engine 1": 0.0}
+    assert suspects(both.ledger.status(), {WORKER: worker}, still_s, 300) == {"policy engine 0"}
