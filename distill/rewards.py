@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,7 +161,10 @@ class CheckedReward:
             ) from None
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
-            raise self._error(f"raised {type(error).__name__}: {error}", answer) from error
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._error(
+                f"raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})", answer
+            ) from error
         if not isinstance(reward, Real | np.bool_) or not (
             abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
         ):

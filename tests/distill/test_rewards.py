@@ -169,7 +169,8 @@ def test_whatever_a_reward_raises_is_an_error_of_the_reward(
     user_module: str, answer: str, error: str
 ) -> None:
     reward = load_reward(f"{user_module}:exits")
-    with pytest.raises(DataError, match=rf"reward .*:exits raised {error}: .*'{answer}'") as raised:
+    told = rf"reward .*:exits raised {error}: .* \(.*\.py:\d+\) .*'{answer}'"  # and where
+    with pytest.raises(DataError, match=told) as raised:
         asyncio.run(judge(reward, "half a \ud800", answer))
     assert str(raised.value).encode()  # it goes into files
 
