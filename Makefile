@@ -10,13 +10,13 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo show opd-vs-rl test chaos lint bench clean
+.PHONY: help install install-sglang demo show opd-vs-rl test test-all chaos lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
 	@echo "make show    a recipe with tools, games or documents: TASK=tools|rl_tools|selfplay|condensed"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
-	@echo "make test    lint, types and the whole test suite"
+	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
@@ -60,7 +60,11 @@ lint: $(STAMP)
 
 # Two files at a time: most tests wait for processes of their own. A file's tests share servers.
 test: lint $(SGLANG)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow"
+
+# One file after the other: each has clusters of its own.
+test-all: test
+	$(BIN)/python -m tests.slow_tier
 
 chaos: $(SGLANG)
 	$(BIN)/python -m tests.chaos $(if $(SEED),seed=$(SEED)) $(if $(STRIKES),strikes=$(STRIKES))

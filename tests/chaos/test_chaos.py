@@ -19,7 +19,7 @@ from tests.chaos.tortured import TorturedRun
 from tests.conftest import TinyPair
 from tests.e2e.harness import opd_arguments
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 Start = Callable[..., TorturedRun]
 PROMPTS_PER_STEP = 4

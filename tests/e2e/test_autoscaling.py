@@ -26,7 +26,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.scaling_cluster import WorkerType, scaling_cluster
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def sizes(out: Path, pool: str) -> list[dict[str, Any]]:

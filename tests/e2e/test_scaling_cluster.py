@@ -23,7 +23,7 @@ from tests.e2e.scaling_cluster import (
     wait_until,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Drivers have a process of their own: this one may be connected to the suite's other Ray. Each
 # answers a line with a line, among what Ray prints, and ends with its input.

@@ -16,7 +16,7 @@ from tests.conftest import TinyPair
 from tests.e2e.harness import DEADLINE_S, REPOSITORY, metrics, opd_arguments, trained_groups
 from tests.e2e.ray_head import Head, ray_head
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

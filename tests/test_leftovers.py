@@ -1,0 +1,46 @@
+"""The watch over what tests leave behind sees what it is there for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import MARK, abandoned_memory, gone, marked
+
+ORPHAN = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"],
+                         stdin=sys.stdin, stdout=subprocess.DEVNULL, start_new_session=True)
+print(child.pid, flush=True)
+"""
+
+
+def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
+    reading, writing = os.pipe()
+    made = subprocess.run(
+        [sys.executable, "-c", ORPHAN], env={**os.environ, MARK: "planted"}, stdin=reading,
+        stdout=subprocess.PIPE, check=True, timeout=60,
+    )  # fmt: skip
+    os.close(reading)
+    [orphan] = marked("planted")
+    assert orphan.pid == int(made.stdout) and marked("another") == set()
+    os.close(writing)  # its input ends, and so does it
+    assert gone(lambda: marked("planted")) == set()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
+def test_memory_of_a_process_that_has_ended_is_found() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=60)
+    there = [Path(f"/dev/shm/torch_{pid}_planted") for pid in (ended.pid, os.getpid())]
+    try:
+        for path in there:
+            path.touch()
+        assert there[0].name in abandoned_memory() and there[1].name not in abandoned_memory()
+    finally:
+        for path in there:
+            path.unlink()
