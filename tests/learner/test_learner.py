@@ -159,14 +159,18 @@ def test_the_loss_is_a_mean_over_trained_tokens(new_learner: NewLearner) -> None
     assert step(learner, ROWS)["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def modes(learner: Learner) -> list[bool]:
+    return [module.training for module in learner.model.modules()]
+
+
 def test_logprobs_come_in_the_order_asked_and_change_nothing(new_learner: NewLearner) -> None:
     learner = new_learner(token_budget=20)
-    before = weights(learner)
+    before, training = weights(learner), modes(learner)
     alone = [learner.logprobs([row])[0] for row in ROWS]
     order = [5, 0, 3, 1, 4, 2, 0]
     for i, came in zip(order, learner.logprobs([ROWS[i] for i in order]), strict=True):
         assert came.tolist() == pytest.approx(alone[i].tolist(), abs=1e-4)
-    assert weights(learner) == before and learner.model.training
+    assert weights(learner) == before and modes(learner) == training
 
 
 def test_clipping_keeps_the_direction(new_learner: NewLearner) -> None:
