@@ -76,6 +76,7 @@ def test_a_killed_owner_leaves_no_server_behind(tiny_pair: TinyPair) -> None:
         owner.communicate()
 
 
+@pytest.mark.slow
 @needs_sglang
 def test_a_taken_port_is_left_and_a_dead_server_says_why(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +118,7 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
 TOO_LARGE = f"--json-model-override-args '{json.dumps({'intermediate_size': 10**13})}'"
 
 
+@pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize(
     "extra, said",
@@ -140,6 +142,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(
     assert not server.running
 
 
+@pytest.mark.slow
 @needs_sglang
 def test_a_model_that_sglang_cannot_load_shows_why(tiny_pair: TinyPair, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_pair.student, tmp_path / "model"))

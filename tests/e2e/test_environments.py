@@ -190,7 +190,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
     assert summary["eval after"]["eval/turns"] > 1.5
 
 
-@pytest.mark.parametrize("opponent", ["self", "reference"])
+@pytest.mark.parametrize("opponent", ["self", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("ray_cluster")
 def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
     frozen = opponent == "reference"

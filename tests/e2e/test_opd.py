@@ -46,7 +46,10 @@ def judged(student: str | Path, pair: TinyPair, temperature: float) -> float:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize(
+    "temperature",
+    [0.7, pytest.param(1.0, marks=pytest.mark.slow), pytest.param(1.3, marks=pytest.mark.slow)],
+)
 def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperature: float) -> None:
     out = distil(tiny_pair, tmp_path / "run", temperature=temperature)
     before = judged(tiny_pair.student, tiny_pair, temperature)

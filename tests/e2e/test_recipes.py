@@ -48,9 +48,11 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"estimator": "full"},
-        {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.9},
-        {"estimator": "top_k", "teacher_top_k": 16},
+        pytest.param({"estimator": "full"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.9}, marks=pytest.mark.slow
+        ),
+        pytest.param({"estimator": "top_k", "teacher_top_k": 16}, marks=pytest.mark.slow),
         {"estimator": "top_k", "teacher_top_k": 16, "tail": "sampled"},
     ],
     ids=["full", "jsd", "bucket", "sampled tail"],
@@ -97,7 +99,7 @@ def _copy(model: str, to: Path) -> Path:
     return Path(shutil.copytree(model, to))
 
 
-@pytest.mark.parametrize("estimator", ["top_k", "full"])
+@pytest.mark.parametrize("estimator", [pytest.param("top_k", marks=pytest.mark.slow), "full"])
 def test_a_model_learns_from_itself_with_a_hint(
     tiny_pair: TinyPair, tmp_path: Path, estimator: str
 ) -> None:

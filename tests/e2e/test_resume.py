@@ -71,7 +71,14 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
         assert_whole(out, done + 2)
 
 
-@pytest.mark.parametrize("victim", ["policy engine 0", "learner", "rollout worker 0"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        pytest.param("policy engine 0", marks=pytest.mark.slow),
+        "learner",
+        pytest.param("rollout worker 0", marks=pytest.mark.slow),
+    ],
+)
 def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     tiny_pair: TinyPair, tmp_path: Path, victim: str
 ) -> None:

@@ -71,6 +71,7 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(
     assert {path.name for path in (out / "logs").iterdir()} == {"policy-0.log", "teacher-0.log"}
 
 
+@pytest.mark.slow
 def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> None:
     reports = {}
     for engine in ("sglang", "embedded"):
@@ -88,7 +89,12 @@ def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> 
     "name, value, diagnosis",
     [
         ("SGLANG_PLUGINS", "none", "plugin"),
-        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        pytest.param(
+            "SGLANG_RETURN_ORIGINAL_LOGPROB",
+            "1",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_calibrate_refuses_a_server_that_does_not_scale(
@@ -112,6 +118,7 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     assert max(row["max_gap"] for row in report["comparisons"]) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
     arguments = opd_arguments(
@@ -192,6 +199,7 @@ def external_teacher(
     teacher.stop()
 
 
+@pytest.mark.slow
 def test_an_external_teacher_goes_away_and_comes_back(
     tiny_pair: TinyPair,
     tmp_path: Path,
