@@ -66,10 +66,17 @@ def marked(mark: str) -> set[psutil.Process]:
                 process.environ().get(MARK) == mark
                 and process.pid != os.getpid()
                 and process.name() not in _AGENTS
+                and not _is_kept(process)
                 and is_alive(process)
             ):
                 found.add(process)
     return found
+
+
+def _is_kept(process: psutil.Process) -> bool:
+    """Whether this very process keeps it for its next call of code that is not trusted: it dies
+    with us (distill/bounded.py)."""
+    return process.ppid() == os.getpid() and "multiprocessing" in " ".join(process.cmdline())
 
 
 def living_actors() -> dict[str, str]:
