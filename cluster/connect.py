@@ -30,8 +30,12 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from distill.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 # A head that is there answers in milliseconds; Ray itself would try for more than a minute.
 _ANSWER_S = 10.0
+# Ray gives its own processes 30 s to find each other, which a machine that is busy may take away.
+_STARTS = 3
 # An autoscaler writes its first report seconds after the head is up.
 _REPORT_S = 20.0
 _TOKEN = (
@@ -58,7 +62,7 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
     try:
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "local"):
-            _start(namespace, local_cpus)
+            start_here(namespace, max(os.cpu_count() or 1, local_cpus))
         else:
             _join(address, namespace)
         yield
@@ -90,19 +94,32 @@ def _node_types() -> list[str] | None:
     return list(report["node_type_mapping"].values()) or None if report else None
 
 
-def _start(namespace: str, local_cpus: int) -> None:
-    try:
-        with _process_groups_of_their_own():
-            # Named, because a bare init would join whatever cluster was last started here.
-            ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=max(os.cpu_count() or 1, local_cpus),
-                include_dashboard=False,
-                logging_level=logging.WARNING,
-            )
-    except Exception as error:  # Ray raises bare ones, too
-        raise ConfigError(f"Ray cannot start on this machine: {error}. {_remedy(error)}") from error
+def start_here(namespace: str, cpus: int) -> None:
+    """Starts Ray on this machine, for this process.
+
+    Raises:
+        ConfigError: it cannot start, and what may help.
+    """
+    for start in range(1, _STARTS + 1):
+        try:
+            with _process_groups_of_their_own():
+                # Named, because a bare init would join whatever cluster was last started here.
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=cpus,
+                    include_dashboard=False,
+                    logging_level=logging.WARNING,
+                )
+            return
+        except Exception as error:  # Ray raises bare ones, too
+            if start < _STARTS and "timed out during startup" in str(error):
+                logger.warning("Ray was not up in time on this machine; starting it again")
+                ray.shutdown()
+                continue
+            raise ConfigError(
+                f"Ray cannot start on this machine: {error}. {_remedy(error)}"
+            ) from error
 
 
 _apart = threading.Event()

@@ -13,7 +13,6 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
-import logging
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +21,7 @@ import torch
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from cluster.connect import start_here
 from distill.errors import ConfigError
 from distill.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
@@ -54,6 +54,6 @@ def sandbox() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.WARNING)
+    start_here("tests", cpus=8)
     yield
     ray.shutdown()
