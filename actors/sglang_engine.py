@@ -57,6 +57,8 @@ from distill.types import FloatArray, TopLogprobs
 
 logger = logging.getLogger(__name__)
 
+_ABORT_AGAIN_S = 0.2
+
 
 class _Prefilled(NamedTuple):
     """What one pass found: log-probs at its T, unscaled ones and the likeliest if they came."""
@@ -104,7 +106,7 @@ class SglangEngine:
         self._weights = weights
         self._seeded = seeded
         self._starting: asyncio.Task[None] | None = None
-        self._in_flight = 0  # samples at the server
+        self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
         self._queued = 0  # samples and chains at this engine
         self._beats = 0
 
@@ -127,12 +129,14 @@ class SglangEngine:
 
     async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
         body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
-        self._in_flight += request.num_samples
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._in_flight[ended] = request.num_samples
         try:
             made = await self._client.post("/generate", body, tokens=limit)
             answers = answers_of(made, request.num_samples)
         finally:
-            self._in_flight -= request.num_samples
+            del self._in_flight[ended]
+            ended.set_result(None)
         return [read_sample(answer) for answer in answers]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -320,10 +324,16 @@ class SglangEngine:
         return self._queued
 
     async def abort(self) -> int:
-        """See `Engine.abort`."""
+        """See `Engine.abort`.
+
+        Repeated until every call has ended: the server's scheduler aborts what it has, and a
+        request may still be on its way there.
+        """
         await self._ready()
-        samples = self._in_flight
-        await self._client.admin("/abort_request", {"rid": "", "abort_all": True})
+        samples, calls = sum(self._in_flight.values()), set(self._in_flight)
+        while calls:
+            await self._client.admin("/abort_request", {"rid": "", "abort_all": True})
+            _, calls = await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
         return samples
 
     async def close(self) -> None:
