@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
+from cluster import calls
 from cluster.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 
@@ -59,12 +59,12 @@ def collect(
             for name in names.values():
                 answers.failures[name] = f"no answer in {timeout_s:.0f} s"
             break
-        ready, _ = ray.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
+        ready, _ = calls.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
         failed_before = bool(answers.failures or answers.problem)
         for reference in ready:
             name = names.pop(reference)
             try:
-                answers.values[name] = ray.get(reference)
+                answers.values[name] = calls.get(reference)
             except RayError as error:
                 answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
                 if isinstance(error, EngineLost) or not isinstance(error, RayTaskError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +28,12 @@ from cluster.learner_actor import (
     supervised_losses,
 )
 from cluster.ledger import LedgerSettings
+from cluster.local import LocalActor
 from cluster.outputs import RunDirectory
 from cluster.placement import Placement
 from cluster.publisher import PushSettings
 from cluster.queue import GroupQueue, WorkerEnd
+from cluster.queue_actor import GroupQueueActor
 from cluster.roles import (
     EVALUATOR,
     LEARNER,
@@ -60,6 +63,11 @@ from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.group import Membership, open_store
 from learner.worker import LossFunction
+
+# A thread of its own for heartbeats, which a long call would keep waiting.
+_ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
+# Ray makes it again, and repeats what was asked of it.
+_LASTING = {"max_restarts": -1, "max_task_retries": -1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,40 +99,40 @@ class RolloutCast:
     ) -> None:
         self._config, self._inputs, self._directory = config, inputs, directory
         self._device, self._placement = device, placement
+        self._make = maker(config)
+
+    def _here(self) -> dict[str, Any]:
+        return {} if self._config.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
         """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
         config = self._config
-        return GroupQueue(
-            trained=trained,
-            settings=LedgerSettings(
-                groups_per_step=config.prompts_per_step,
-                max_staleness=config.max_staleness,
-                total_groups=config.steps * config.prompts_per_step,
-                lease_s=config.lease_s,
-                max_failures=config.max_group_failures,
-            ),
-            journal=str(self._directory.ledger),
-            run_id=self._directory.run_id,
-            timeout_s=config.deadline_s,
-            actor_options={
-                **here(),
-                "name": self._directory.actor_name(QUEUE),
-                "max_restarts": -1,
-                "max_task_retries": -1,
-            },
+        options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
+        settings = LedgerSettings(
+            groups_per_step=config.prompts_per_step,
+            max_staleness=config.max_staleness,
+            total_groups=config.steps * config.prompts_per_step,
+            lease_s=config.lease_s,
+            max_failures=config.max_group_failures,
         )
+        actor = self._make(
+            GroupQueueActor, self._here() | options,
+            secrets.token_hex(8), self._directory.run_id, trained, settings,
+            str(self._directory.ledger),
+        )  # fmt: skip
+        return GroupQueue(actor, timeout_s=config.deadline_s)
 
     @property
     def queue_role(self) -> Role:
-        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=True)
+        healing = not self._config.local  # Ray makes it again
+        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=healing)
 
     def evaluator_role(self) -> Role:
-        inputs, actor_class = self._inputs, _actor_class(Evaluator)
+        inputs = self._inputs
 
         def create(_index: int, attempt: int) -> Any:
-            options = here() | {"name": self._name(EVALUATOR, 0, attempt)}
-            return actor_class.options(**options).remote(inputs.held_out, inputs.tokenizer)
+            options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
+            return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer)
 
         return self._role(EVALUATOR, lambda _: EVALUATOR, create)
 
@@ -132,7 +140,6 @@ class RolloutCast:
         """Rollout workers. Their engines are told to them by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
         dataset = EnvStream(inputs.train, group_size=config.group_size, seed=config.seed)
-        actor_class = _actor_class(RolloutActor)
 
         def create(index: int, attempt: int) -> Any:
             build = partial(
@@ -148,9 +155,10 @@ class RolloutCast:
                 seed=config.seed,
                 max_groups=max_groups(),
             )
-            options = self._placement.options(ROLLOUT, index) if config.rollout_cpus else here()
-            options |= {"name": self._name(ROLLOUT, index, attempt)}
-            return actor_class.options(**options).remote(build, config.deadline_s)
+            placed = config.rollout_cpus > 0
+            options = self._placement.options(ROLLOUT, index) if placed else self._here()
+            options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
+            return self._make(RolloutActor, options, build, config.deadline_s)
 
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
@@ -189,7 +197,7 @@ class RolloutCast:
             made = engine(log_path, attempt)
             options = self._placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
-            return ray.remote(made.engine_class).options(**options).remote(**made.arguments())
+            return self._make(made.engine_class, options, **made.arguments())
 
         return self._role(
             role,
@@ -325,14 +333,13 @@ def make_learners(
 
     def options(rank: int) -> dict[str, Any]:
         name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
-        return placement.options(LEARNER, rank) | {"name": name}
+        return placement.options(LEARNER, rank) | _ASIDE | {"name": name}
 
-    leader = _actor_class(LearnerActor)
-    follower = _actor_class(LearnerFollower)
+    make = maker(config)
     actors = LearnerActors(
-        leader=leader.options(**options(0)).remote(partial(build, membership=memberships[0])),
+        leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
         followers=[
-            follower.options(**options(rank)).remote(learner_config, losses, memberships[rank])
+            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank])
             for rank in range(1, workers)
         ],
         meeting_point=meeting_point,
@@ -355,10 +362,23 @@ def learner_role(config: CommonConfig) -> Role:
     )
 
 
-def _actor_class(plain: type) -> Any:
-    """With a thread of its own for heartbeats, which a long call would keep waiting."""
+def maker(config: CommonConfig) -> Callable[..., Any]:
+    """Makes an actor: of a plain class, Ray's options, and the arguments of the class."""
+    return _in_this_process if config.local else _on_ray
+
+
+def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
+    own = dict(options)
+    groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
     remote: Any = ray.remote
-    return remote(concurrency_groups={HEALTH_GROUP: 1})(plain)
+    actor_class = remote(concurrency_groups=groups)(plain) if groups else remote(plain)
+    return actor_class.options(**own).remote(*arguments, **settings)
+
+
+def _in_this_process(
+    plain: type, _options: Mapping[str, Any], *arguments: Any, **settings: Any
+) -> LocalActor:
+    return LocalActor(plain, *arguments, **settings)
 
 
 def here() -> dict[str, Any]:

@@ -166,6 +166,10 @@ class CommonConfig:
     lora_adapter: str | None = chz.field(
         default=None, doc="instead of lora_rank: a peft adapter (safetensors) to start from"
     )
+    local: bool = chz.field(
+        default=False,
+        doc="everything in this process, without Ray: for a notebook, a debugger, small models",
+    )
     dry_run: bool = chz.field(default=False, doc="check everything, print the plan, start nothing")
 
     @chz.validate
@@ -173,6 +177,11 @@ class CommonConfig:
         for name in ("steps", "checkpoint_every", "keep_checkpoints", "threads", "learner_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.local and self.learner_workers > 1:
+            raise ConfigError(
+                f"local=True with learner_workers={self.learner_workers}: one process holds one "
+                "learner; leave one of them out"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed={self.seed} must not be negative")
         if self.max_restarts < 0:

@@ -185,6 +185,20 @@ class RolloutConfig(CommonConfig, ABC):
         default=None, doc="longest response in evaluation; default: max_new_tokens"
     )
 
+    def _require_what_is_here(self) -> None:
+        """Raises ConfigError for what a run without Ray cannot have."""
+        for name in ("policy_engines_max", "teacher_engines_max", "rollout_workers_max"):
+            if getattr(self, name, None) is not None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with local=True: pools grow on a Ray cluster "
+                    "only; leave one of them out"
+                )
+        if self.weights in ("object_store", "group"):
+            raise ConfigError(
+                f"weights={self.weights} with local=True: the engines are in the learner's own "
+                "process; use weights=auto"
+            )
+
     @chz.validate
     def _in_range(self) -> None:
         for name in (
@@ -199,6 +213,8 @@ class RolloutConfig(CommonConfig, ABC):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         self.require_bounds("policy_engines", "rollout_workers")
+        if self.local:
+            self._require_what_is_here()
         if not self.rollout_cpus >= 0:
             raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
         for name in ("lease_s", "stall_after_s", "scale_up_after_s", "scale_down_after_s"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError, RayTaskError
+
+from cluster import calls
 
 # How long an actor may take to prove that it is alive when a call has failed, seconds.
 _PING_S = 5.0
@@ -40,13 +41,13 @@ def dead_among(actors: Mapping[str, Any]) -> list[str]:
     pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
     if not pings:
         return []
-    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
+    answered, _ = calls.wait(list(pings), num_returns=len(pings), timeout=_PING_S)
     return [pings[ping] for ping in answered if _died(ping)]
 
 
 def _died(ping: Any) -> bool:
     try:
-        ray.get(ping, timeout=0)
+        calls.get(ping, timeout=0)
     except RayActorError:
         return True
     return False

@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
+from cluster import calls
 from cluster.build import RolloutCast, learner_role
 from cluster.config_on_policy import RolloutConfig
 from cluster.failures import reason_of
@@ -197,7 +197,7 @@ class Fleet:
     def close(self) -> None:
         """Ends everyone."""
         try:
-            ray.get(self.queue.close(), timeout=_CLOSE_S)
+            calls.get(self.queue.close(), timeout=_CLOSE_S)
         except RayError as error:  # it is dead or hangs: its journal lacks no more than the end
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()
@@ -223,11 +223,11 @@ class Fleet:
                 self._runs[member.handle.run.remote()] = member
 
     def _collect_runs(self) -> None:
-        ended = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0)[0]
+        ended = calls.wait(list(self._runs), num_returns=len(self._runs), timeout=0)[0]
         for run in ended:
             member = self._runs.pop(run)
             try:
-                ray.get(run)
+                calls.get(run)
             except RayTaskError as error:
                 raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
             except RayError:
@@ -236,18 +236,18 @@ class Fleet:
                 self._dismiss(member)
 
     def _collect_statuses(self) -> None:
-        done = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]
+        done = calls.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]
         for reference in done:
             name = self._asked.pop(reference)
             try:
-                self.statuses[name] = ray.get(reference)
+                self.statuses[name] = calls.get(reference)
                 self._fresh.add(name)
             except RayError:
                 self.statuses.pop(name, None)
-        if self._queue_asked is not None and ray.wait([self._queue_asked], timeout=0)[0]:
+        if self._queue_asked is not None and calls.wait([self._queue_asked], timeout=0)[0]:
             asked, self._queue_asked = self._queue_asked, None
             with suppress(RayError):  # the next one answers
-                status: Any = ray.get(asked)
+                status: Any = calls.get(asked)
                 self._queue_status = status
                 self._check_set_aside(status)
                 self._renew_leases(status)

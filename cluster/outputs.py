@@ -44,7 +44,7 @@ _MAY_CHANGE = {
     "placement", "placement_deadline_s", "policy_engines_max", "teacher_engines_max",
     "rollout_workers_max", "rollout_cpus", "colocate", "lease_s", "max_group_failures",
     "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
-    "keep_rollouts_every", "reward_timeout_s",
+    "keep_rollouts_every", "reward_timeout_s", "local",
 }  # fmt: skip
 
 

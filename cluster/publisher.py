@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from cluster import calls
 from cluster.acknowledge import Answers, collect, values
 from cluster.config_on_policy import WeightsChoice
 from cluster.failures import dead_among
@@ -188,7 +188,7 @@ class Publisher:
     def _drop(self, names: Sequence[str], version: int) -> None:
         for name in names:
             logger.warning("%s did not take weights version %d: it is ended", name, version)
-            ray.kill(self._engines.pop(name), no_restart=True)
+            calls.kill(self._engines.pop(name))
 
     def settle(self) -> float | None:
         """Collects what the engines answered to the probe; call once more at the end of a run.
@@ -220,7 +220,7 @@ class Publisher:
 
     def _collect(self, reference: Any) -> list[Score] | None:
         try:
-            return ray.get(reference, timeout=self._settings.timeout_s)
+            return calls.get(reference, timeout=self._settings.timeout_s)
         except (GetTimeoutError, RayError, EngineError) as error:
             logger.warning("a policy engine did not answer the weight probe: %s", error)
             return None

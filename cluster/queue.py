@@ -1,4 +1,4 @@
-"""The queue between rollout workers and learner: Ray's own, with credit, order and exactly once.
+"""The queue between rollout workers and learner: credit, order and exactly once, in a Ray actor.
 
     worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
@@ -22,13 +22,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError
-from ray.util.queue import Queue
 
-from cluster.ledger import LedgerSettings
+from cluster import calls
 from cluster.payload import pack, unpack
-from cluster.queue_actor import GroupQueueActor, LeaseAnswer, TakeAnswer
+from cluster.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.types import TrajectoryGroup
@@ -49,35 +47,17 @@ class QueueTimeout(RuntimeError):
     """A deadline passed. The message says who waited on whom, and for what."""
 
 
-class GroupQueue(Queue):
-    """`ray.util.queue.Queue` of trajectory groups. Pickles: every end holds the same queue."""
+class GroupQueue:
+    """The learner's and the driver's end of the queue. Pickles: every end holds the same queue."""
 
-    def __init__(
-        self,
-        *,
-        trained: TrainedGroups,
-        settings: LedgerSettings,
-        journal: str,
-        timeout_s: float,
-        actor_options: dict[str, Any],
-        run_id: str = "",
-    ) -> None:
+    def __init__(self, actor: Any, *, timeout_s: float) -> None:
         """
         Args:
-            trained: what the starting weights account for.
-            journal: path of the ledger's journal, on storage that the actor's node reaches.
+            actor: handle of a `GroupQueueActor`.
             timeout_s: how long any end waits for another.
-            actor_options: Ray's; with max_restarts and max_task_retries of -1 it is never lost.
-            run_id: the run's own name, which the journal bears.
         """
-        # Ray's constructor hard-codes its actor class, so it is not called.
-        self.maxsize = settings.window
-        self.timeout_s = timeout_s
+        self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
-        actor_class = ray.remote(GroupQueueActor)
-        self.actor: Any = actor_class.options(**actor_options).remote(
-            secrets.token_hex(8), run_id, trained, settings, journal
-        )
 
     # the learner's end
 
@@ -151,7 +131,7 @@ class GroupQueue(Queue):
     def _get(self, reference: Any) -> Any:
         seconds = self.timeout_s + _RESTART_S
         try:
-            return ray.get(reference, timeout=seconds)
+            return calls.get(reference, timeout=seconds)
         except GetTimeoutError:
             raise _silent(seconds) from None
 

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, TypeVar
-
-from ray.util.queue import _QueueActor
+from typing import TypeVar
 
 from cluster.journal import Journal, replay
 from cluster.ledger import Ledger, LedgerSettings, QueueStatus
 from distill.delivery import Lease, TrainedGroups
-from distill.errors import DataError
 
 # How often leases are looked over, seconds.
 _EXPIRE_EVERY_S = 1.0
@@ -43,8 +40,8 @@ class TakeAnswer:
     epoch: int
 
 
-class GroupQueueActor(_QueueActor):
-    """Ray's queue actor behind a `Ledger`: groups are parked until weights contain them."""
+class GroupQueueActor:
+    """A `Ledger`, and the groups that are parked until weights contain them. A plain class."""
 
     def __init__(
         self, run: str, run_id: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
@@ -53,8 +50,9 @@ class GroupQueueActor(_QueueActor):
         Args:
             run: names this queue: a journal that ends with it is this one's, and is continued.
             run_id: the run's own name, which its journal bears; "": it has none.
+            trained: what the starting weights account for.
+            journal: path of the ledger's journal, on storage that the actor's node reaches.
         """
-        super().__init__(0)
         before = replay(journal)
         self._journal = Journal(journal)
         self._closed = False
@@ -188,41 +186,6 @@ class GroupQueueActor(_QueueActor):
     async def _wake_all(self) -> None:
         await _wake(self._may_start)
         await _wake(self._may_train)
-
-    # what Ray's queue has besides: its size is true, and nothing passes by the ledger
-
-    def qsize(self) -> int:
-        return len(self._payloads)
-
-    def empty(self) -> bool:
-        return not self._payloads
-
-    def full(self) -> bool:
-        return self._ledger.credit == 0
-
-    async def put(self, item: Any, timeout: float | None = None) -> NoReturn:
-        raise _no_such_way()
-
-    async def get(self, timeout: float | None = None) -> NoReturn:
-        raise _no_such_way()
-
-    def put_nowait(self, item: Any) -> NoReturn:
-        raise _no_such_way()
-
-    def put_nowait_batch(self, items: Any) -> NoReturn:
-        raise _no_such_way()
-
-    def get_nowait(self) -> NoReturn:
-        raise _no_such_way()
-
-    def get_nowait_batch(self, num_items: int) -> NoReturn:
-        raise _no_such_way()
-
-
-def _no_such_way() -> DataError:
-    return DataError(
-        "groups enter the queue by WorkerEnd.put, on a lease, and leave it by GroupQueue.take"
-    )
 
 
 async def _until(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ray
+import torch
 
 from actors.config import EngineConfig, choose_dtype
 from actors.sglang_external import is_url
@@ -99,14 +100,15 @@ def _bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
 
 
 def resolve_device(config: CommonConfig) -> str:
-    """cpu or cuda, by what the connected Ray cluster has.
+    """cpu or cuda, by what the connected Ray cluster, or this process, has.
 
     Raises:
         ConfigError: cuda was asked for and the cluster has no GPU.
     """
-    gpus = ray.cluster_resources().get("GPU", 0)
+    gpus = torch.cuda.device_count() if config.local else ray.cluster_resources().get("GPU", 0)
     if config.device == "cuda" and not gpus:
-        raise ConfigError("device=cuda but the Ray cluster has no GPU; use device=cpu or add one")
+        where = "this machine" if config.local else "the Ray cluster"
+        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
     if not gpus or config.device == "cpu":
         for name in ("offload_optimizer", "liger"):
             if getattr(config, name):

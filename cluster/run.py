@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
-import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from cluster import calls
 from cluster.failures import dead_among, is_death, reason_of, root_cause
 from cluster.queue import QueueClosed
 from cluster.supervise import ActorLost, LearnerLost, RunFailed, Supervisor
@@ -132,7 +132,7 @@ class Driver:
         deadline = time.monotonic() + self._deadline_s
         while True:
             self.look()
-            ready, _ = ray.wait([reference], timeout=_POLL_S)
+            ready, _ = calls.wait([reference], timeout=_POLL_S)
             if ready:
                 return self.value(what, reference, lost=lost)
             if time.monotonic() > deadline:
@@ -170,7 +170,7 @@ class Driver:
     ) -> Any:
         """The value of a finished call; see `call` for what it raises."""
         try:
-            return ray.get(reference, timeout=timeout)
+            return calls.get(reference, timeout=timeout)
         except GetTimeoutError as error:
             raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
         except RayError as error:
@@ -297,6 +297,6 @@ class _Saving:
 def _let_end(pending: Any) -> dict[str, float] | None:
     """Waits for an interrupted step. It trained, and counts; or it found no groups: None."""
     try:
-        return ray.get(pending, timeout=600)
+        return calls.get(pending, timeout=600)
     except (QueueClosed, RayActorError):
         return None

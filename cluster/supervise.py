@@ -28,6 +28,7 @@ import ray
 import ray._private.state
 from ray.exceptions import RayError, RayTaskError
 
+from cluster import calls
 from cluster.failures import reason_of
 from distill.errors import IsothermError
 
@@ -237,7 +238,7 @@ class Supervisor:
         self._members.remove(member)
         self._budgets.pop((member.role.name, member.index), None)
         self.changes += 1
-        end(member.handle)
+        calls.kill(member.handle)
 
     def give_up_restart(self, role: str) -> int | None:
         """The index of one that is now not made again; None if none of the role was to be."""
@@ -273,14 +274,14 @@ class Supervisor:
 
     def _listen(self) -> None:
         beats = {member.beat: member for member in self._members if member.beat is not None}
-        done = ray.wait(list(beats), num_returns=len(beats), timeout=0)[0] if beats else []
+        done = calls.wait(list(beats), num_returns=len(beats), timeout=0)[0] if beats else []
         for reference in done:
             member = beats[reference]
             if member not in self._members:
                 continue  # buried in this very round, with another
             member.beat = None
             try:
-                said = ray.get(reference)
+                said = calls.get(reference)
             except RayError as error:
                 self.bury(member, reason_of(error), error)
                 continue
@@ -298,10 +299,10 @@ class Supervisor:
     def _introduce(self) -> None:
         """Writes down where an actor runs, once it has said so."""
         asked = list(self._introductions)
-        for reference in ray.wait(asked, num_returns=len(asked), timeout=0)[0]:
+        for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
             member = self._introductions.pop(reference)
             with suppress(RayError):  # it died meanwhile, as its heartbeat will tell
-                pid, node = ray.get(reference)
+                pid, node = calls.get(reference)
                 self._record("start", who=member.name, pid=pid, node=node)
 
     def _ask(self, now: float) -> None:
@@ -333,7 +334,7 @@ class Supervisor:
             return
         self._members.remove(member)
         self.changes += 1
-        end(member.handle)
+        calls.kill(member.handle)
         self._buried(member, why)
         if not self.under_way and member.state is State.STARTING:
             if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
@@ -386,7 +387,7 @@ class Supervisor:
         self.allow(member.role.name, member.index, f"{member.name} died ({why})")
         self._say(f"{member.name} died ({why}); Ray makes it again")
         if hangs:
-            ray.kill(member.handle, no_restart=False)
+            calls.kill(member.handle, no_restart=False)
         member.beat = None
         member.died = time.monotonic() if member.died is None else member.died
 
@@ -394,13 +395,8 @@ class Supervisor:
         """Ends every actor; nothing is made again."""
         self._restarts.clear()
         for member in self._members:
-            end(member.handle)
+            calls.kill(member.handle)
         self._members.clear()
-
-
-def end(handle: Any) -> None:
-    """Ends an actor at once, dead or alive."""
-    ray.kill(handle, no_restart=True)
 
 
 def ready_call(actor: Any) -> Any:

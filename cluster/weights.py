@@ -240,4 +240,4 @@ def choose_transports(
 
 
 def _node_id(_actor: object) -> str:
-    return ray.get_runtime_context().get_node_id()
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "this process"

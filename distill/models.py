@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,9 @@ from distill.tensors import PackedTensors
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()
+
+# transformers swaps functions of torch while it makes a model: one thread at a time.
+_MAKING = threading.Lock()
 
 
 def load_config(path: str) -> Any:
@@ -52,9 +56,10 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     """
     load_config(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
+        with _MAKING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
         raise CheckpointError(f"cannot load weights from {path!r}: {_first_line(error)}") from error
     model, report = loaded
@@ -75,7 +80,7 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
     """
     config = load_config(path)
     try:
-        with torch.device("meta"):
+        with _MAKING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a foreign config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error

@@ -6,8 +6,8 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -87,7 +87,9 @@ class Session:
 
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
-    """Ray, with a namespace of the run's own; see `connect`."""
+    """Ray, with a namespace of the run's own (see `connect`); nothing for a local run."""
+    if config.local:
+        return nullcontext()
     namespace = f"isotherm-{os.getpid()}-{time.time_ns()}"
     return connect(namespace, math.ceil(cpus_at_most(config)))
 
@@ -157,12 +159,16 @@ def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placem
         ConfigError: the cluster is too small, or does not have room within the deadline.
     """
     device = resolve_device(config)
+    roles = placed_roles(config, device)
     placement = Placement(
-        placed_roles(config, device),
+        [replace(role, resources={}) for role in roles] if config.local else roles,
         strategy=config.placement,
         colocate=colocated(config),
         name=running.directory.actor_name("place"),
     )
+    if config.local:
+        yield device, placement  # which places nothing
+        return
     try:
         placement.reserve(
             deadline_s=config.placement_deadline_s,

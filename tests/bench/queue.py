@@ -33,6 +33,7 @@ from cluster.payload import pack, unpack
 from cluster.queue import GroupQueue, WorkerEnd
 from distill.delivery import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
+from tests.queues import queue_on_ray
 from tests.samples import segment, trajectory
 
 MEMBERS, PROMPT, RESPONSE = 8, 128, 384
@@ -110,18 +111,13 @@ def measure_queue(scratch: Path) -> dict[str, Any]:
 def measure_workers(workers: int, journal: str) -> dict[str, float]:
     """`groups_per_s`, and microseconds of CPU a group in each process: `worker_us`, `queue_us`,
     `learner_us` (Ray's own processes not included). Checks that none was lost."""
-    queue = GroupQueue(
-        trained=TrainedGroups(),
-        settings=LedgerSettings(
-            groups_per_step=PER_STEP,
-            max_staleness=MAX_STALENESS,
-            total_groups=(WARMUP_STEPS + STEPS) * PER_STEP,
-            lease_s=DEADLINE_S,
-        ),
-        journal=journal,
-        timeout_s=DEADLINE_S,
-        actor_options={"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1},
+    settings = LedgerSettings(
+        groups_per_step=PER_STEP,
+        max_staleness=MAX_STALENESS,
+        total_groups=(WARMUP_STEPS + STEPS) * PER_STEP,
+        lease_s=DEADLINE_S,
     )
+    queue = queue_on_ray(settings, journal, timeout_s=DEADLINE_S)
     producer: Any = ray.remote(Producer).options(num_cpus=0).remote(queue, workers)
     running = producer.run.remote()
     trained = TrainedGroups()

@@ -15,11 +15,11 @@ import ray
 from actors.worker import Stage
 from cluster.journal import read_journal
 from cluster.ledger import LedgerSettings, QueueStatus
-from cluster.queue import GroupQueue, WorkerEnd
+from cluster.queue import WorkerEnd
 from cluster.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.scaling import Scaling
 from cluster.supervise import Member, Role, State
-from distill.delivery import TrainedGroups
+from tests.queues import queue_on_ray
 from tests.samples import group
 
 
@@ -262,13 +262,8 @@ def test_a_worker_that_leaves_while_it_waits_for_credit_takes_no_group_along(
     tmp_path: Path,
 ) -> None:
     """What the queue leases to a call that nobody awaits any more is leased again at once."""
-    queue = GroupQueue(
-        trained=TrainedGroups(),
-        settings=LedgerSettings(groups_per_step=2, max_staleness=0, total_groups=4, lease_s=600.0),
-        journal=str(tmp_path / "ledger.jsonl"),
-        timeout_s=60.0,
-        actor_options={"num_cpus": 0},
-    )
+    settings = LedgerSettings(groups_per_step=2, max_staleness=0, total_groups=4, lease_s=600.0)
+    queue = queue_on_ray(settings, str(tmp_path / "ledger.jsonl"), timeout_s=60.0)
 
     async def leave() -> list[int]:
         stays, leaves = WorkerEnd(queue, "stays"), WorkerEnd(queue, "leaves")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 
+from cluster import calls
 from cluster.supervise import (
     Budget,
     LearnerLost,
@@ -19,7 +20,6 @@ from cluster.supervise import (
     RunFailed,
     State,
     Supervisor,
-    end,
     whereabouts_call,
 )
 from distill.errors import CheckpointError
@@ -235,4 +235,4 @@ def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., 
     house.until(lambda: len(house.told("start", "helper 0")) == 3)
     assert len(house.told("death", "helper 0")) == len(house.told("restart", "helper 0")) == 2
     assert house.supervisor.members("helper") == [member] and house.buried == []
-    end(handle)
+    calls.kill(handle)

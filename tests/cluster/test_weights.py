@@ -1,10 +1,11 @@
-"""The push, both ends on real Ray: each transport, what it costs, and how it fails."""
+"""The push, both ends: each transport, what it costs, and how it fails."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ import cluster.weights_group
 from actors.embedded_engine import EmbeddedEngine
 from actors.sglang_hosted import HostedSglangEngine
 from actors.sglang_server import sglang_installed
+from cluster import calls
 from cluster.config_on_policy import OpdConfig
+from cluster.local import LocalActor
 from cluster.publisher import Publisher, PushSettings
 from cluster.recipes.on_policy import run_on_policy
 from cluster.weights import (
@@ -108,19 +111,33 @@ def learn(learner: Learner) -> None:
         parameter.data.mul_(1.02)
 
 
-@pytest.fixture
-def engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
-    """engines(*kinds): actors of the tiny student, named as a run names them."""
+@contextmanager
+def housed(pair: TinyPair, house: Callable[..., Any]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """make(*kinds): actors of the tiny student, named as a run names them."""
     made: list[Any] = []
 
     def make(*kinds: type) -> dict[str, Any]:
         for kind in kinds:
-            made.append(actor(kind, model_path=tiny_pair.student, device="cpu", threads=1))
+            made.append(house(kind, model_path=pair.student, device="cpu", threads=1))
         return {f"policy engine {i}": engine for i, engine in enumerate(made)}
 
     yield make
     for engine in made:
-        ray.kill(engine)
+        calls.kill(engine)
+
+
+@pytest.fixture
+def engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Makes engines in this process."""
+    with housed(tiny_pair, LocalActor) as make:
+        yield make
+
+
+@pytest.fixture
+def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Makes engines on Ray."""
+    with housed(tiny_pair, actor) as make:
+        yield make
 
 
 def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **changes: Any):
@@ -138,11 +155,12 @@ def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]
 
 
 def versions(engines: Mapping[str, Any]) -> list[int]:
-    return [info.weight_version for info in ray.get([e.info.remote() for e in engines.values()])]
+    asked = [engine.info.remote() for engine in engines.values()]
+    return [calls.get(info).weight_version for info in asked]
 
 
-def test_a_push_reaches_every_engine_and_then_frees_slots(engines, learner: Learner) -> None:
-    pair, queue = engines(EmbeddedEngine, EmbeddedEngine), Queue()
+def test_a_push_reaches_every_engine_and_then_frees_slots(ray_engines, learner: Learner) -> None:
+    pair, queue = ray_engines(EmbeddedEngine, EmbeddedEngine), Queue()
     publish = publisher(pair, learner, queue)
     first = sent(publish, learner.weights(), 0)
     assert queue.published == [(0, 0)] and "push/probe_gap" not in first
@@ -194,10 +212,10 @@ def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -
 
 @pytest.mark.parametrize("how", ["refuses", "dies", "hangs"])
 def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_freed(
-    engines, learner: Learner, how: str
+    ray_engines, learner: Learner, how: str
 ) -> None:
     queue, troubled = Queue(), actor(Troubled, how)
-    healthy = engines(EmbeddedEngine)
+    healthy = ray_engines(EmbeddedEngine)
     ray.get(healthy["policy engine 0"].info.remote())  # it has started: the deadline is the other's
     timeout_s = 1.0 if how == "hangs" else TIMEOUT_S
     both = healthy | {"policy engine 1": troubled}
@@ -249,11 +267,10 @@ def test_an_engine_that_joins_gets_the_present_weights(engines, learner: Learner
     learn(learner)
     sent(publish, learner.weights(), 3)
     assert versions(both) == [2, 3]
-    troubled = actor(Troubled, "refuses")
+    troubled = LocalActor(Troubled, "refuses")
     with pytest.raises(EngineError, match="policy engine 2: no room for them"):
         publish.admit({"policy engine 2": troubled}, learner.weights(), 3)
     assert sent(publish, learner.weights(), 4)["push/engines"] == 1
-    ray.kill(troubled)
 
 
 def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path: Path) -> None:
@@ -267,7 +284,7 @@ def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path
     assert publish.settle() is not None
     newest = str(directory / "version-000002")
     late = engines(EmbeddedEngine)["policy engine 2"]
-    ray.get(late.load_weights.remote(CheckpointDirectory(path=newest), 2))
+    calls.get(late.load_weights.remote(CheckpointDirectory(path=newest), 2))
     assert versions({"late": late}) == [2]
     written = dict(read_weights(newest).unpack())
     model = load_causal_lm(newest, dtype=torch.float32, device="cpu")
@@ -364,7 +381,7 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
     config = OpdConfig(
         student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
         out=str(tmp_path / "run"), temperature=T, steps=3, prompts_per_step=4, group_size=2,
-        max_new_tokens=8, eval_size=2, engine="embedded", weights="disk",
+        max_new_tokens=8, eval_size=2, engine="embedded", weights="disk", local=True,
     )  # fmt: skip
     run_on_policy(config, Console(quiet=True))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

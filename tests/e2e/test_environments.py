@@ -1,4 +1,4 @@
-"""Environments on real Ray actors and real engines: turns, tools, games, judged from outside."""
+"""Environments in runs, with real engines: turns, tools, games, judged from outside."""
 
 from __future__ import annotations
 
@@ -90,9 +90,12 @@ def test_the_page_s_environment_trains_as_it_stands(
     """Two turns an episode; what the engine sampled and the teacher scored is what is trained."""
     out = tmp_path / "run"
     arguments = without_prompts(brief_pair, out, backwards, steps=3, engine=engine,
-        keep_rollouts_every=1, max_staleness=0,
+        keep_rollouts_every=1, max_staleness=0, local=engine == "embedded",
     )  # fmt: skip
-    code, output = run("cluster.train", "recipe=opd", *arguments)
+    if engine == "embedded":
+        code, output = main(["recipe=opd", *arguments]), capsys.readouterr().out
+    else:
+        code, output = run("cluster.train", "recipe=opd", *arguments)
     assert code == 0, output
     assert "env=Words" in output
     assert trained_groups(out) == list(range(3 * 4))
@@ -140,7 +143,7 @@ def test_an_environment_that_cannot_be_is_refused_before_anything_starts(
 
 
 def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
-    tiny_pair: TinyPair, tmp_path: Path, backwards: Path
+    tiny_pair: TinyPair, tmp_path: Path, backwards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every fourth word raises, or earns what is no number."""
     code = (tmp_path / "backwards.py").read_text()
@@ -149,16 +152,14 @@ def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
     (tmp_path / "backwards.py").write_text(code)
     out = tmp_path / "run"
     arguments = without_prompts(tiny_pair, out, backwards, steps=4,
-        max_group_failures=2, reward_coef=1,
+        max_group_failures=2, reward_coef=1, local=True,
     )  # fmt: skip
-    ended, output = run("cluster.train", "recipe=opd", *arguments)
-    assert ended == 0, output
+    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     assert "RuntimeError: no such word" in (out / "ledger.jsonl").read_text()
     assert 1 <= metrics(out)[-1]["groups/set_aside"] <= 8
     assert audit(out / "ledger.jsonl").problems == []
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_opd_on_tool_calls(tmp_path: Path) -> None:
     """A model that was taught to call, barely: the calls are run, and both turns are trained."""
     pairs = products(300, 0)
@@ -169,7 +170,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
     write_untrained(untrained, book, DIGITS_APART, context_length=128, seed=1)
     schooling = SftConfig(
         model=untrained, data=str(tmp_path / "book.jsonl"), out=str(tmp_path / "sft"), steps=80,
-        batch_size=32, lr=4e-3, checkpoint_every=1000,
+        batch_size=32, lr=4e-3, checkpoint_every=1000, local=True,
     )  # fmt: skip
     run_sft(schooling, QUIET)
     student, teacher = str(tmp_path / "sft/final"), str(tmp_path / "teacher")
@@ -178,7 +179,7 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
         student=student, teacher=teacher, prompts=str(tmp_path / "prompts.jsonl"),
         out=str(tmp_path / "run"), temperature=0.7, steps=2, prompts_per_step=8, group_size=2,
         max_new_tokens=32, engine="embedded", max_staleness=0, reward_coef=1.0, eval_size=4,
-        checkpoint_every=100,
+        checkpoint_every=100, local=True,
     )  # fmt: skip
     run_on_policy(config, QUIET)
     for step in metrics(tmp_path / "run"):
@@ -191,7 +192,6 @@ def test_opd_on_tool_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opponent", ["self", pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("ray_cluster")
 def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponent: str) -> None:
     frozen = opponent == "reference"
     student = str(tmp_path / "model")
@@ -203,7 +203,7 @@ def test_games_against_itself_and_against_a_frozen_model(tmp_path: Path, opponen
         env=TicTacToeGames(
             rules=False, games=80, opponent=opponent, opponent_temperature=0.7 if frozen else None,
         ),
-        reference=student if frozen else None,
+        reference=student if frozen else None, local=True,
     )  # fmt: skip
     run_on_policy(config, QUIET)
     for step in metrics(tmp_path / "run"):

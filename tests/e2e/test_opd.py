@@ -1,4 +1,4 @@
-"""The main job on real Ray actors lowers the exact divergence, at each temperature and mode."""
+"""The main job, on Ray and in one process, lowers the exact divergence at each temperature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import TinyPair
 from tests.e2e.harness import metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.e2e
 
 PROMPTS_PER_STEP = 8
 
@@ -26,7 +26,7 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
     settings = {
         "temperature": 0.7, "steps": 30, "prompts_per_step": PROMPTS_PER_STEP, "group_size": 8,
         "max_new_tokens": 8, "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100,
-        "engine": "embedded",
+        "engine": "embedded", "local": True,
     } | overrides  # fmt: skip
     config = OpdConfig(
         student=pair.student, teacher=pair.teacher, prompts=pair.prompts, out=str(out), **settings
@@ -84,9 +84,19 @@ def test_overlapped_runs_are_stale_by_at_most_the_bound(
     assert max(step["train/logprob_gap"] for step in steps) > 1e-3, "the weights never moved"
 
 
-def test_several_engines_and_workers_share_the_work(tiny_pair: TinyPair, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("local", [False, True], ids=["on Ray", "in this process"])
+def test_several_engines_and_workers_share_the_work(
+    tiny_pair: TinyPair, tmp_path: Path, local: bool
+) -> None:
     out = distil(
-        tiny_pair, tmp_path / "run", policy_engines=2, teacher_engines=2, rollout_workers=2, steps=4
+        tiny_pair,
+        tmp_path / "run",
+        policy_engines=2,
+        teacher_engines=2,
+        rollout_workers=2,
+        steps=4,
+        local=local,
     )
     assert trained_groups(out) == list(range(4 * PROMPTS_PER_STEP))
     assert metrics(out)[0]["train/logprob_gap"] < 1e-4
@@ -107,6 +117,7 @@ def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path:
     assert list((out / "wandb").glob("offline-run-*")), "W&B wrote nothing offline"
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_sft_teaches_and_its_model_can_be_distilled(tiny_pair: TinyPair, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(9)]

@@ -1,4 +1,4 @@
-"""Every recipe and estimator on real Ray actors does what it is for, judged from outside."""
+"""Every recipe and estimator does what it is for, in one process, judged from outside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tests.conftest import TinyPair
 from tests.e2e.harness import metrics
 from tests.e2e.judge import exact_reverse_kl
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.e2e
 
 # Synchronous, so that a run is a function of its seed.
 SMALL = {
     "temperature": 0.7, "steps": 20, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8,
     "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
+    "local": True,
 }  # fmt: skip
 QUIET = Console(quiet=True)
 
@@ -171,7 +172,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     def dpo(out: Path, steps: int) -> list[dict[str, float]]:
         config = DpoConfig(
             model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
-            checkpoint_every=4,
+            checkpoint_every=4, local=True,
         )  # fmt: skip
         run_dpo(config, QUIET)
         return metrics(out)

@@ -1,0 +1,31 @@
+"""A queue on Ray, as a run starts it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import ray
+
+from cluster.ledger import LedgerSettings
+from cluster.queue import GroupQueue
+from cluster.queue_actor import GroupQueueActor
+from distill.delivery import TrainedGroups
+
+
+def queue_on_ray(
+    settings: LedgerSettings,
+    journal: str,
+    *,
+    timeout_s: float,
+    trained: TrainedGroups | None = None,
+    run_id: str = "",
+    actor_options: dict[str, Any] | None = None,
+) -> GroupQueue:
+    """Its actor is killed by whoever asked for it."""
+    remote: Any = ray.remote
+    lasting = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    actor = remote(GroupQueueActor).options(**lasting | (actor_options or {})).remote(
+        secrets.token_hex(8), run_id, trained or TrainedGroups(), settings, journal
+    )  # fmt: skip
+    return GroupQueue(actor, timeout_s=timeout_s)
