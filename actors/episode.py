@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,10 @@ from distill.rewards import LARGEST_REWARD
 from distill.sampling import Sampling, TrainSampling
 from distill.segments import SegmentBuilder
 from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
+
+# Entered before an environment's or a reward's code runs, and left after it. Several of a group may
+# be in it at once.
+UserCode = Callable[[], AbstractAsyncContextManager[None]]
 
 # Beyond, the sum of a few is no finite number.
 _LARGEST_METRIC = 1e100
@@ -29,6 +34,7 @@ async def rollout_group(
     group_id: int,
     seed: int,
     models: Mapping[str, Sampler] | None = None,
+    user_code: UserCode = nullcontext,
 ) -> TrajectoryGroup:
     """The group's G episodes as trajectories to train on.
 
@@ -39,7 +45,13 @@ async def rollout_group(
         EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
     """
     episodes_G = await play_group(
-        policy, builder, sampling, group_id=group_id, seed=seed, models=models
+        policy,
+        builder,
+        sampling,
+        group_id=group_id,
+        seed=seed,
+        models=models,
+        user_code=user_code,
     )
     trajectories_G = tuple(
         _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
@@ -83,6 +95,7 @@ async def play_group(
     group_id: int,
     seed: int,
     models: Mapping[str, Sampler] | None = None,
+    user_code: UserCode = nullcontext,
 ) -> list[Episode]:
     """Plays the group's G episodes at the same time.
 
@@ -91,19 +104,21 @@ async def play_group(
 
     Args:
         models: what environments may ask besides the policy; see `EnvGroupBuilder.make_envs`.
+        user_code: is entered around whatever the environments do, but for their `close`.
 
     Raises:
         EngineError: the engine aborted a sample.
         DataError: the builder did not reward every member; a reward or a metric is not finite, or
             too large for means.
     """
-    envs_G = builder.make_envs({**(models or {}), "policy": policy})
+    async with user_code():
+        envs_G = builder.make_envs({**(models or {}), "policy": policy})
     seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
     try:
-        first_G = await _first_turns(policy, envs_G, sampling, seeds_G)
+        first_G = await _first_turns(policy, envs_G, sampling, seeds_G, user_code)
         async with asyncio.TaskGroup() as tasks:
             playing = [
-                tasks.create_task(_play(policy, env, first, sampling, member_seed))
+                tasks.create_task(_play(policy, env, first, sampling, member_seed, user_code))
                 for env, first, member_seed in zip(envs_G, first_G, seeds_G, strict=True)
             ]
     except ExceptionGroup as failures:
@@ -111,7 +126,8 @@ async def play_group(
     finally:
         await asyncio.gather(*(env.close() for env in envs_G))
     episodes_G = [task.result() for task in playing]
-    rewards_G = await builder.group_rewards(envs_G, episodes_G)
+    async with user_code():
+        rewards_G = await builder.group_rewards(envs_G, episodes_G)
     if len(rewards_G) != len(episodes_G):
         raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
     return [
@@ -134,11 +150,16 @@ def _mix(*parts: int) -> int:
 
 
 async def _first_turns(
-    policy: Sampler, envs_G: Sequence[Env], sampling: Sampling, seeds_G: Sequence[int]
+    policy: Sampler,
+    envs_G: Sequence[Env],
+    sampling: Sampling,
+    seeds_G: Sequence[int],
+    user_code: UserCode,
 ) -> list[tuple[TokenArray, Sample] | None]:
     """First observation and sample of each member; None for those that wait for others."""
     starters = [member for member, env in enumerate(envs_G) if env.starts]
-    observed = await asyncio.gather(*(envs_G[member].initial_observation() for member in starters))
+    async with user_code():
+        observed = await asyncio.gather(*(envs_G[m].initial_observation() for m in starters))
     observations = {
         member: observation_T
         for member, observation_T in zip(starters, observed, strict=True)
@@ -170,6 +191,7 @@ async def _play(
     first: tuple[TokenArray, Sample] | None,
     sampling: Sampling,
     seed: int,
+    user_code: UserCode,
 ) -> Episode:
     """Plays one episode, from its first sample where there is one, to its end."""
 
@@ -183,10 +205,14 @@ async def _play(
         [sample] = await policy.generate(request)
         return sample
 
+    async def late_observation() -> TokenArray | None:
+        async with user_code():
+            return await env.initial_observation()
+
     turns: list[Turn] = []
     if first is not None:
         observation_T, sample = first
-    elif (observed := None if env.starts else await env.initial_observation()) is not None:
+    elif (observed := None if env.starts else await late_observation()) is not None:
         observation_T, sample = observed, await sample_after(observed)
     else:
         return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
@@ -195,7 +221,8 @@ async def _play(
     while True:
         if sample.stop_reason is StopReason.ABORTED:
             raise EngineError("a rollout was aborted by the policy engine")
-        result = await env.step(sample)
+        async with user_code():
+            result = await env.step(sample)
         turns.append(
             Turn(
                 observation_T=observation_T,

@@ -278,6 +278,13 @@ class RolloutConfig(CommonConfig, ABC):
         """Who rewards, for people to read."""
         return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__
 
+    def problems_title(self, prompts: str | None) -> str:
+        """The environment, its file of prompts and its reward, as they were set."""
+        title = f"env={type(self.env).__name__}"
+        if self.env.reads_prompts:
+            title += f" prompts={prompts}"
+        return title + (f" reward={self.judge}" if self.env.judges else "")
+
     def require_bounds(self, *pools: str) -> None:
         """Raises ConfigError if a pool's largest size is below its smallest."""
         for name in pools:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -213,3 +214,75 @@ def test_an_aborted_sample_ends_the_group() -> None:
     builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5)])])
     with pytest.raises(EngineError, match="aborted"):
         rollout(builder, CountingEngine(StopReason.ABORTED))
+
+
+@dataclass
+class Inside:
+    """Counts who is in user code; the group's engine and environments look."""
+
+    depth: int = 0
+    looks: list[tuple[str, int]] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[None]:
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    def look(self, where: str) -> None:
+        self.looks.append((where, self.depth))
+
+
+@dataclass(kw_only=True)
+class LookingEnv(ScriptedEnv):
+    inside: Inside
+    starts: bool = True
+
+    async def initial_observation(self) -> TokenArray:
+        self.inside.look("observation")
+        return await super().initial_observation()
+
+    async def step(self, sample: Sample) -> StepResult:
+        self.inside.look("step")
+        return await super().step(sample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookingBuilder(ScriptedBuilder):
+    inside: Inside
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        self.inside.look("make")
+        return self.envs
+
+    async def group_rewards(
+        self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+    ) -> Sequence[float]:
+        self.inside.look("reward")
+        return [0.0]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_what_the_user_wrote_runs_inside_and_sampling_outside(starts: bool) -> None:
+    inside = Inside()
+
+    class LookingEngine(CountingEngine):
+        async def generate(self, request: GenerateRequest) -> Sequence[Sample]:
+            inside.look("sample")
+            return await super().generate(request)
+
+    env = LookingEnv([ids(5), ids(5, 40, 50, 6)], inside=inside, starts=starts)
+    made = rollout_group(
+        LookingEngine(),
+        LookingBuilder(envs=[env], inside=inside),
+        SAMPLING,
+        group_id=3,
+        seed=0,
+        user_code=inside,
+    )
+    asyncio.run(made)
+    assert inside.depth == 0
+    assert inside.looks == [
+        ("make", 1), ("observation", 1), ("sample", 0), ("step", 1), ("sample", 0), ("step", 1),
+        ("reward", 1),
+    ]  # fmt: skip
