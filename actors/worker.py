@@ -15,8 +15,10 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol
 
 from actors.episode import rollout_group
@@ -46,16 +48,28 @@ class GroupSink(Protocol):
         """Gives a group back that could not be made."""
         ...
 
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        """Reports the groups that run an environment's or a reward's code, and their problems; all
+        others do not. Returns once that would outlive this process."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """A group at work: where it is, since when (`time.monotonic`), and its samples to come."""
+    """A group at work: where it is, since when (`time.monotonic`), and its samples to come.
+
+    `inside` counts its members in an environment's or a reward's code, that of `problem`;
+    `reported`: the sink knows.
+    """
 
     lease: Lease
     task: asyncio.Task[None] | None = None
     stage: Stage = "environment"
     since: float = field(default_factory=time.monotonic)
     waits_for_policy: int = 0
+    problem: str = ""
+    inside: int = 0
+    reported: bool = False
 
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
@@ -99,6 +113,7 @@ class RolloutWorker:
         self.max_groups = max_groups
         self._under_way: dict[Lease, UnderWay] = {}
         self._has_room = asyncio.Event()
+        self._reporting = asyncio.Lock()
         self._draining = False
         self._asking: asyncio.Task[Sequence[Lease]] | None = None
 
@@ -165,13 +180,17 @@ class RolloutWorker:
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
         started = time.perf_counter()
         group_id = under_way.lease.group_id
+        under_way.problem = self._dataset.describe(group_id)
+        async with self._user_code(under_way):
+            builder = self._dataset.builder(group_id)
         group = await rollout_group(
             _Sampled(self._policy, under_way),
-            self._dataset.builder(group_id),
+            builder,
             self._sampling,
             group_id=group_id,
             seed=self._seed,
             models=self._models,
+            user_code=partial(self._user_code, under_way),
         )
         sampled = time.perf_counter()
         timings = {"time/rollout": sampled - started}
@@ -182,6 +201,25 @@ class RolloutWorker:
             )
             timings["time/teacher"] = time.perf_counter() - sampled
         return replace(group, metrics={**group.metrics, **timings})
+
+    @asynccontextmanager
+    async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
+        """Reported before it begins, for it may end this process or never let go of it."""
+        group.inside += 1
+        try:
+            async with self._reporting:  # those that wait here travel with the next report
+                if not group.reported:
+                    await self._report()
+            yield
+        finally:
+            group.inside -= 1
+            group.reported = group.reported and group.inside > 0
+
+    async def _report(self) -> None:
+        inside = [group for group in self.under_way if group.inside]
+        await self._sink.inside({group.lease.group_id: group.problem for group in inside})
+        for group in inside:
+            group.reported = group.inside > 0
 
 
 class _Sampled:

@@ -139,7 +139,12 @@ class RolloutCast:
     def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
         """Rollout workers. Their engines are told to them by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
-        dataset = EnvStream(inputs.train, group_size=config.group_size, seed=config.seed)
+        dataset = EnvStream(
+            inputs.train,
+            group_size=config.group_size,
+            seed=config.seed,
+            title=config.problems_title(config.prompts),
+        )
 
         def create(index: int, attempt: int) -> Any:
             build = partial(

@@ -7,7 +7,8 @@
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted
     dup, late  the same, and is dropped; late has a reason
-    fail       id, attempt, worker, reason       forfeit   worker, ids, reason: the worker died
+    fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
+               worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
     take       from, to, skipped: handed to the learner
     train      version, from, to, skipped: in weights that are on every engine
@@ -198,7 +199,11 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             assert wanted == (event["event"] == "put"), "the group was delivered before, or later"
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
+        case "forfeit" if "inside" not in event:
+            ledger.forfeit_unreported(event["worker"], event["reason"])
         case "forfeit":
+            inside = {int(group_id): problem for group_id, problem in event["inside"].items()}
+            ledger.inside(event["worker"], inside)
             ledger.forfeit(event["worker"], event["reason"])
         case "expire":
             ledger.release(event["ids"], event["reason"])

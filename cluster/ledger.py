@@ -6,20 +6,26 @@ it is written down by cluster/journal.py, from which it can be made again.
     not yet leased -> leased -> delivered -> below the published watermark
                       |    ^
                       v    |
-                     pending -> set aside         failed too often, or killed too many workers
+                     pending -> set aside         failed too often
 
 Steps take live groups (those not set aside) in order of id. A group holds a slot from its lease
 until the weights that its step produced are on every policy engine, and there are
 (max_staleness + 1) * groups_per_step slots: so a group leased at weight version v is trained at
 version v + max_staleness at the latest. One that is leased again keeps its slot. For each group set
 aside the run has one more.
+
+A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
+reported to be in an environment's or a reward's code are suspects; so is each that is there at a
+second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
+its own. If the group arrives, it is a suspect no more. So a group that kills every worker is set
+aside, after `max_failures + 2` deaths as a rule, and none is for what another did.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +41,8 @@ class LedgerSettings:
         total_groups: live groups of the whole run, those trained before included.
         lease_s: how long a group may be without progress before it is leased to another.
         max_failures: failures of its own after which a group is set aside.
-        max_deaths: the same for workers that died or hung with it under way. More than failures,
-            because a death takes every group of its worker with it, guilty or not.
+        max_deaths: the same for leases that ran out. More than failures, because what hangs may be
+            an engine.
     """
 
     groups_per_step: int
@@ -111,6 +117,10 @@ class QueueStatus:
     age_s: float
 
 
+# Of a group's suspicion: that of one death inside its environment, or of two elsewhere.
+_SUSPECT = 2
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     worker: str
@@ -150,6 +160,11 @@ class Ledger:
         self._settings = settings
         self._failures: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
+        self._suspicion: Counter[int] = Counter()
+        # Of each worker: what it was given and has not returned, whether or not the lease is over;
+        # and what runs an environment's code there by its own report, with what problem that is.
+        self._at: defaultdict[str, set[Lease]] = defaultdict(set)
+        self._inside: dict[str, Mapping[int, str]] = {}
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
@@ -175,6 +190,8 @@ class Ledger:
     def lease(self, worker: str, max_groups: int, request: str = "") -> list[Lease]:
         """Groups to work on: pending ones first, lowest first, then as many new as credit allows.
 
+        A suspect comes first and alone, to a worker that has nothing; beside it there is nothing.
+
         Args:
             request: names the call. The worker's last call, repeated, gets the same answer again,
                 less what it holds no longer.
@@ -182,9 +199,12 @@ class Ledger:
         answered, leases = self._answers.get(worker, ("", []))
         if request and request == answered:
             return [lease for lease in leases if self._is_held(lease)]
-        leases = [self._lease_one(group_id, worker) for group_id in self._startable(max_groups)]
+        leases = [
+            self._lease_one(group_id, worker) for group_id in self._startable(worker, max_groups)
+        ]
         if leases:
             self._answers[worker] = (request, leases)
+            self._at[worker] |= set(leases)
             self.record(
                 "lease",
                 ids=[lease.group_id for lease in leases],
@@ -196,14 +216,26 @@ class Ledger:
             self._meter()
         return leases
 
-    def _startable(self, max_groups: int) -> list[int]:
-        ids = heapq.nsmallest(max_groups, self._pending)
+    def _startable(self, worker: str, max_groups: int) -> list[int]:
+        suspects = {i for i, count in self._suspicion.items() if count >= _SUSPECT}
+        if suspects:
+            held = {i for i, held in self._leased.items() if held.worker == worker}
+            if held & suspects:
+                return []
+            if not held and (waiting := suspects & self._pending):
+                return [min(waiting)]
+        ids = heapq.nsmallest(max_groups, self._pending - suspects)
         last = len(ids) + min(max_groups - len(ids), self.credit)
         while len(ids) < last:
             if self._next not in self._set_aside:  # after a rewind it may be
                 ids.append(self._next)
             self._next += 1
         return ids
+
+    @property
+    def has_suspects(self) -> bool:
+        """Groups may wait for a worker that has nothing."""
+        return bool(self._suspicion)
 
     def _lease_one(self, group_id: int, worker: str) -> Lease:
         self._pending.discard(group_id)
@@ -223,6 +255,7 @@ class Ledger:
         A lease that expired still delivers, if it comes first: the data is as good.
         """
         group_id = lease.group_id
+        self._at[worker].discard(lease)
         fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
         if why := self._why_late(lease):
             self._duplicates += 1
@@ -235,6 +268,7 @@ class Ledger:
         self._pending.discard(group_id)
         self._leased.pop(group_id, None)
         self._delivered.add(group_id)
+        self._suspicion.pop(group_id, None)
         self._arrived += 1
         self._consecutive_set_aside = 0
         self.record("put", **fields)
@@ -256,16 +290,26 @@ class Ledger:
         if not self._is_held(lease):
             return
         group_id = lease.group_id
-        del self._leased[group_id]
-        self._failures[group_id] += 1
+        self._at[worker].discard(lease)
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
+        self._blame(group_id, reason)
+        self._meter()
+
+    def _blame(self, group_id: int, reason: str) -> None:
+        """A failure of its own."""
+        del self._leased[group_id]
+        self._failures[group_id] += 1
         failures = self._failures[group_id]
         if failures >= self._settings.max_failures:
             self._put_aside(group_id, f"failed {failures} times: {reason}")
         else:
             self._pending.add(group_id)
-        self._meter()
+
+    def inside(self, worker: str, problems: Mapping[int, str]) -> None:
+        """These of the worker's groups, and at most these, run their environment's or reward's code
+        until it says otherwise. Not written down: a queue that is made again suspects them all."""
+        self._inside[worker] = problems
 
     # the driver's end
 
@@ -273,11 +317,28 @@ class Ledger:
         """The worker died: what it had under way is leased again. Returns those ids."""
         ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
         self._answers.pop(worker, None)
-        if ids:
+        inside = self._inside.pop(worker, dict.fromkeys(ids, ""))
+        at = {lease.group_id for lease in self._at.pop(worker, ())}
+        if ids or at:
             self._last_reason = reason
-            self.record("forfeit", worker=worker, ids=ids, reason=reason)
-            self._lose(ids, reason)
+            inside = {i: problem for i, problem in inside.items() if i in ids}
+            self.record("forfeit", worker=worker, ids=ids, inside=_by_text(inside), reason=reason)
+            if at == set(ids) and len(ids) == 1:
+                self._suspicion[ids[0]] = _SUSPECT
+                self._blame(ids[0], _killed(inside.get(ids[0], ""), reason))
+            else:
+                for group_id in ids:
+                    del self._leased[group_id]
+                    self._suspicion[group_id] += _SUSPECT if group_id in inside else 1
+                self._pending.update(ids)
+            self._meter()
         return ids
+
+    def forfeit_unreported(self, worker: str, reason: str) -> None:
+        """`forfeit` as earlier releases wrote it down: it counted against every group."""
+        self._answers.pop(worker, None)
+        self._last_reason = reason
+        self._lose(sorted(i for i, h in self._leased.items() if h.worker == worker), reason)
 
     def expire(self, now: float) -> list[int]:
         """Ends the leases not renewed for `lease_s`, as if their workers had died."""
@@ -338,7 +399,7 @@ class Ledger:
 
     def commit(self, step: int, watermark: int) -> None:
         """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
-        for counts in (self._failures, self._deaths):
+        for counts in (self._failures, self._deaths, self._suspicion):
             for group_id in [i for i in counts if i < watermark]:
                 del counts[group_id]
         self.record("commit", step=step, watermark=watermark)
@@ -502,6 +563,15 @@ class Ledger:
             starved_s=self._starved_s,
             age_s=now - self._made_at,
         )
+
+
+def _killed(problem: str, reason: str) -> str:
+    """Why a group failed that had a worker to itself, and what to do."""
+    where = f", in the code of {problem}" if problem else ""
+    return (
+        f"its worker died while it ran this group alone{where} ({reason}); make its environment "
+        "and reward raise instead of ending or holding up their process, or take the problem out"
+    )
 
 
 def _by_text(reasons: Mapping[int, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import GetTimeoutError
@@ -236,6 +236,11 @@ class WorkerEnd:
     async def fail(self, lease: Lease, reason: str) -> None:
         """The group's own rollout failed; it is tried again, or set aside."""
         await self._call(self._queue.actor.fail.remote(self._worker, lease, reason))
+
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        """These groups alone are in an environment's or a reward's code: if the worker dies, they
+        are suspects. Returns once the queue knows."""
+        await self._call(self._queue.actor.inside.remote(self._worker, problems))
 
     async def _call(self, reference: Any) -> Any:
         seconds = self._queue.timeout_s + _RESTART_S

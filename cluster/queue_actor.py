@@ -91,11 +91,17 @@ class GroupQueueActor:
 
     async def deliver(self, worker: str, leases: Sequence[Lease], *payloads: bytes) -> None:
         # Arguments of their own: each of at most 100 kB travels in the call, without the store.
+        suspects = self._ledger.has_suspects
         with self._journal.together():
             for lease, payload in zip(leases, payloads, strict=True):
                 if self._ledger.deliver(lease, worker):
                     self._payloads[lease.group_id] = payload
         await _wake(self._may_train)
+        if suspects:  # a worker that has nothing now may start what it could not before
+            await _wake(self._may_start)
+
+    async def inside(self, worker: str, problems: dict[int, str]) -> None:
+        self._ledger.inside(worker, problems)
 
     async def fail(self, worker: str, lease: Lease, reason: str) -> None:
         self._ledger.fail(lease, reason, worker)

@@ -252,12 +252,18 @@ class EnvStream:
     Its cursor is the group id, so a resumed run goes on with the problems that it would have had.
     """
 
-    def __init__(self, dataset: EnvDataset, *, group_size: int, seed: int) -> None:
-        self._dataset, self._group_size = dataset, group_size
+    def __init__(
+        self, dataset: EnvDataset, *, group_size: int, seed: int, title: str = "the data"
+    ) -> None:
+        self._dataset, self._group_size, self._title = dataset, group_size, title
         self._order = PromptStream(len(dataset), seed)
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
         return self._dataset.builder(self._order.index(group_id), self._group_size)
+
+    def describe(self, group_id: int) -> str:
+        """The group's problem, for messages."""
+        return f"problem {self._dataset.line(self._order.index(group_id))} of {self._title}"
 
 
 def only_teacher(setting: Setting) -> str:

@@ -52,6 +52,9 @@ class Dataset:
     def builder(self, group_id: int) -> EnvGroupBuilder:
         return Pairs(prompt_T=ids(3, 4, 5 + group_id), teacher="odd" if group_id % 2 else "even")
 
+    def describe(self, group_id: int) -> str:
+        return f"problem {group_id + 1}"
+
 
 @dataclass
 class Sink:
@@ -79,6 +82,23 @@ class Sink:
 
     async def fail(self, lease: Lease, reason: str) -> None:
         self.failed[lease.group_id] = reason
+
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        pass
+
+
+@dataclass
+class Witness(Sink):
+    """Knows what was reported, once the report has had its time."""
+
+    known: Mapping[int, str] = field(default_factory=dict)
+    reports: int = 0
+
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        self.reports += 1
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.known = problems
 
 
 def run(
@@ -186,7 +206,7 @@ def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
 
 
 def test_what_is_under_way_can_be_seen_and_given_up() -> None:
-    sink = Sink(groups=3, closes=False)
+    sink = Witness(groups=3, closes=False)
 
     async def watch() -> None:
         worker = worker_of(sink, HangingPolicy(0))
@@ -197,6 +217,7 @@ def test_what_is_under_way_can_be_seen_and_given_up() -> None:
 
         while stages() != {1: "sampling", 2: "sampling"}:
             await asyncio.sleep(0)
+        assert sink.known == {2: "problem 3"}  # group 1 had left when it entered
         worker.forget(epoch=1)  # they are of this epoch
         await asyncio.sleep(0.01)
         assert len(worker.under_way) == 2
@@ -224,3 +245,61 @@ def test_a_drained_worker_ends_what_it_began() -> None:
 
     asyncio.run(asyncio.wait_for(drain(), 30))
     assert len(sink.done) == sink.leased < 100
+
+
+@dataclass(frozen=True)
+class Watched(OneTurn):
+    """Notes whether its group was known to be here, before anything and after a while."""
+
+    group_id: int
+    witness: Witness
+    seen: list[bool]
+
+    async def initial_observation(self) -> TokenArray:
+        self.look()
+        return await super().initial_observation()
+
+    async def step(self, sample: Sample) -> StepResult:
+        for _ in range(self.group_id):
+            self.look()
+            await asyncio.sleep(0)
+        self.look()
+        return await super().step(sample)
+
+    def look(self) -> None:
+        self.seen.append(self.witness.known.get(self.group_id) == f"problem {self.group_id + 1}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedPairs(Pairs):
+    group_id: int
+    witness: Witness
+    seen: list[bool]
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [Watched(self.prompt_T, self.group_id, self.witness, self.seen) for _ in range(2)]
+
+
+class SlowPolicy(PrefixEngine):
+    """Is a while at each request, longer for some."""
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        for _ in range(int(request.prompt_tokens_T[-1])):
+            await asyncio.sleep(0)
+        return await super().generate(request)
+
+
+def test_a_group_is_known_to_be_in_its_environment_before_it_is_there() -> None:
+    sink, seen = Witness(groups=12), []
+
+    class Groups(Dataset):
+        def builder(self, group_id: int) -> EnvGroupBuilder:
+            seen.append(sink.known.get(group_id) == self.describe(group_id))
+            prompt_T = ids(3, 4, 5 + group_id)
+            return WatchedPairs(prompt_T=prompt_T, group_id=group_id, witness=sink, seen=seen)
+
+    run(sink, teachers={}, policy=SlowPolicy(0), dataset=Groups(), max_groups=5)
+    assert sorted(group.group_id for group in sink.done) == list(range(12))
+    # of each group: its builder, two observations, and in two steps its id and one more looks
+    assert seen == [True] * sum(1 + 2 + 2 * (i + 1) for i in range(12))
+    assert 12 < sink.reports < 12 * 4  # they travel together

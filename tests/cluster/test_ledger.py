@@ -10,16 +10,18 @@ import errno
 import json
 import logging
 import os
+import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -145,6 +147,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert "it raised" in after.last_reason
 
     # their deaths
+
+    @rule(worker=WORKERS, data=st.data())
+    def report(self, worker: str, data: st.DataObject) -> None:
+        ids = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
+        self.ledger.inside(worker, {i: f"problem {i}" for i in ids})
 
     @rule(worker=WORKERS)
     def die(self, worker: str) -> None:
@@ -278,13 +285,12 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         while len(self.trained) < self.total:
             before = self.trained.watermark
-            while self.ledger.lease("z", 5, ""):
-                pass
-            for group_id, held in reversed(self.status().leased.items()):
-                lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
-                self.leased_at.setdefault(group_id, self.version)
-                assert self.ledger.deliver(lease, held[0])
-                self.held.add(group_id)
+            while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
+                for group_id, held in reversed(self.status().leased.items()):
+                    lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
+                    self.leased_at.setdefault(group_id, self.version)
+                    assert self.ledger.deliver(lease, held[0])
+                    self.held.add(group_id)
             self.take()
             self.train_and_publish(False)
             assert self.trained.watermark > before
@@ -387,17 +393,152 @@ def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() ->
     assert ledger.all_started and ledger.lease("a", 9) == []
 
 
-def test_a_death_counts_for_less_than_a_failure() -> None:
-    ledger = new(max_failures=3, max_deaths=4)
-    for _ in range(3):
-        lease(ledger, 9)
-        assert ledger.forfeit("a", "killed") == [0, 1]
-    assert ledger.status().set_aside == 0
-    lease(ledger, 1)
-    assert ledger.forfeit("a", "killed") == [0]
-    assert ledger.status().set_aside == 1
-    assert ledger.status().last_reason == "4 workers died or hung with it: killed"
-    assert lease(ledger, 9) == [1, 2]
+def test_a_group_that_kills_its_worker_is_found_among_those_it_takes_along() -> None:
+    ledger = new(max_staleness=2, max_failures=2)
+    assert lease(ledger, 1, "z") == [0] and lease(ledger, 9) == [1, 2, 3, 4, 5]
+    ledger.inside("a", {1: "problem 8 of env=Bad reward=x:y", 4: "problem 9"})
+    assert ledger.forfeit("a", "SIGSEGV") == [1, 2, 3, 4, 5]
+    assert lease(ledger, 9, "z") == [2, 3, 5]  # what was not inside may be beside others
+    assert lease(ledger, 9, "b") == [1] and lease(ledger, 9, "b") == []
+    assert lease(ledger, 9, "c") == [4]
+    assert ledger.deliver(Lease(group_id=4, attempt=2, epoch=1), "c")
+    for worker in "be":
+        ledger.inside(worker, {1: "problem 8 of env=Bad reward=x:y"})
+        assert ledger.forfeit(worker, "SIGSEGV") == [1]
+        assert lease(ledger, 1, "e") == ([1] if worker == "b" else [6])
+    assert ledger.status().set_aside == 1 and ledger.status().last_reason == (
+        "failed 2 times: its worker died while it ran this group alone, in the code of problem 8 "
+        "of env=Bad reward=x:y (SIGSEGV); make its environment and reward raise instead of ending "
+        "or holding up their process, or take the problem out"
+    )
+
+
+def test_who_is_there_at_two_deaths_is_a_suspect() -> None:
+    ledger = new(max_staleness=1)
+    for _ in range(2):
+        assert lease(ledger, 2) == [0, 1]
+        ledger.inside("a", {})
+        ledger.forfeit("a", "killed")
+    assert lease(ledger, 9, "a") == [0] and lease(ledger, 9, "b") == [1]
+    assert lease(ledger, 9, "c") == [2, 3]
+
+
+def test_what_a_worker_still_runs_though_its_lease_is_over_may_be_guilty() -> None:
+    ledger = new(max_failures=1, max_deaths=9)
+    [hung, _] = ledger.lease("a", 2)
+    ledger.inside("a", {1: "problem 2"})
+    ledger.release([0], "no progress")
+    assert ledger.forfeit("a", "killed") == [1] and ledger.status().set_aside == 0
+    assert lease(ledger, 1, "b") == [1]
+    assert not ledger.deliver(Lease(group_id=0, attempt=2, epoch=1)) and ledger.deliver(hung, "a")
+    assert ledger.forfeit("b", "killed") == [1] and ledger.status().set_aside == 1
+
+
+@dataclass
+class Rollouts:
+    """A worker over the real ledger: what it runs, and how far that is.
+
+    `poison` groups kill it: in their environment's code (0) or later, in nobody's (1).
+    """
+
+    name: str
+    poison: Mapping[int, int]
+    stages: dict[Lease, int] = field(default_factory=dict)
+    deaths: int = 0
+
+    def work(self, ledger: Ledger, chance: random.Random, max_groups: int) -> None:
+        if len(self.stages) < max_groups:
+            room = max_groups - len(self.stages)
+            self.stages |= dict.fromkeys(ledger.lease(self.name, room), 0)
+        if not self.stages:
+            return
+        lease = chance.choice(list(self.stages))
+        stage = self.stages[lease]
+        self.stages[lease] += 1
+        if stage == 0:  # into its environment; the others that are in theirs are reported, too
+            inside = [other for other, at in self.stages.items() if at == 1]
+            ledger.inside(self.name, {other.group_id: "" for other in inside})
+        if self.poison.get(lease.group_id) == stage:
+            self.stages.clear()
+            self.deaths += 1
+            ledger.forfeit(self.name, "killed")
+        elif stage == 2:
+            del self.stages[lease]
+            assert ledger.deliver(lease, self.name)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    poison=st.dictionaries(st.integers(0, 23), st.integers(0, 1), max_size=5),
+    num_workers=st.integers(1, 3),
+    max_groups=st.integers(1, 8),
+    max_staleness=st.integers(0, 2),
+    queue_dies=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
+    seed: int, poison: dict[int, int], num_workers: int, max_groups: int, max_staleness: int,
+    queue_dies: bool,
+) -> None:  # fmt: skip
+    chance, steps, per_step, max_failures = random.Random(seed), 6, 4, 3
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ledger.jsonl"
+        journal = Journal(path)
+        rules = LedgerSettings(
+            groups_per_step=per_step,
+            max_staleness=max_staleness,
+            total_groups=steps * per_step,
+            lease_s=LEASE_S,
+            max_failures=max_failures,
+        )
+        trained = TrainedGroups()
+        journal.record("start", run="r", epoch=1, settings=asdict(rules), **trained.to_json())
+        ledger = Ledger(rules, trained, epoch=1, record=journal.record)
+        workers = [Rollouts(name, poison) for name in "abc"[:num_workers]]
+        version = 0
+        for _ in range(20_000):
+            if version == steps:
+                break
+            chance.choice(workers).work(ledger, chance, max_groups)
+            if (step := ledger.take(ledger.published, per_step)) is not None:
+                version += 1
+                ledger.publish(version, step.end)
+            if queue_dies and chance.random() < 0.02:
+                journal.close()
+                played = replay(path).ledger
+                assert played is not None and asdict(played.status())["pending"] == sorted(
+                    ledger.status().pending
+                )
+                ledger, journal = played, Journal(path)
+                ledger.record = journal.record
+                ledger.recover()
+        assert version == steps
+        journal.close()
+        found = audit(path)
+    assert found.problems == [] and found.trained == steps * per_step
+    assert found.set_aside.keys() == {i for i in poison if i < found.watermark}
+    assert sum(worker.deaths for worker in workers) <= (max_failures + 2) * len(poison)
+
+
+def test_journals_of_earlier_releases_count_a_death_against_every_group(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    rules = asdict(new(max_deaths=2)._settings)
+    lines: list[dict[str, Any]] = [
+        {"event": "start", "run": "r", "epoch": 1, "settings": rules, **TrainedGroups().to_json()}
+    ]
+    for attempt in (1, 2):
+        lines += [
+            {"event": "lease", "ids": [0, 1], "attempts": [attempt] * 2, "worker": "a", "epoch": 1,
+             "request": f"x-{attempt}"},
+            {"event": "forfeit", "worker": "a", "ids": [0, 1], "reason": "killed"},
+        ]  # fmt: skip
+    reason = "2 workers died or hung with it: killed"
+    lines += [{"event": "set_aside", "id": i, "reason": reason} for i in (0, 1)]
+    path.write_text("".join(json.dumps({"t": 1.0} | line) + "\n" for line in lines))
+    played = replay(path)
+    assert played.ledger is not None and played.ledger._set_aside == {0: reason, 1: reason}
+    assert lease(played.ledger, 9) == [2, 3]
+    assert audit(path).re_leases == {"when a worker died": 4}
 
 
 def test_a_late_arrival_that_comes_first_wins() -> None:

@@ -141,6 +141,7 @@ def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
         waiting = asyncio.create_task(WorkerEnd(queue, "b").lease(9))
         done, _ = await asyncio.wait([waiting], timeout=1.0)
         assert not done  # not even by its deadline
+        await WorkerEnd(queue, "a").inside({})
         assert await queue.forfeit("a", "killed") == list(range(8))
         return await waiting
 
@@ -181,6 +182,26 @@ def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> Non
     queue.publish(1, trained.watermark)
     assert trained.to_json()["watermark"] == 3 and len(trained) == 2
     assert ray.get(queue.status()).set_aside == 1
+
+
+def test_a_worker_that_dies_in_a_reward_leaves_suspects_who_come_alone(new_queue: NewQueue) -> None:
+    queue = new_queue(max_failures=1)
+    end = WorkerEnd(queue, "a")
+
+    async def waits_for_room() -> list[Lease]:
+        await end.lease(9)
+        await end.inside({1: "problem 5 of env=Bad reward=x:y", 2: "problem 7"})
+        assert await queue.forfeit("a", "SIGSEGV") == [0, 1, 2, 3]
+        [suspect] = await end.lease(9)
+        waiting = asyncio.create_task(end.lease(9))
+        await end.inside({1: "problem 5 of env=Bad reward=x:y"})
+        await end.put(suspect, group(1))
+        return await waiting
+
+    assert ids(asyncio.run(waits_for_room())) == [2]
+    ray.get(queue.forfeit("a", "SIGSEGV"))
+    status = ray.get(queue.status())
+    assert status.set_aside == 1 and "ran this group alone (SIGSEGV)" in status.last_reason
 
 
 @pytest.mark.parametrize("item", [None, "done", [group(0)], 3])
