@@ -204,7 +204,7 @@ class Scaling:
         return sum(self._fleet.supervisor.expected(role) for role in roles)
 
     def _record_nodes(self) -> None:
-        alive = sum(node["Alive"] for node in ray.nodes())
+        alive = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
         if self._recorded.get("nodes") != alive:
             self._recorded["nodes"] = alive
             self._directory.append_event("nodes", alive=alive)
