@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -69,6 +70,7 @@ class GroupQueueActor:
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
         self._payloads: dict[int, bytes] = {}
+        self._deaths: Counter[str] = Counter()
         # Leases become possible, or a step ready: two crowds, woken apart.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
         self._looked_over = time.monotonic()
@@ -77,9 +79,14 @@ class GroupQueueActor:
 
     async def lease(self, worker: str, max_groups: int, request: str, poll_s: float) -> LeaseAnswer:
         await self._expire()
+        deaths = self._deaths[worker]  # one that dies meanwhile leaves this call behind
         leases = await _until(
             self._may_start,
-            lambda: self._closed or self._ledger.lease(worker, max_groups, request),
+            lambda: (
+                self._closed
+                or self._deaths[worker] > deaths
+                or self._ledger.lease(worker, max_groups, request)
+            ),
             poll_s,
         )
         return LeaseAnswer(
@@ -147,6 +154,7 @@ class GroupQueueActor:
         return not self._closed and self._ledger.ready(watermark, num_groups) is not None
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
+        self._deaths[worker] += 1
         ids = self._ledger.forfeit(worker, reason)
         await self._wake_all()
         return ids

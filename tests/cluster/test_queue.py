@@ -184,6 +184,15 @@ def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> Non
     assert ray.get(queue.status()).set_aside == 1
 
 
+def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> None:
+    queue = new_queue()
+    assert ids(lease(queue, 9)) == [0, 1, 2, 3]
+    asked = queue.actor.lease.remote("a", 9, "before it died", DEADLINE_S)
+    assert not ray.get(queue.status()).pending  # the call is there
+    assert is_true(queue.forfeit("a", "killed")) and ray.get(asked).leases == []
+    assert ray.get(queue.status()).pending == [0, 1, 2, 3]
+
+
 def test_a_worker_that_dies_in_a_reward_leaves_suspects_who_come_alone(new_queue: NewQueue) -> None:
     queue = new_queue(max_failures=1)
     end = WorkerEnd(queue, "a")
