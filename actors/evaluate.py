@@ -18,13 +18,16 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import play_group, rollout_group
+from actors.episode import UserCode, play_group, rollout_group
+from actors.inside_file import InsideFile
 from actors.teacher import score_group, teacher_of
 from distill.envs.base import EnvDataset, Episode
 from distill.evaluation import interval, majority, pass_at_k
@@ -60,18 +63,27 @@ class Response:
 
 
 class Evaluator:
-    """Evaluates an engine on a fixed list of held-out problems."""
+    """Evaluates an engine on a fixed list of held-out problems.
 
-    def __init__(self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        inside: where to keep which problems are in their environment's or reward's code.
+    """
+
+    def __init__(
+        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str | None = None
+    ) -> None:
         self._problems = problems
         self._tokenizer = tokenizer
+        self._inside = None if inside is None else InsideFile(inside, len(problems))
 
     async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
         """`sampling.num_samples` episodes a problem, in order."""
 
         async def one(p: int) -> list[Response]:
             builder = self._problems.builder(p, sampling.num_samples)
-            episodes = await play_group(engine, builder, sampling, group_id=p, seed=_SEED)
+            episodes = await play_group(
+                engine, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+            )
             return [
                 self._response(p, number, episode, builder.judged)
                 for number, episode in enumerate(episodes)
@@ -80,6 +92,9 @@ class Evaluator:
 
         made_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
         return [response for made in made_P for response in made]
+
+    def _user_code(self, problem: int) -> UserCode:
+        return nullcontext if self._inside is None else partial(self._inside.entered, problem)
 
     def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
         last = episode.turns[-1].sample
@@ -119,7 +134,9 @@ class Evaluator:
 
         async def one(p: int) -> np.ndarray:
             builder = self._problems.builder(p, num_samples)
-            group = await rollout_group(policy, builder, sampling, group_id=p, seed=_SEED)
+            group = await rollout_group(
+                policy, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+            )
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(
                 [

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.evaluate import Evaluator
+from actors.inside_file import problems_inside
 from cluster.checks import RolloutInputs, SupervisedInputs
 from cluster.config import CommonConfig
 from cluster.config_on_policy import OpdConfig, RolloutConfig
@@ -68,6 +69,8 @@ from learner.worker import LossFunction
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
 # Ray makes it again, and repeats what was asked of it.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
+# Problems that a message names.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +131,22 @@ class RolloutCast:
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=healing)
 
     def evaluator_role(self) -> Role:
-        inputs = self._inputs
+        config, inputs = self._config, self._inputs
+        inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
+        title = config.problems_title(config.eval_prompts or config.prompts)
 
         def create(_index: int, attempt: int) -> Any:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
-            return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer)
+            return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer, inside)
 
-        return self._role(EVALUATOR, lambda _: EVALUATOR, create)
+        def last_words() -> str:
+            lines = [str(inputs.held_out.line(p)) for p in problems_inside(inside)]
+            more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            noun = "problem" if len(lines) == 1 else "problems"
+            named = f"{noun} {', '.join(lines[:_SHOWN])}{more} of {title}"
+            return f", in the code of {named}" if lines else ""
+
+        return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
 
     def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
         """Rollout workers. Their engines are told to them by `update`, before they `run`."""

@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from cluster import calls
 from cluster.build import RolloutCast, learner_role
 from cluster.config_on_policy import RolloutConfig
+from cluster.evaluator import EvaluatorCalls
 from cluster.failures import reason_of
 from cluster.handles import EnginePool
 from cluster.ledger import QueueStatus
@@ -34,7 +35,6 @@ from cluster.run import Driver, Signals
 from cluster.scaling import Scaling
 from cluster.seat import LearnerSeat
 from cluster.supervise import (
-    ActorLost,
     LearnerLost,
     Member,
     Role,
@@ -90,6 +90,13 @@ class Fleet:
             signals=signals,
             deadline_s=config.deadline_s,
             idle=self.look,
+        )
+        self._evaluator_calls = EvaluatorCalls(
+            self.supervisor,
+            self.driver,
+            say=say,
+            prepare=self.admit_waiting,
+            deadline_s=config.deadline_s,
         )
         self.queue: GroupQueue = cast.queue(trained)
         self.bounds = pool_bounds(config)
@@ -277,6 +284,8 @@ class Fleet:
         if member.role.name == ROLLOUT:
             self.queue.forfeit(worker_title(member.index), why)
             self._runs = {run: m for run, m in self._runs.items() if m is not member}
+        if member.role.name == EVALUATOR:
+            self._evaluator_calls.buried(member)
 
     # while the learner is idle
 
@@ -428,25 +437,9 @@ class Fleet:
         if role == ROLLOUT:
             member.handle.drain.remote()
 
-    # asking twice
-
-    def persist(self, what: str, ask: Callable[[], Any], tries: int = 5) -> Any:
-        """The value of a call of the evaluator, asked again if an actor died meanwhile."""
-        for _ in range(tries - 1):
-            self.admit_waiting()
-            self.driver.until(
-                f"the evaluator, for {what}",
-                lambda: bool(self.supervisor.serving(EVALUATOR)),
-                self._config.deadline_s,
-            )
-            try:
-                return self.driver.call(what, ask())
-            except LearnerLost:
-                raise
-            except ActorLost as lost:
-                self._say(f"{lost}; trying again")
-                self.driver.pause(1.0)
-        return self.driver.call(what, ask())
+    def persist(self, what: str, ask: Callable[[], Any]) -> Any:
+        """The value of a call of the evaluator; see `EvaluatorCalls`."""
+        return self._evaluator_calls.persist(what, ask)
 
 
 def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:

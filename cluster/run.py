@@ -34,7 +34,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from cluster import calls
 from cluster.failures import dead_among, is_death, reason_of, root_cause
 from cluster.queue import QueueClosed
-from cluster.supervise import ActorLost, LearnerLost, RunFailed, Supervisor
+from cluster.supervise import ActorLost, LearnerLost, Overdue, RunFailed, Supervisor
 from distill.errors import CheckpointError, EngineLost, IsothermError
 from learner.checkpoint import Checkpoint
 
@@ -125,7 +125,7 @@ class Driver:
 
         Raises:
             Interrupted: a signal came in while waiting. The call goes on.
-            ActorLost: the actor died, or hangs.
+            ActorLost: the actor died; Overdue: it hangs.
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
         """
@@ -136,7 +136,8 @@ class Driver:
             if ready:
                 return self.value(what, reference, lost=lost)
             if time.monotonic() > deadline:
-                raise lost(f"{what} did not end within {self._deadline_s:.0f} s")
+                late = Overdue if lost is ActorLost else lost
+                raise late(f"{what} did not end within {self._deadline_s:.0f} s")
 
     def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
         """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""

@@ -48,6 +48,10 @@ class ActorLost(RunFailed):
     """An actor died in the middle of something that can be done again."""
 
 
+class Overdue(ActorLost):
+    """An actor lives, and did not end a call within the deadline."""
+
+
 class LearnerLost(ActorLost):
     """A learner worker died: the learner goes back to its last checkpoint."""
 
@@ -74,6 +78,7 @@ class Role:
         vital: its death ends the call that the driver waits for; it is not made again here.
         healing: Ray makes it again by itself, and its handle stays good; only a hang is ended here.
             Its heartbeat says which process it is.
+        last_words: what one that is being buried was at, for the message of its end.
         placed: whether there is a place for the one with this index on the cluster.
         start_deadline_s: longest from there to its first heartbeat.
     """
@@ -84,6 +89,7 @@ class Role:
     heartbeat: Callable[[Any], Any]
     introduction: Callable[[Any], Any]
     placed: Callable[[int], bool] = lambda _index: True
+    last_words: Callable[[], str] = lambda: ""
     gated: bool = False
     vital: bool = False
     healing: bool = False
@@ -328,6 +334,7 @@ class Supervisor:
             error: what its heartbeat or another call raised, if that is how it was noticed.
         """
         now = time.monotonic()
+        why += member.role.last_words()
         self._record("death", who=member.name, why=why)
         if member.role.healing:
             self._heal(member, why, hangs=error is None)
