@@ -1,0 +1,55 @@
+"""Environments and rewards that end or hold up the process they run in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.audit import audit
+from cluster.train import main
+from tests.conftest import TinyPair
+from tests.e2e.harness import events, opd_arguments
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_reward_that_kills_its_worker_costs_its_own_group_and_no_other(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unanswered = tmp_path / "eval.jsonl"
+    unanswered.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, steps=5, max_staleness=1, eval_prompts=unanswered,
+        reward="tests.e2e.rewards:kills_at_zero",
+    )  # fmt: skip
+    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
+    life = audit(out / "ledger.jsonl")
+    assert life.problems == [] and life.trained == 20
+    [reason] = life.set_aside.values()
+    assert "problem 1 of env=SingleTurn" in reason
+    assert "reward=tests.e2e.rewards:kills_at_zero" in reason
+    assert 3 <= len(events(out, "death")) <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_reward_that_kills_the_evaluator_ends_the_run_by_its_name(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "0 + 0 =", "answer": "0"}]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, eval_prompts=held_out, reward="tests.e2e.rewards:kills_at_zero"
+    )
+    assert main(["recipe=opd", *arguments]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ") and "its actor died or hung 2 times" in said
+    source = f"env=SingleTurn prompts={held_out} reward=tests.e2e.rewards:kills_at_zero"
+    assert re.search(rf"in the code of problems? (1, )?2(, 1)? of {source}", said)
+    assert len(events(out, "death")) == 2
