@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import chz
 
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_external import ExternalSglangEngine, check_url, is_url
-from actors.sglang_flags import parse_flags
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import require_sglang, sglang_installed
-from actors.sglang_weights import InFlight
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.external import ExternalSglangEngine, check_url, is_url
+from actors.sglang.flags import parse_flags
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import require_sglang, sglang_installed
+from actors.sglang.weights import InFlight
 from distill.errors import ConfigError
-from distill.models import resolve_device
+from distill.models.loading import resolve_device
 
 EngineKind = Literal["sglang", "embedded"]
 EngineChoice = Literal["auto", "sglang", "embedded"]

@@ -15,13 +15,13 @@ import chz
 from rich.console import Console
 
 from actors.config import choose_engine, running_engines
-from actors.sglang_external import is_url
+from actors.sglang.external import is_url
 from cluster.command import run_command
-from cluster.config import LocalEngineConfig
-from cluster.handshake import handshake
-from cluster.tracking import agreement_table
-from distill.batching import TrainingRow
-from distill.calibration import CalibrationReport
+from cluster.config.common import LocalEngineConfig
+from cluster.handshake.handshake import handshake
+from cluster.run_files.tracking import agreement_table
+from distill.handshake.comparison import CalibrationReport
+from distill.objective.batching import TrainingRow
 from distill.sampling import check_temperature
 from distill.tokenizer import (
     TokenizerProbe,

@@ -12,7 +12,7 @@ _COMMANDS = {
     "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
     "story": ("cluster.story", "a run's pools, nodes, waits and deaths in one picture"),
     "report": (
-        "cluster.report.command",
+        "cluster.inspect.report.command",
         "a run's curves and rollouts, token by token, on one HTML page",
     ),
     "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),

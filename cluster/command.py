@@ -15,9 +15,9 @@ from chz.blueprint import EntrypointHelpException
 from chz.blueprint._entrypoint import EntrypointException
 from rich.console import Console
 
-from cluster.run import Interrupted
-from cluster.supervise import RunFailed
-from cluster.tracking import make_console
+from cluster.run_files.tracking import make_console
+from cluster.runtime.driver import Interrupted
+from cluster.supervision.supervise import RunFailed
 from distill.errors import ConfigError, EngineError, IsothermError, NonFiniteError
 
 Config = TypeVar("Config")

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.config import choose_engine, running_engines
-from actors.evaluate import Evaluator, Response
-from actors.sglang_external import is_url
+from actors.rollout.evaluator import Evaluator, Response
+from actors.sglang.external import is_url
 from cluster.command import run_command
-from cluster.config import LocalEngineConfig
-from cluster.config_env import env_field
+from cluster.config.common import LocalEngineConfig
+from cluster.config.env import env_field
 from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
 from distill.errors import ConfigError
-from distill.evaluation import CONFIDENCE
-from distill.models import context_length, load_config, vocab_size
-from distill.rewards import DEFAULT_REWARD, REWARD_TIMEOUT_S, load_reward
+from distill.models.loading import context_length, load_config, vocab_size
+from distill.rewards.accuracy import CONFIDENCE
+from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, load_reward
 from distill.sampling import EvalSampling, TrainSampling
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 

@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 
 from cluster.command import exit_code, parse
-from cluster.config import CommonConfig
-from cluster.config_on_policy import OpdConfig, RlConfig
-from cluster.config_presets import (
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.presets import (
     OpdCondensedConfig,
     OpdToolsConfig,
     RlToolsConfig,
     SelfplayConfig,
 )
-from cluster.config_supervised import DpoConfig, SftConfig
+from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo, run_sft
 from distill.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from distill.errors import ConfigError
-from distill.models import resolve_device
+from distill.models.loading import resolve_device
 from learner.lora import LoraSettings
 
 Precision = Literal["float32", "bfloat16"]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from distill.batching import Batch, TrainingRow
 from distill.errors import CheckpointError
-from distill.losses import Metrics, StepCounts, dpo
+from distill.objective.batching import Batch, TrainingRow
+from distill.objective.losses import Metrics, StepCounts, dpo
 from distill.types import FloatArray
 from learner.forward import Forward
 

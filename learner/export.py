@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import ConfigError
-from distill.models import meta_causal_lm, tensor_shapes
+from distill.models.loading import meta_causal_lm, tensor_shapes
 from learner.sharding import stored
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.batching import TrainingRow
+from distill.objective.batching import TrainingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

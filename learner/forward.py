@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.batching import Batch, BatchShape, TrainingRow
-from distill.logprobs import DivergenceOf, TokenStats, VocabularyHead
-from distill.models import rope_length, silence, train_time_noise
-from distill.prefix_probe import shares_prefixes
-from distill.shared_prefix import PlainModel, SharedPrefixModel
+from distill.models.loading import rope_length, silence, train_time_noise
+from distill.models.logprobs import DivergenceOf, TokenStats, VocabularyHead
+from distill.models.prefix_probe import shares_prefixes
+from distill.models.shared_prefix import PlainModel, SharedPrefixModel
+from distill.objective.batching import Batch, BatchShape, TrainingRow
 from learner.sharding import Root
 
 

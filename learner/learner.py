@@ -14,19 +14,19 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import (
+from distill.errors import CheckpointError, NonFiniteError
+from distill.models.loading import resolve_device
+from distill.objective.batching import (
     TrainingRow,
     deal,
     padded_size,
     split_by_token_budget,
     tokens_in_step,
 )
-from distill.errors import CheckpointError, NonFiniteError
-from distill.losses import StepCounts, add_metrics, finish_metrics
-from distill.models import resolve_device
-from distill.tensors import TensorLayout
+from distill.objective.losses import StepCounts, add_metrics, finish_metrics
 from distill.types import FloatArray
-from distill.weights import Weights, save_weights
+from distill.weights.model_weights import Weights, save_weights
+from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.group import Membership, Order, WorkerGroup

@@ -1,6 +1,6 @@
 """Liger's Triton kernels in place of a model's norms, rotary embedding and SwiGLU, on CUDA.
 
-Not its fused cross-entropy: that is at temperature 1, and `distill.logprobs` has ours.
+Not its fused cross-entropy: that is at temperature 1, and `distill.models.logprobs` has ours.
 """
 
 from __future__ import annotations

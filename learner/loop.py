@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.advantages import has_constant_reward
-from distill.batching import Batch, TrainingRow
 from distill.delivery import Taken, TrainedGroups
-from distill.losses import Metrics, StepCounts
-from distill.metrics import group_metrics, merge_updates
-from distill.rows import (
+from distill.objective.advantages import has_constant_reward
+from distill.objective.batching import Batch, TrainingRow
+from distill.objective.losses import Metrics, StepCounts
+from distill.objective.metrics import group_metrics, merge_updates
+from distill.objective.rows import (
     advantage_metrics,
     policy_rows,
     rows_by_group,
@@ -33,11 +33,11 @@ from distill.rows import (
     with_reference,
 )
 from distill.types import TrajectoryGroup
-from distill.weights import Weights
+from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.forward import Forward
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream
 from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing

@@ -43,8 +43,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
-from distill.models import meta_causal_lm, tensor_shapes
-from distill.tensors import TensorLayout
+from distill.models.loading import meta_causal_lm, tensor_shapes
+from distill.weights.tensors import TensorLayout
 from learner.sharding import LazyTensor, stored, whole, whole_in
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from distill.errors import ConfigError
-from distill.logprobs import positions_per_chunk
-from distill.models import load_config, tensor_shapes, vocab_size
+from distill.models.loading import load_config, tensor_shapes, vocab_size
+from distill.models.logprobs import positions_per_chunk
 from learner.config import TOKEN_BUDGET, Precision
 
 

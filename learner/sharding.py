@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.attention import keep_attention_eager
-from distill.tensors import TensorLayout
+from distill.models.attention import keep_attention_eager
+from distill.weights.tensors import TensorLayout
 from learner.group import WorkerGroup
 
 

@@ -8,9 +8,9 @@ from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
+from distill.data.prompts import PromptStream
 from distill.errors import CheckpointError
-from distill.prompts import PromptStream
+from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.learner import Learner, Part
 from learner.trace import NO_TRACE, Tracing

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from distill.batching import Batch, TrainingRow, collate, split_by_token_budget
-from distill.kl import divergence
-from distill.logprobs import DivergenceOf
-from distill.models import load_causal_lm, resolve_device
-from distill.objective import DivergenceName
+from distill.models.loading import load_causal_lm, resolve_device
+from distill.models.logprobs import DivergenceOf
+from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
+from distill.objective.divergences import divergence
+from distill.objective.settings import DivergenceName
 from distill.privileged import in_context
 from distill.types import FloatArray
 from learner.config import LearnerConfig, token_budget

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.batching import Batch, TrainingRow, collate
-from distill.losses import Metrics, StepCounts, add_metrics
-from distill.models import empty_causal_lm, load_causal_lm, resolve_device
-from distill.prefix_probe import shares_prefixes
-from distill.tensors import first_non_finite
+from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
+from distill.models.prefix_probe import shares_prefixes
+from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.losses import Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
+from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
 from learner.group import WorkerGroup
@@ -62,7 +62,7 @@ class LossFunction(Protocol):
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts, /
     ) -> tuple[Tensor, Metrics]:
-        """Its share of the step's loss, and metrics as `distill.losses` has them."""
+        """Its share of the step's loss, and metrics as `distill.objective.losses` has them."""
         ...
 
 
@@ -196,7 +196,7 @@ class LearnerWorker:
 
     @property
     def most_mask(self) -> int:
-        """Of its model, as `distill.batching.BatchShape` takes it."""
+        """Of its model, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.most_mask
 
     def _load(self) -> Any:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.tool_grammars import ToolFormat
+from distill.chat.tool_formats import ToolFormat
 
 ADD = {
     "type": "function",

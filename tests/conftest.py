@@ -21,9 +21,9 @@ import torch
 from hypothesis import settings
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.connect import start_here
+from cluster.placement.connect import start_here
 from distill.errors import ConfigError
-from distill.sandbox import require_sandbox
+from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 

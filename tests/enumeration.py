@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batching import Batch, TrainingRow, collate
-from distill.logprobs import TokenStats
-from distill.losses import StepCounts
-from distill.models import new_qwen3
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
+from distill.models.loading import new_qwen3
+from distill.models.logprobs import TokenStats
+from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.losses import StepCounts
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.samples import trajectory
 

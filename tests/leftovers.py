@@ -75,7 +75,7 @@ def marked(mark: str) -> set[psutil.Process]:
 
 def _is_kept(process: psutil.Process) -> bool:
     """Whether this very process keeps it for its next call, and it dies with us: of code that is
-    not trusted (distill/bounded.py), or of wandb."""
+    not trusted (distill/sandbox/bounded_calls.py), or of wandb."""
     command = " ".join(process.cmdline())
     return process.ppid() == os.getpid() and ("multiprocessing" in command or "wandb" in command)
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distill.batching import Batch, TrainingRow, collate
-from distill.logprobs import TokenStats
-from distill.losses import StepCounts
-from distill.objective import CLIP, DRO_BETA, DUAL_CLIP, PolicyObjective
+from distill.models.logprobs import TokenStats
+from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.losses import StepCounts
+from distill.objective.settings import CLIP, DRO_BETA, DUAL_CLIP, PolicyObjective
 from tests.samples import training_row
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import ray
 
-from cluster.ledger import LedgerSettings
-from cluster.queue import GroupQueue
-from cluster.queue_actor import GroupQueueActor
+from cluster.queue.group_queue import GroupQueue
+from cluster.queue.ledger import LedgerSettings
+from cluster.queue.queue_actor import GroupQueueActor
 from distill.delivery import TrainedGroups
 
 

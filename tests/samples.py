@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from distill.batching import TrainingRow
-from distill.conversations import Chain
-from distill.interfaces import Sample
-from distill.sft_rows import supervised_row
+from distill.data.assistant_masks import Chain
+from distill.data.sft_rows import supervised_row
+from distill.engine import Sample
+from distill.objective.batching import TrainingRow
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.tiny import VOCAB_SIZE
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
+from cluster.demos.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
+from distill.chat.template import encode_chat
+from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Setting
-from distill.interfaces import GenerateRequest, Sample
-from distill.renderer import encode_chat
-from distill.rewards import RewardFunction, exact_match
+from distill.rewards.registry import RewardFunction, exact_match
 from distill.types import StopReason
 
 # Of the turn, and what the model sees before it, as text: what it says.

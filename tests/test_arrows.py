@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,26 @@ FORBIDDEN = {
 }
 LAZY_ONLY = {"sglang"}  # pins a CUDA stack: imported inside the functions that need it
 UNKNOWN = "a name worked out at run time"
+# Bottom to top: a folder, or a file beside the folders, imports from itself and from those
+# before it. `learner` is one folder.
+ORDER = {
+    "distill": [
+        "errors", "lookup", "sampling", "privileged", "types", "delivery", "tokenizer",
+        "weights", "engine", "sandbox", "chat", "text", "models", "objective", "data",
+        "rewards", "tools", "envs", "envs/games", "handshake",
+    ],
+    "actors": [
+        "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
+    ],
+    "cluster": [
+        "jsonl_log", "handles", "config", "queue", "run_files", "placement", "supervision",
+        "handshake", "weights", "hosts", "runtime", "recipes", "command", "inspect/report",
+        "inspect", "demos", "train", "evaluate", "calibrate", "cli", "report", "audit",
+        "story", "rollouts_to_sft", "demo", "show", "opd_vs_rl",
+    ],
+}  # fmt: skip
+# Files that import each other, one package's at most; each is to go.
+CYCLES = [{"cluster.runtime.fleet", "cluster.runtime.scaling"}]
 
 
 def imports(source: str) -> Iterator[tuple[str, bool]]:
@@ -75,9 +95,88 @@ def test_cluster_imports_sglang_lazily() -> None:
         assert not at_once & LAZY_ONLY, path
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files_imported(package: str) -> dict[str, set[str]]:
+    """Of each file of a package, the files of the same package that it imports, by module."""
+    paths = [path for path in sources(package) if "cpu_standins" not in path.parts]
+    modules = {module_of(path): path for path in paths}
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        named: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {name if name in modules else node.module for name in inner}
+        found[module] = {name for name in named if name in modules} - {module, package}
+    return found
+
+
+def rank(module: str) -> int:
+    """Of a module's folder, or of itself where it stands beside the folders, in `ORDER`."""
+    package, *parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        entry = "/".join(parts[:end])
+        if entry in ORDER[package]:
+            return ORDER[package].index(entry)
+    raise AssertionError(f"{module} is in no folder of ORDER: give it its place there")
+
+
+@pytest.mark.parametrize("package", list(ORDER))
+def test_no_folder_imports_from_one_above_it(package: str) -> None:
+    for module, imported in files_imported(package).items():
+        above = {name for name in imported if rank(name) > rank(module)}
+        assert not above, f"{module} imports {sorted(above)}, which are above it"
+
+
+@pytest.mark.parametrize("package", list(ORDER))
+def test_every_place_in_the_order_is_there(package: str) -> None:
+    for entry in ORDER[package]:
+        path = ROOT / package / entry
+        assert path.is_dir() or path.with_suffix(".py").is_file(), entry
+
+
+def cycles(imported: Mapping[str, set[str]]) -> list[set[str]]:
+    """Sets of files each of which imports all others of its set, by ways of any length."""
+    reached: dict[str, set[str]] = {}
+    for module in imported:
+        seen, ahead = set[str](), [module]
+        while ahead:
+            new = imported[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        reached[module] = seen
+    found = []
+    for module in imported:
+        ring = {other for other in reached[module] if module in reached[other]}
+        if ring and ring not in found:
+            found.append(ring)
+    return found
+
+
+@pytest.mark.parametrize("package", list(FORBIDDEN))
+def test_no_files_import_each_other(package: str) -> None:
+    known = [ring for ring in CYCLES if next(iter(ring)).startswith(f"{package}.")]
+    assert cycles(files_imported(package)) == known
+
+
+def test_the_search_for_cycles_finds_them() -> None:
+    imported = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
+    assert cycles(imported) == [{"b", "c"}, {"e"}]
+
+
 @pytest.mark.parametrize(
     "modules",
-    ["cluster.rollout_actor, distill.envs.single_turn", "actors.evaluate", "cluster.queue"],
+    [
+        "cluster.hosts.rollout_actor, distill.envs.single_turn",
+        "actors.rollout.evaluator",
+        "cluster.queue.group_queue",
+    ],
     ids=["rollout worker", "evaluator", "queue"],
 )
 def test_actors_without_tensors_start_without_torch(modules: str) -> None:
@@ -91,7 +190,7 @@ def test_actors_without_tensors_start_without_torch(modules: str) -> None:
     [
         ("distill", "import ray", {"ray"}),
         ("distill", "import ray.util.queue as q", {"ray"}),
-        ("distill", "from cluster.queue import GroupQueue", {"cluster"}),
+        ("distill", "from cluster.queue.group_queue import GroupQueue", {"cluster"}),
         ("distill", "def f():\n    import socket", {"socket"}),
         ("distill", "async def f():\n    from urllib.request import urlopen", {"urllib"}),
         ("distill", "if TYPE_CHECKING:\n    import learner.loop", {"learner"}),

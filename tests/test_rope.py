@@ -20,11 +20,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from actors.embedded_engine import EmbeddedEngine
-from distill.batching import collate
+from actors.embedded.engine import EmbeddedEngine
+from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import DataError
-from distill.interfaces import GenerateRequest, ScoreRequest
-from distill.models import context_length, load_causal_lm
+from distill.models.loading import context_length, load_causal_lm
+from distill.objective.batching import collate
 from distill.sampling import TrainSampling
 from learner.forward import Forward
 from tests.samples import training_row

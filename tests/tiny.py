@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from distill.models import new_qwen3
+from distill.models.loading import new_qwen3
 
 VOCAB_SIZE = 160
 EOS = 1

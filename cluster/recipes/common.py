@@ -14,12 +14,11 @@ from typing import Any
 import chz
 from rich.console import Console
 
-from cluster.config import CommonConfig
-from cluster.config_on_policy import RolloutConfig
-from cluster.connect import connect
-from cluster.outputs import RunDirectory
-from cluster.placement import Placement
-from cluster.roles import (
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.placement.connect import connect
+from cluster.placement.placement_groups import Placement
+from cluster.placement.roles import (
     LEARNER,
     colocated,
     cpus_at_most,
@@ -27,10 +26,11 @@ from cluster.roles import (
     placed_roles,
     resolve_device,
 )
-from cluster.run import Interrupted, Signals
-from cluster.supervise import RunFailed
-from cluster.tracking import Progression, WandbTracker, check_wandb
-from cluster.visible import require_same_directory, require_visible, this_node
+from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
+from cluster.run_files.run_directory import RunDirectory
+from cluster.run_files.tracking import Progression, WandbTracker, check_wandb
+from cluster.runtime.driver import Interrupted, Signals
+from cluster.supervision.supervise import RunFailed
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora

@@ -13,22 +13,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
-from cluster.build import RolloutCast
-from cluster.checks import RolloutInputs, check_rollout
-from cluster.config_on_policy import RolloutConfig
-from cluster.fleet import Fleet, trained_in
-from cluster.handles import EnginePool
-from cluster.handshake import LearnerLogprobs, handshake
-from cluster.outputs import RunDirectory
-from cluster.placement import Placement
+from cluster.config.checks import RolloutInputs, check_rollout
+from cluster.config.on_policy import RolloutConfig
+from cluster.handshake.handshake import LearnerLogprobs, handshake
+from cluster.hosts.build import RolloutCast
+from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.placement_groups import Placement
+from cluster.placement.roles import POLICY, describe_layout, teacher_roles
 from cluster.recipes.common import Session, already_complete, learner_line, placed, session
-from cluster.roles import POLICY, describe_layout, teacher_roles
-from cluster.run import drive
-from cluster.supervise import LearnerLost
-from cluster.tracking import agreement_table
-from distill.calibration import CalibrationReport
+from cluster.run_files.run_directory import RunDirectory
+from cluster.run_files.tracking import agreement_table
+from cluster.runtime.driver import drive
+from cluster.runtime.fleet import Fleet, trained_in
+from cluster.supervision.supervise import LearnerLost
 from distill.errors import CheckpointError
-from distill.objective import ObjectiveConfig
+from distill.handshake.comparison import CalibrationReport
+from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe
 from learner.checkpoint import Checkpoint
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.build import learner_role, supervised_learners
-from cluster.checks import SupervisedInputs, check_dpo, check_sft
-from cluster.config_supervised import DpoConfig, SftConfig, SupervisedConfig
-from cluster.outputs import RunDirectory
+from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
+from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
+from cluster.hosts.build import learner_role, supervised_learners
+from cluster.placement.roles import describe_layout
 from cluster.recipes.common import Session, already_complete, learner_line, placed, session
-from cluster.roles import describe_layout
-from cluster.run import Driver, drive
-from cluster.seat import LearnerSeat, MakeLearners
-from cluster.supervise import LearnerLost, Supervisor
+from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.driver import Driver, drive
+from cluster.runtime.seat import LearnerSeat, MakeLearners
+from cluster.supervision.supervise import LearnerLost, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 

@@ -17,11 +17,11 @@ from typing import ClassVar
 import chz
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.prompts import ChatStyle, Prompt, PromptStream, load_prompts
+from distill.data.row_files import located
+from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError
-from distill.interfaces import Sample, Sampler
-from distill.prompts import ChatStyle, Prompt, PromptStream, load_prompts
-from distill.records import located
-from distill.rewards import RewardFunction, check_answer
+from distill.rewards.registry import RewardFunction, check_answer
 from distill.types import FloatArray, StopReason, TokenArray
 
 

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.condense import Condenser, condense_history
+from distill.chat.conversation import Conversation
+from distill.chat.template import Message
+from distill.chat.tool_calls import ParsedTurn
+from distill.chat.tool_formats import ToolFormat
+from distill.engine import Sample, Sampler
 from distill.envs.base import Env, StepResult
-from distill.interfaces import Sample, Sampler
-from distill.renderer import Message
-from distill.tool_calls import ParsedTurn
-from distill.tool_grammars import ToolFormat
+from distill.text.condense import Condenser, condense_history
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
-from distill.turns import Conversation
 from distill.types import FloatArray, StopReason, TokenArray
 
 # (sampled tokens, tokenizer) -> float32, the reward of each token

@@ -11,7 +11,9 @@ from functools import partial
 import chz
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.condense import Condenser, KeywordCondenser, ModelCondenser, load_condenser
+from distill.chat.template import Message, render_messages
+from distill.chat.tool_calls import detect_format
+from distill.engine import Sampler
 from distill.envs.base import (
     Env,
     EnvConfig,
@@ -23,10 +25,8 @@ from distill.envs.base import (
 )
 from distill.envs.chat import ChatEnv, ChatLimits, ChatSetting, Condensing, MessageEnv
 from distill.errors import ConfigError
-from distill.interfaces import Sampler
-from distill.renderer import Message, render_messages
 from distill.sampling import EvalSampling
-from distill.tool_calls import detect_format
+from distill.text.condense import Condenser, KeywordCondenser, ModelCondenser, load_condenser
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.types import TokenArray

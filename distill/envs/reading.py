@@ -18,17 +18,17 @@ from typing import Any
 
 import chz
 
-from distill.chunks import chunk_text
-from distill.condense import Condenser, load_condenser
+from distill.chat.template import Message, check_text, render_messages
+from distill.data.row_files import located, read_rows
+from distill.engine import Sampler
 from distill.envs.base import Setting, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import ConfigError, DataError
-from distill.interfaces import Sampler
-from distill.oracle import key_fact_bonuses
-from distill.records import located, read_rows
-from distill.renderer import Message, check_text, render_messages
-from distill.rewards import RewardFunction, answer_of, judge
+from distill.rewards.key_facts import key_fact_bonuses
+from distill.rewards.registry import RewardFunction, answer_of, judge
+from distill.text.chunks import chunk_text
+from distill.text.condense import Condenser, load_condenser
 
 MODEL = "model"
 # Where texts meet, they may take more tokens than each on its own.

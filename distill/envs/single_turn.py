@@ -10,7 +10,8 @@ import chz
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.bonuses import phrase_bonuses
+from distill.data.prompts import Prompt
+from distill.engine import Sample, Sampler
 from distill.envs.base import (
     Env,
     EnvConfig,
@@ -20,10 +21,9 @@ from distill.envs.base import (
     StepResult,
     require_path,
 )
-from distill.formats import Format, matches
-from distill.interfaces import Sample, Sampler
-from distill.prompts import Prompt
-from distill.rewards import RewardFunction, answer_of, exact_match, judge
+from distill.rewards.formats import Format, matches
+from distill.rewards.registry import RewardFunction, answer_of, exact_match, judge
+from distill.rewards.token_rewards import phrase_bonuses
 from distill.types import FloatArray, TokenArray
 
 NO_FORMAT = Format(pattern=None, reward=0.0)
@@ -37,10 +37,10 @@ class SingleTurnEnv(Env):
 
     The response is the text of the sample without special tokens.
 
-    A process computes one reward at a time (`distill.rewards.judge`), so n rollout workers check n
-    responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
-    as there are cores for them; those that wait (for a sandbox, a server) want more workers
-    without CPUs, or an environment of their own whose `step` awaits.
+    A process computes one reward at a time (`distill.rewards.registry.judge`), so n rollout workers
+    check n responses at a time. Checks that take a core want `rollout_cpus=1` and so many workers
+    as there are cores for them; those that wait (for a sandbox, a server) want more workers without
+    CPUs, or an environment of their own whose `step` awaits.
     """
 
     def __init__(

@@ -7,15 +7,15 @@ from functools import partial
 
 import chz
 
-from distill.bonuses import phrase_bonuses
+from distill.chat.template import Message
+from distill.data.prompts import ChatStyle, Prompt
 from distill.envs.base import Setting, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of, format_field, format_of, format_reward_field
-from distill.formats import Format
-from distill.prompts import ChatStyle, Prompt
-from distill.renderer import Message
-from distill.rewards import RewardFunction, answer_of, judge
+from distill.rewards.formats import Format
+from distill.rewards.registry import RewardFunction, answer_of, judge
+from distill.rewards.token_rewards import phrase_bonuses
 from distill.tools.base import Tool
 from distill.tools.load import load_tools
 

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 
 class ToolError(Exception):
     """What a tool tells the model in place of a result: it went wrong, and why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call, as the model wrote it.
-
-    `arguments` are an object by name; or the text that is none, as it stands. `id` ties the answer
-    to the call, where the model's format has such.
-    """
-
-    name: str
-    arguments: Mapping[str, Any] | str
-    id: str | None = None
 
 
 class Tool(ABC):

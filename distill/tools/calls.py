@@ -19,10 +19,11 @@ from jsonschema.exceptions import best_match
 from jsonschema_specifications import REGISTRY
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.chat.template import Message
+from distill.chat.tool_formats import ToolCall
 from distill.errors import ConfigError, IsothermError
-from distill.names import known_names
-from distill.renderer import Message
-from distill.tools.base import Tool, ToolCall, ToolError
+from distill.lookup import known_names
+from distill.tools.base import Tool, ToolError
 from distill.tools.text import encodable, longest_prefix, neutralised
 
 Failure = Literal["unknown", "arguments", "failed", "timeout"]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from distill.errors import ConfigError
-from distill.names import resolve
-from distill.sandbox import Isolation, SandboxLimits, require_sandbox
+from distill.lookup import resolve
+from distill.sandbox.sandbox import Isolation, SandboxLimits, require_sandbox
 from distill.tools.base import Tool
 from distill.tools.calculator import Calculator
 from distill.tools.functions import function_tool
@@ -26,7 +26,7 @@ def load_tools(names: str) -> tuple[Tool, ...]:
     """Tools of a list with commas; none for an empty one.
 
     `calculator`; `python`, or `python:process` where the sandbox cannot be made (see
-    `distill.sandbox`); `retrieval:DIRECTORY`, or `search:DIRECTORY`; and
+    `distill.sandbox.sandbox`); `retrieval:DIRECTORY`, or `search:DIRECTORY`; and
     `package.module:attribute`, a function, a Tool, or a class of Tools without arguments.
 
     Raises:

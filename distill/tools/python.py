@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distill.sandbox import Outcome, SandboxLimits, SandboxResult, run_python
+from distill.sandbox.sandbox import Outcome, SandboxLimits, SandboxResult, run_python
 from distill.tools.base import Tool, ToolError
 
 _LAST_LINES = 20
@@ -14,7 +14,7 @@ _LAST_LINES = 20
 class PythonTool(Tool):
     """Runs a program from its start; nothing is kept between calls. Returns what it printed.
 
-    `distill.sandbox.require_sandbox` says beforehand whether the machine can.
+    `distill.sandbox.sandbox.require_sandbox` says beforehand whether the machine can.
     """
 
     def __init__(self, limits: SandboxLimits | None = None) -> None:

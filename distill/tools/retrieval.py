@@ -16,8 +16,8 @@ import bm25s
 import numpy as np
 
 from distill.errors import ConfigError, DataError
+from distill.text.bm25_words import words
 from distill.tools.base import Tool
-from distill.words import words
 
 _KINDS = (".jsonl", ".md", ".txt")
 _TOP_K, _MAX_TOP_K = 3, 10

@@ -8,8 +8,8 @@ from itertools import count
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.chat.template import encode
 from distill.errors import DataError
-from distill.renderer import encode
 
 # Put inside a control token: invisible where the tokenizer knows it, else the least visible.
 _BREAKS = ("\N{ZERO WIDTH SPACE}", " ", "_", ".", "-")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.interfaces import (
+from distill.engine import (
     EngineInfo,
     GenerateRequest,
     Sample,

@@ -7,11 +7,11 @@ import pickle
 import pytest
 
 from actors import config as config_module
-from actors import sglang_server
 from actors.config import EngineConfig, choose_dtype, choose_engine
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_external import ExternalSglangEngine
-from actors.sglang_hosted import HostedSglangEngine
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang import server as sglang_server
+from actors.sglang.external import ExternalSglangEngine
+from actors.sglang.hosted import HostedSglangEngine
 from distill.errors import ConfigError
 
 

@@ -22,24 +22,24 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from actors import scoring
-from actors.decoding import plan_removal
-from actors.embedded_engine import EmbeddedEngine
-from actors.scoring import ScoreItem, plan
-from actors.token_sampling import draw, truncate
-from distill.errors import ConfigError, EngineError
-from distill.interfaces import (
+from actors.embedded import scoring
+from actors.embedded.decoding import plan_removal
+from actors.embedded.engine import EmbeddedEngine
+from actors.embedded.scoring import ScoreItem, plan
+from actors.embedded.token_sampling import draw, truncate
+from distill.engine import (
     CheckpointDirectory,
     GenerateRequest,
     Sample,
     Score,
     ScoreRequest,
 )
-from distill.models import read_weights
+from distill.errors import ConfigError, EngineError
+from distill.models.loading import read_weights
+from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
-from distill.shared_prefix import MOST_MASK, SharedPrefixModel
-from distill.tensors import PackedTensors
 from distill.tokenizer import load_tokenizer, probe
+from distill.weights.tensors import PackedTensors
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_external import ExternalSglangEngine
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import sglang_installed
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.external import ExternalSglangEngine
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import sglang_installed
+from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
-from distill.interfaces import Engine, GenerateRequest, Sample, Score, ScoreRequest
-from distill.models import load_causal_lm
+from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
-from distill.tensors import PackedTensors
 from distill.tokenizer import load_tokenizer, probe
 from distill.types import StopReason
+from distill.weights.tensors import PackedTensors
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from actors.episode import rollout_group
+from actors.rollout.episode import rollout_group
+from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
 from distill.errors import DataError, EngineError
-from distill.interfaces import GenerateRequest, Sample, Sampler
 from distill.sampling import TrainSampling
 from distill.types import StopReason, TokenArray, TrajectoryGroup
 from tests.samples import TEMPERATURE, ids, sample

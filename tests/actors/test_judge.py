@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from actors.judge import API_KEY_VARIABLE, Judge
-from actors.sglang_flags import server_flags
-from actors.sglang_server import SglangServer, sglang_installed
+from actors.envs.judge import API_KEY_VARIABLE, Judge
+from actors.sglang.flags import server_flags
+from actors.sglang.server import SglangServer, sglang_installed
 from distill.errors import ConfigError, DataError, EngineError
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.tiny import save_tokenizer, tiny_model_dir

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import play_group
-from actors.mcp_tools import McpServer, McpServerError, McpSession, McpToolUse, server_tools
+from actors.envs.mcp_tools import McpServer, McpServerError, McpSession, McpToolUse, server_tools
+from actors.rollout.episode import play_group
+from distill.engine import GenerateRequest, Sample
 from distill.envs.base import EnvDataset, Episode
 from distill.errors import ConfigError
-from distill.interfaces import GenerateRequest, Sample
-from distill.rewards import last_number
+from distill.rewards.registry import last_number
 from distill.sampling import TrainSampling
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, call, chat_tokenizer, setting

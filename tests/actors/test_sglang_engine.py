@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.sglang_engine import SglangEngine
-from actors.sglang_external import ExternalSglangEngine
-from actors.sglang_http import SglangClient
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
+from actors.sglang.external import ExternalSglangEngine
+from distill.engine import GenerateRequest, Score, ScoreRequest
 from distill.errors import ConfigError, DataError, EngineError
-from distill.interfaces import GenerateRequest, Score, ScoreRequest
 from distill.sampling import TrainSampling
 from tests.actors.misbehaving_server import API_KEY, VOCAB_SIZE, MisbehavingServer
 

@@ -27,11 +27,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors import sglang_plugin as plugin
-from actors.sglang_plugin_internals import native_option_present, unrecognised_internals
-from actors.sglang_plugin_rows import ScaledRows, UnknownPassError, rows_of_requests
-from actors.sglang_server import CPU_STANDINS, SglangServer, sglang_installed
-from distill.models import load_causal_lm
+from actors.sglang.plugin import hooks as plugin
+from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
+from actors.sglang.plugin.row_temperatures import ScaledRows, UnknownPassError, rows_of_requests
+from actors.sglang.server import CPU_STANDINS, SglangServer, sglang_installed
+from distill.models.loading import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
@@ -120,7 +120,7 @@ def test_rows_divided_by_one_are_the_same_bits() -> None:
 
 
 def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.sglang_plugin_rows._BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("actors.sglang.plugin.row_temperatures._BLOCK_ELEMENTS", 100)
     rows = rows_of_requests([9], [0])
     logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
     scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.sglang_requests import forced_body, passes_of, sampling_body, scoring_body
-from distill.interfaces import GenerateRequest, ScoreRequest
+from actors.sglang.requests import forced_body, passes_of, sampling_body, scoring_body
+from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import EvalSampling, TrainSampling
 from tests.samples import TEMPERATURE, ids
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors import sglang_server
-from actors.sglang_flags import parse_flags, server_flags, tensor_parallel_size
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import SglangServer, sglang_installed
+from actors.sglang import server as sglang_server
+from actors.sglang.flags import parse_flags, server_flags, tensor_parallel_size
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import SglangServer, sglang_installed
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
 
@@ -45,7 +45,7 @@ CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # A process that owns a server, says who it is once the server answers, and waits.
 OWNER = """
 import asyncio, sys, time
-from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang.hosted import HostedSglangEngine
 
 async def main():
     engine = HostedSglangEngine(model_path=sys.argv[1], device="cpu", start_deadline_s=300)

@@ -19,12 +19,11 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import sglang_installed
-from actors.sglang_weights import InFlight, WeightSession
-from distill.errors import EngineError
-from distill.interfaces import (
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import sglang_installed
+from actors.sglang.weights import InFlight, WeightSession
+from distill.engine import (
     CheckpointDirectory,
     Engine,
     GenerateRequest,
@@ -33,9 +32,10 @@ from distill.interfaces import (
     ScoreRequest,
     WeightSource,
 )
-from distill.models import load_causal_lm, tensor_shapes
+from distill.errors import EngineError
+from distill.models.loading import load_causal_lm, tensor_shapes
 from distill.sampling import TrainSampling
-from distill.tensors import PackedTensors, TensorLayout
+from distill.weights.tensors import PackedTensors, TensorLayout
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")

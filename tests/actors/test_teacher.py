@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.teacher import score_group, score_rollout, teacher_of
+from actors.rollout.teacher import score_group, score_rollout, teacher_of
+from distill.chat.segments import SegmentBuilder
+from distill.engine import Engine, Sample, Score, ScoreRequest
 from distill.errors import ConfigError, EngineError
-from distill.interfaces import Engine, Sample, Score, ScoreRequest
 from distill.sampling import UNSCALED
-from distill.segments import SegmentBuilder
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import group, ids, sample, segment, trajectory

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.worker import RolloutWorker
+from actors.rollout.worker import RolloutWorker
 from distill.delivery import Lease
+from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
-from distill.interfaces import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.sampling import TrainSampling
 from distill.types import TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine

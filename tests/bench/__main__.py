@@ -22,7 +22,7 @@ from rich.table import Table
 
 from actors.config import EngineChoice
 from cluster.command import run_command
-from cluster.config_on_policy import OpdConfig
+from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from tests.bench.estimators import estimators_table, measure_estimators

@@ -13,8 +13,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from distill.batching import BatchShape, TrainingRow, split_by_token_budget, tokens_in_step
-from distill.shared_prefix import MOST_MASK
+from distill.models.shared_prefix import MOST_MASK
+from distill.objective.batching import (
+    BatchShape,
+    TrainingRow,
+    split_by_token_budget,
+    tokens_in_step,
+)
 
 PROMPTS, GROUP, BUDGET, WORKERS = 64, 8, 16384, 8
 # Prompt, median answer, and the standard deviation of the answers' logarithm.

@@ -25,13 +25,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from distill.batching import TrainingRow
-from distill.models import load_causal_lm, new_qwen3
-from distill.objective import ObjectiveConfig
+from distill.models.loading import load_causal_lm, new_qwen3
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.flops import ModelFlops
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from tests.bench.memory import kilobytes
 from tests.bench.pair import VOCAB_SIZE
 from tests.bench.peak import peak_flops

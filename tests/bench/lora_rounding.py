@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from distill.models import load_causal_lm, new_qwen3
-from distill.weights import gather_all
+from distill.models.loading import load_causal_lm, new_qwen3
+from distill.weights.model_weights import gather_all
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.learner import Learner, Part
 from learner.lora import LoraSettings
-from learner.objective import cross_entropy_loss
+from learner.policy_loss import cross_entropy_loss
 from tests.samples import demonstration
 from tests.tiny import VOCAB_SIZE
 

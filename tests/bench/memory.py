@@ -21,9 +21,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from distill.kl import kl
-from distill.logprobs import TokenStats, VocabularyHead, token_stats
-from distill.models import new_qwen3
+from distill.models.loading import new_qwen3
+from distill.models.logprobs import TokenStats, VocabularyHead, token_stats
+from distill.objective.divergences import kl
 
 Way = Literal["naive", "ours"]
 

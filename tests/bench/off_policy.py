@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from distill.objective import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from tests.enumeration import ESTIMATORS, TOP_K, World, error, flat_gradient, reverse_kl
 
 _T = 1.0

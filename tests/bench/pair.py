@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distill.models import new_qwen3
+from distill.models.loading import new_qwen3
 
 VOCAB_SIZE = 4096
 PROMPT_WORDS = 60

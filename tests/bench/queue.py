@@ -27,10 +27,10 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
-from cluster.audit import audit
-from cluster.ledger import LedgerSettings
-from cluster.payload import pack, unpack
-from cluster.queue import GroupQueue, WorkerEnd
+from cluster.inspect.audit import audit
+from cluster.queue.codec import pack, unpack
+from cluster.queue.group_queue import GroupQueue, WorkerEnd
+from cluster.queue.ledger import LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.queues import queue_on_ray

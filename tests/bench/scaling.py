@@ -32,14 +32,14 @@ from rich.table import Column, Table
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from distill.batching import TrainingRow
-from distill.objective import ObjectiveConfig
-from distill.weights import names_of, plan_buckets
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from distill.weights.model_weights import names_of, plan_buckets
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.sharding import local
 from learner.worker import LearnerWorker, follow
 from tests.bench.learner import new_checkpoint, uneven_rows

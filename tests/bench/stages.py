@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from actors.episode import rollout_group
-from actors.teacher import score_group
-from cluster.checks import check_rollout
-from cluster.config_on_policy import OpdConfig
+from actors.rollout.episode import rollout_group
+from actors.rollout.teacher import score_group
+from cluster.config.checks import check_rollout
+from cluster.config.on_policy import OpdConfig
 from distill.envs.base import EnvStream
-from distill.rows import policy_rows
-from distill.tensors import PackedTensors
+from distill.objective.rows import policy_rows
 from distill.types import TrajectoryGroup
-from distill.weights import gather_all
+from distill.weights.model_weights import gather_all
+from distill.weights.tensors import PackedTensors
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 
 REPEATS = 5
 

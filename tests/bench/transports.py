@@ -29,14 +29,13 @@ import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import sglang_installed
-from cluster.acknowledge import values
-from cluster.weights import Transport, WeightsChoice, choose_transports
-from distill.models import new_qwen3
-from distill.shared_memory import SharedBlock
-from distill.weights import (
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import sglang_installed
+from cluster.weights.gather import values
+from cluster.weights.transports import Transport, WeightsChoice, choose_transports
+from distill.models.loading import new_qwen3
+from distill.weights.model_weights import (
     HeldWeights,
     Weights,
     gather_all,
@@ -44,6 +43,7 @@ from distill.weights import (
     plan_buckets,
     total_bytes,
 )
+from distill.weights.shared_memory import SharedBlock
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.bench.scaling import LOSSES, follower, meet
@@ -200,7 +200,7 @@ def on_network(costs: Mapping[str, float], gigabits_per_s: float) -> dict[str, f
 
 
 def push_seconds(gigabytes: float, costs: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a push: what waits for what in cluster/weights.py and weights_group.py.
+    """Seconds of a push: what waits for what in cluster/weights/transports.py and collective.py.
 
     Args:
         costs: seconds per GB of `check`, `gather`, `copy`, `network` and `load`.

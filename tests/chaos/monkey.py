@@ -117,7 +117,7 @@ SERVER_KILLS = tuple(
         act=partial(kill_child, words=words),
     )
     for name, words in (
-        ("server", "actors.sglang_launch"),
+        ("server", "actors.sglang.launch"),
         ("scheduler", "sglang::scheduler"),
         ("detokenizer", "sglang::detokenizer"),
     )

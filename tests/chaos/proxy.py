@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from actors.sglang_hosted import HostedSglangEngine
+from actors.sglang.hosted import HostedSglangEngine
 
 _HANG_S = 3.0
 _KINDS = ("truncated", "nan", "null", "too few tokens", "too few rows", "status 500", "hangs")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cluster.journal import read_journal
+from cluster.queue.journal import read_journal
 from tests.chaos.monkey import HANGS, KILLS, Monkey, table
 from tests.chaos.tortured import TorturedRun
 from tests.conftest import TinyPair

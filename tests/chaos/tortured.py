@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from cluster.audit import audit
+from cluster.inspect.audit import audit
 from tests.e2e.harness import REPOSITORY
 from tests.e2e.scaling_cluster import is_alive
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_on_policy import OpdConfig
-from cluster.config_supervised import SftConfig
+from cluster.config.on_policy import OpdConfig
+from cluster.config.supervised import SftConfig
 from tests.conftest import TinyPair
 
 

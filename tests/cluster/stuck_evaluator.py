@@ -7,7 +7,7 @@ import ctypes
 import os
 from pathlib import Path
 
-from actors.inside_file import InsideFile
+from actors.rollout.inside_file import InsideFile
 
 
 class StuckEvaluator:

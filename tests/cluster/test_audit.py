@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.audit import Audit, audit, main
-from cluster.journal import Journal, broken_links, read_journal, replay
-from cluster.ledger import Ledger, LedgerSettings
+from cluster.inspect.audit import Audit, audit, main
+from cluster.queue.journal import Journal, broken_links, read_journal, replay
+from cluster.queue.ledger import Ledger, LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 from learner.checkpoint import CheckpointStore

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.autoscale import Autoscaler, Decision, Observation, Pool, PoolName
+from cluster.runtime.autoscale import Autoscaler, Decision, Observation, Pool, PoolName
 from distill.errors import ConfigError
 
 NAMES: tuple[PoolName, ...] = ("policy", "teacher", "rollout")

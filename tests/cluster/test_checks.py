@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from cluster.checks import check_dpo, check_rollout, check_sft
-from cluster.config_on_policy import OpdConfig, TeacherConfig
-from cluster.config_supervised import DpoConfig, SftConfig
+from cluster.config.checks import check_dpo, check_rollout, check_sft
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.supervised import DpoConfig, SftConfig
+from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset
 from distill.errors import CheckpointError, ConfigError, DataError
-from distill.prompts import Prompt
 from tests.conftest import TinyPair
 from tests.tiny import save_tokenizer, tiny_model_dir
 

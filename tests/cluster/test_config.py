@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
-from cluster.checks import check_rollout, check_sft
 from cluster.command import parse
-from cluster.config_env import BUILT_IN
-from cluster.config_on_policy import OpdConfig, RlConfig
-from cluster.config_presets import SelfplayConfig
-from cluster.config_supervised import DpoConfig, SftConfig
+from cluster.config.checks import check_rollout, check_sft
+from cluster.config.env import BUILT_IN
+from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.config.presets import SelfplayConfig
+from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
-from distill.calibration import CalibrationReport, compare
+from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.base import Env, EnvConfig, EnvDataset, EnvStream
+from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from distill.envs.single_turn import SingleTurn
-from distill.envs.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import (
     CalibrationError,
@@ -37,8 +37,8 @@ from distill.errors import (
     EngineError,
     NonFiniteError,
 )
-from distill.interfaces import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
-from distill.objective import ObjectiveConfig
+from distill.handshake.comparison import CalibrationReport, compare
+from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from learner.checkpoint import Checkpoint, CheckpointStore
 from tests.samples import ids, sample

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from cluster import train
-from cluster.connect import connect
+from cluster.placement.connect import connect
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.e2e.ray_head import HOST, Head, autoscaling, ray_head
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 _JOIN = """
 import json, ray
-from cluster.connect import autoscales, connect
+from cluster.placement.connect import autoscales, connect
 from distill.errors import ConfigError
 try:
     with connect("somewhere", 5):

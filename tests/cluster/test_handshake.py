@@ -19,20 +19,20 @@ import torch
 from rich.console import Console
 
 from actors.config import EngineConfig
-from actors.embedded_engine import EmbeddedEngine
+from actors.embedded.engine import EmbeddedEngine
 from cluster import calibrate
-from cluster.handles import EnginePool
-from cluster.handshake import LearnerLogprobs, handshake
+from cluster.handshake.handshake import LearnerLogprobs, handshake
+from cluster.hosts.engine_pool import EnginePool
 from cluster.recipes.on_policy import _Run
-from distill.batching import TrainingRow
-from distill.calibration import CalibrationReport
+from distill.engine import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import CalibrationError
-from distill.interfaces import Engine, EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
-from distill.models import load_causal_lm
-from distill.objective import ObjectiveConfig
-from distill.tensors import PackedTensors
+from distill.handshake.comparison import CalibrationReport
+from distill.models.loading import load_causal_lm
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import Fingerprint, TokenizerProbe, fingerprint, load_tokenizer, probe
 from distill.types import FloatArray
+from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.teachers import LocalTeachers

@@ -25,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.audit import audit
-from cluster.journal import Journal, read_journal, replay
-from cluster.ledger import Ledger, LedgerSettings, QueueStatus
+from cluster.inspect.audit import audit
+from cluster.queue.journal import Journal, read_journal, replay
+from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import ray
 
-from cluster.placement import Placement, Role, _lacking
+from cluster.placement.placement_groups import Placement, Role, _lacking
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 
@@ -203,7 +203,7 @@ def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
 _LOSE_A_NODE = """
 import json, ray
 from ray.cluster_utils import Cluster
-from cluster.placement import Placement, Role
+from cluster.placement.placement_groups import Placement, Role
 from tests.cluster.test_placement import eventually
 class Member:
     def node(self):

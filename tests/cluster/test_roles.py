@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config_on_policy import OpdConfig, TeacherConfig
-from cluster.config_supervised import SftConfig
-from cluster.roles import (
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.supervised import SftConfig
+from cluster.placement.roles import (
     cpus_at_most,
     describe_layout,
     model_paths,

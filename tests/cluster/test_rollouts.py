@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.rollouts import RolloutLog, read_rollouts
+from cluster.run_files.rollouts import RolloutLog, read_rollouts
 from distill.errors import DataError
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import StopReason, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.loop import PolicyLoop
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.learner.conftest import World
 from tests.samples import group, segment, trajectory

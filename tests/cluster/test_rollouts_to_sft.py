@@ -13,19 +13,19 @@ import pytest
 from rich.console import Console
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from cluster.config_supervised import SftConfig
+from cluster.config.supervised import SftConfig
+from cluster.inspect.rollouts_to_sft import main
 from cluster.recipes.supervised import run_sft
-from cluster.rollouts import RolloutLog
-from cluster.rollouts_to_sft import main
-from distill.batching import TrainingRow
+from cluster.run_files.rollouts import RolloutLog
+from distill.data.sft_rows import load_sft_rows
 from distill.errors import DataError
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
-from distill.sft_rows import load_sft_rows
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
 from distill.types import Segment, TrajectoryGroup
 from tests.conftest import TinyPair
-from tests.distill.test_bonuses import byte_tokenizer
+from tests.distill.test_token_rewards import byte_tokenizer
 from tests.e2e.harness import metrics
 from tests.samples import segment, trajectory
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer

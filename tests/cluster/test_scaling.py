@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ray
 
-from actors.worker import Stage
-from cluster.journal import read_journal
-from cluster.ledger import LedgerSettings, QueueStatus
-from cluster.queue import WorkerEnd
-from cluster.rollout_actor import GroupUnderWay, WorkerStatus
-from cluster.scaling import Scaling
-from cluster.supervise import Member, Role, State
+from actors.rollout.worker import Stage
+from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.queue.group_queue import WorkerEnd
+from cluster.queue.journal import read_journal
+from cluster.queue.ledger import LedgerSettings, QueueStatus
+from cluster.runtime.scaling import Scaling
+from cluster.supervision.supervise import Member, Role, State
 from tests.queues import queue_on_ray
 from tests.samples import group
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.story import Mark, Series, draw_story, main, read_story
+from cluster.inspect.story import Mark, Series, draw_story, main, read_story
 from distill.errors import ConfigError, DataError
 
 START = 1_790_000_000.0

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from cluster import calls
-from cluster.supervise import (
+from cluster.handles import calls
+from cluster.supervision.supervise import (
     Budget,
     LearnerLost,
     Member,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from actors.embedded_engine import EmbeddedEngine
-from cluster.weight_probe import WeightProbe
+from actors.embedded.engine import EmbeddedEngine
+from cluster.weights.weight_probe import WeightProbe
+from distill.engine import Score, ScoreRequest
 from distill.errors import CalibrationError
-from distill.interfaces import Score, ScoreRequest
-from distill.tensors import PackedTensors
-from distill.weights import gather_all
+from distill.weights.model_weights import gather_all
+from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair

@@ -17,23 +17,24 @@ import torch
 from ray.exceptions import RayActorError
 from rich.console import Console
 
-import cluster.acknowledge
-import cluster.weights_group
-from actors.embedded_engine import EmbeddedEngine
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import sglang_installed
-from cluster import calls
-from cluster.config_on_policy import OpdConfig
-from cluster.local import LocalActor
-from cluster.publisher import Publisher, PushSettings
+import cluster.weights.collective
+import cluster.weights.gather
+from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import sglang_installed
+from cluster.config.on_policy import OpdConfig
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
 from cluster.recipes.on_policy import run_on_policy
-from cluster.weights import (
+from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.transports import (
     DiskTransport,
     GroupTransport,
     ObjectStoreTransport,
     SharedMemoryTransport,
     choose_transports,
 )
+from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.errors import (
     CalibrationError,
     ConfigError,
@@ -41,11 +42,10 @@ from distill.errors import (
     EngineLost,
     NonFiniteError,
 )
-from distill.interfaces import CheckpointDirectory, GenerateRequest, WeightSource
-from distill.models import load_causal_lm, read_weights
+from distill.models.loading import load_causal_lm, read_weights
 from distill.sampling import TrainSampling
-from distill.tensors import PackedTensors
-from distill.weights import HeldWeights, Weights, gather_all, plan_buckets
+from distill.weights.model_weights import HeldWeights, Weights, gather_all, plan_buckets
+from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
@@ -410,7 +410,7 @@ def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
 @pytest.fixture
 def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
     """A publisher that sends the first weights as version 0 by a group, in several buckets."""
-    monkeypatch.setattr(cluster.acknowledge, "GRACE_S", 20.0)
+    monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 20.0)
     ray.get(server.load_weights.remote(PackedTensors.pack(gather_all(learner.weights())), 0))
     publish = publisher({"policy engine 0": server}, learner, Queue(), choice="group", served=True)
     transport = GroupTransport(

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.advantages import (
+from distill.errors import DataError
+from distill.objective.advantages import (
     STD_FLOOR,
     discounted_future_sum,
     group_centred,
@@ -23,8 +24,7 @@ from distill.advantages import (
     reference_gaps,
     reward_advantages,
 )
-from distill.errors import DataError
-from distill.objective import Baseline, PolicyObjective
+from distill.objective.settings import Baseline, PolicyObjective
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import segment, segment_fields, trajectory
 

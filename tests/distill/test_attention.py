@@ -18,9 +18,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from distill import attention
-from distill.attention import NOWHERE, takes_grouped_heads, visibility_bias
-from distill.shared_prefix import MOST_MASK, SharedPrefixModel
+from distill.models import attention
+from distill.models.attention import NOWHERE, takes_grouped_heads, visibility_bias
+from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 
 LENGTH, LAYERS, WINDOW = 61, 12, 8
 SIZES: dict[str, Any] = {

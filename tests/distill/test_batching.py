@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.batching import (
+from distill.errors import DataError, IsothermError
+from distill.models.shared_prefix import MOST_MASK
+from distill.objective.batching import (
     WORTH_SHARING,
     BatchShape,
     TrainingRow,
@@ -19,8 +21,6 @@ from distill.batching import (
     split_by_token_budget,
     tokens_in_step,
 )
-from distill.errors import DataError, IsothermError
-from distill.shared_prefix import MOST_MASK
 from tests.samples import top_logprobs, training_row
 
 rows_lists = st.lists(

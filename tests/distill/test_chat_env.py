@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import play_group, rollout_group
-from distill.bonuses import phrase_bonuses
+from actors.rollout.episode import play_group, rollout_group
+from distill.chat.template import Message
 from distill.envs.base import EnvDataset, Episode, Setting
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
-from distill.renderer import Message
-from distill.rewards import last_number
+from distill.rewards.registry import last_number
+from distill.rewards.token_rewards import phrase_bonuses
 from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
 from distill.tools.base import Tool

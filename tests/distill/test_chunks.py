@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chunks import Chunk, chunk_text, count_tokens, cut_text
 from distill.errors import DataError
-from tests.distill.test_bonuses import byte_tokenizer
+from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
+from tests.distill.test_token_rewards import byte_tokenizer
 
 GUIDE = """# Guide
 

@@ -15,8 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.chunks import count_tokens
-from distill.condense import (
+from distill.chat.template import Message, render_messages
+from distill.engine import GenerateRequest, Sample
+from distill.errors import ConfigError, DataError
+from distill.sampling import EvalSampling
+from distill.text.bm25_words import words
+from distill.text.chunks import count_tokens
+from distill.text.condense import (
     GAP,
     SUMMARY_PREFIX,
     CheckedCondenser,
@@ -26,14 +31,9 @@ from distill.condense import (
     condense_history,
     load_condenser,
 )
-from distill.errors import ConfigError, DataError
-from distill.interfaces import GenerateRequest, Sample
-from distill.renderer import Message, render_messages
-from distill.sampling import EvalSampling
 from distill.types import StopReason
-from distill.words import words
-from tests.distill.test_bonuses import byte_tokenizer
 from tests.distill.test_chunks import CHINESE, GUIDE, JAPANESE, TEXT
+from tests.distill.test_token_rewards import byte_tokenizer
 from tests.tiny import CHAT_TEMPLATE
 
 BYTES = byte_tokenizer(GUIDE, CHINESE, JAPANESE, vocab_size=420)

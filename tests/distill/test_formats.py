@@ -15,8 +15,8 @@ from distill.envs.base import EnvConfig
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
-from distill.formats import json_schema, matches
-from distill.rewards import judge, load_reward
+from distill.rewards.formats import json_schema, matches
+from distill.rewards.registry import judge, load_reward
 from tests.scripted import setting
 
 THINKS = r"<think>.*</think>\s*\d+"
@@ -62,7 +62,7 @@ def test_what_backtracks_without_end_fits_not_and_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python's `re`, which schemas are read by, lets no other thread run."""
-    monkeypatch.setattr("distill.formats._CHILD_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("distill.rewards.formats._CHILD_TIMEOUT_S", 2.0)
     ticks = []
 
     async def tick() -> None:

@@ -16,17 +16,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from distill import logprobs
 from distill.errors import ConfigError
-from distill.kl import kl
-from distill.logprobs import (
+from distill.models import logprobs
+from distill.models.loading import new_qwen3
+from distill.models.logprobs import (
     TokenStats,
     VocabularyHead,
     log_distribution,
     selected_logprobs,
     token_stats,
 )
-from distill.models import new_qwen3
+from distill.objective.divergences import kl
 
 VOCAB = 50
 SHAPE = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.batching import collate
-from distill.logprobs import TokenStats
-from distill.losses import (
+from distill.models.logprobs import TokenStats
+from distill.objective.batching import collate
+from distill.objective.losses import (
     StepCounts,
     cross_entropy,
     dpo,
@@ -21,7 +21,7 @@ from distill.losses import (
     policy_loss,
     ppo,
 )
-from distill.objective import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from tests.loss_twin import bounds, drawn, gradient_of, in_float64, slope, written_out
 
 SEEDS = range(4)

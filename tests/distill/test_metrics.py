@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.metrics import group_metrics, merge_updates
+from distill.objective.metrics import group_metrics, merge_updates
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import group, segment, trajectory
 

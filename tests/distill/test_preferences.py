@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
+from distill.data.preferences import PreferencePair, load_preference_pairs
+from distill.data.sft_rows import SFT_TEMPERATURE
 from distill.errors import DataError
-from distill.preferences import PreferencePair, load_preference_pairs
-from distill.sft_rows import SFT_TEMPERATURE
+from distill.objective.batching import TrainingRow
 from distill.tokenizer import load_tokenizer
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 

@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.bonuses import phrase_bonuses
+from distill.data.prompts import Prompt, PromptStream, load_prompts
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError
-from distill.formats import Format
-from distill.prompts import Prompt, PromptStream, load_prompts
-from distill.rewards import contains
+from distill.rewards.formats import Format
+from distill.rewards.registry import contains
+from distill.rewards.token_rewards import phrase_bonuses
 from distill.tokenizer import load_tokenizer
 from tests.samples import ids, sample
 from tests.tiny import VOCAB_SIZE, save_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import rollout_group
-from distill.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
+from actors.rollout.episode import rollout_group
+from cluster.demos.chat_worlds import CAPITALS_APART, documents, reading_book, train_chat_tokenizer
 from distill.envs.base import EnvDataset
 from distill.envs.reading import Reading
 from distill.errors import ConfigError, DataError

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from distill.errors import ConfigError, DataError
-from distill.rewards import answer_of, contains, exact_match, judge, last_number, load_reward
+from distill.rewards.registry import (
+    answer_of,
+    contains,
+    exact_match,
+    judge,
+    last_number,
+    load_reward,
+)
 
 MODULE = """
 import dataclasses

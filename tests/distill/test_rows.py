@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.advantages import opd_advantages, policy_advantages
 from distill.errors import DataError
-from distill.objective import ObjectiveConfig
-from distill.rows import advantage_metrics, policy_rows
+from distill.objective.advantages import opd_advantages, policy_advantages
+from distill.objective.rows import advantage_metrics, policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import group, ids, segment, trajectory
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from distill.errors import ConfigError
-from distill.sandbox import SandboxLimits, SandboxResult, run_python
-from distill.seccomp import filter_program
+from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
+from distill.sandbox.seccomp import filter_program
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -326,7 +326,7 @@ def test_it_dies_with_us() -> None:
     source = ORPHAN.format(mark=mark, then="time.sleep(600)")
     code = f"""
 import asyncio
-from distill.sandbox import SandboxLimits, run_python
+from distill.sandbox.sandbox import SandboxLimits, run_python
 asyncio.run(run_python({source!r}, limits=SandboxLimits(wall_s=600)))
 """
     ours = subprocess.Popen([sys.executable, "-c", code])
@@ -366,7 +366,7 @@ def test_without_namespaces_it_is_refused() -> None:
     """In a namespace of users that may make no other: what a strict container looks like."""
     code = """
 import asyncio
-from distill.sandbox import require_sandbox, run_python
+from distill.sandbox.sandbox import require_sandbox, run_python
 for call in (require_sandbox, lambda: asyncio.run(run_python("print('ran')"))):
     try:
         call()

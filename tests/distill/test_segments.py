@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distill.chat.segments import SegmentBuilder
 from distill.errors import DataError
-from distill.segments import SegmentBuilder
 from distill.types import Segment
 from tests.samples import Sample, ids, sample
 

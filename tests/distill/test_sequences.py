@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from distill.advantages import opd_advantages
-from distill.batching import OtherRows, TrainingRow, collate
-from distill.logprobs import TokenStats
-from distill.losses import StepCounts, policy_loss
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows, with_other_rows
+from distill.models.logprobs import TokenStats
+from distill.objective.advantages import opd_advantages
+from distill.objective.batching import OtherRows, TrainingRow, collate
+from distill.objective.losses import StepCounts, policy_loss
+from distill.objective.rows import policy_rows, with_other_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
 from tests.loss_twin import gradient_of, twin
 from tests.samples import segment, trajectory

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
+from distill.data.sft_rows import SFT_TEMPERATURE, load_sft_rows
 from distill.errors import DataError
-from distill.sft_rows import SFT_TEMPERATURE, load_sft_rows
+from distill.objective.batching import TrainingRow
 from distill.tokenizer import fingerprint, load_tokenizer
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 

@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 
-import distill.shared_memory
+import distill.weights.shared_memory
 from distill.errors import EngineError
-from distill.shared_memory import SharedBlock, SharedTensors
-from distill.tensors import first_non_finite
-from distill.weights import HeldWeights
+from distill.weights.model_weights import HeldWeights
+from distill.weights.shared_memory import SharedBlock, SharedTensors
+from distill.weights.tensors import first_non_finite
 
 
 def tensors(fill: float) -> dict[str, torch.Tensor]:
@@ -83,8 +83,8 @@ def test_a_reader_cannot_spoil_it_for_others() -> None:
 # Shares a block, says so, and waits to be killed.
 WRITER = """
 import pickle, sys, torch
-from distill.shared_memory import SharedBlock
-from distill.weights import HeldWeights
+from distill.weights.shared_memory import SharedBlock
+from distill.weights.model_weights import HeldWeights
 
 block = SharedBlock()
 block.write(HeldWeights({"w": torch.arange(5.0)}))
@@ -143,7 +143,7 @@ def test_blocks_that_are_dropped_are_closed() -> None:
 
 def test_no_room_is_an_error_and_not_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     full = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=10))
-    monkeypatch.setattr(distill.shared_memory, "psutil", full)
+    monkeypatch.setattr(distill.weights.shared_memory, "psutil", full)
     with pytest.raises(EngineError, match=r"do not fit into shared memory \(0 MiB are available"):
         SharedBlock().write(held(1.0))
 

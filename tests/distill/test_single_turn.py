@@ -8,8 +8,8 @@ import threading
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.prompts import Prompt
 from distill.envs.single_turn import SingleTurnGroupBuilder
-from distill.prompts import Prompt
 from tests.samples import sample
 
 # Only against hangs.

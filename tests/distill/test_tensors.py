@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distill.errors import DataError
-from distill.tensors import PackedTensors
+from distill.weights.tensors import PackedTensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import play_group
+from actors.rollout.episode import play_group
 from distill.envs.base import Episode
-from distill.envs.textarena_game import RandomMover, TextArena, TextArenaGame
-from distill.envs.two_player import IllegalMove
+from distill.envs.games.textarena_game import RandomMover, TextArena, TextArenaGame
+from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
 from distill.sampling import TrainSampling
 from distill.types import StopReason

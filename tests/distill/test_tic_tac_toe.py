@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distill.envs.tic_tac_toe import (
+from distill.envs.games.tic_tac_toe import (
     FREE,
     PerfectPlayer,
     RandomPlayer,
@@ -17,7 +17,7 @@ from distill.envs.tic_tac_toe import (
     value,
     winner,
 )
-from distill.envs.two_player import IllegalMove
+from distill.envs.games.two_player import IllegalMove
 from distill.errors import ConfigError
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill.errors import ConfigError
-from distill.renderer import chat_text
-from distill.tool_calls import (
+from distill.chat.template import chat_text
+from distill.chat.tool_calls import (
     ParsedTurn,
     agreement,
     assistant_message,
@@ -19,8 +18,8 @@ from distill.tool_calls import (
     markers,
     parse_turn,
 )
-from distill.tool_grammars import ToolFormat
-from distill.tools.base import ToolCall
+from distill.chat.tool_formats import ToolCall, ToolFormat
+from distill.errors import ConfigError
 from tests.chat_templates import ADD, FORMATS, chat_tokenizer, stop_of
 
 BAR, GAP = "\uff5c", "\u2581"

@@ -9,12 +9,12 @@ import re
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from actors.episode import play_group, rollout_group
-from distill.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
+from actors.rollout.episode import play_group, rollout_group
+from cluster.demos.chat_worlds import SQUARES_APART, game_book, train_chat_tokenizer
+from distill.engine import GenerateRequest, Sample
 from distill.envs.base import Episode
-from distill.envs.tic_tac_toe import FREE, TicTacToeGames, free_squares
+from distill.envs.games.tic_tac_toe import FREE, TicTacToeGames, free_squares
 from distill.errors import EngineError
-from distill.interfaces import GenerateRequest, Sample
 from distill.sampling import TrainSampling
 from distill.types import StopReason
 from tests.samples import TEMPERATURE

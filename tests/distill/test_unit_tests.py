@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from distill import unit_tests_child
 from distill.errors import DataError
-from distill.rewards import judge, load_reward
-from distill.sandbox import SandboxLimits, run_python
-from distill.unit_tests import unit_tests, unit_tests_unisolated
+from distill.rewards import unit_tests_child
+from distill.rewards.registry import judge, load_reward
+from distill.rewards.unit_tests import unit_tests, unit_tests_unisolated
+from distill.sandbox.sandbox import SandboxLimits, run_python
 
 pytestmark = pytest.mark.usefixtures("sandbox")
 
@@ -37,7 +37,7 @@ TESTS = "assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]\n"
     ],
 )
 def test_programs(response: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.unit_tests._LIMITS", SandboxLimits(wall_s=5))
+    monkeypatch.setattr("distill.rewards.unit_tests._LIMITS", SandboxLimits(wall_s=5))
     assert unit_tests(response, TESTS) == reward
 
 
@@ -359,7 +359,7 @@ def test_an_answer_without_tests_is_the_data_s_fault(answer: str) -> None:
 
 
 def test_it_is_a_reward_that_waits_in_a_thread() -> None:
-    reward = load_reward("distill.unit_tests:unit_tests")
+    reward = load_reward("distill.rewards.unit_tests:unit_tests")
     assert asyncio.run(judge(reward, ADD, TESTS)) == 1.0
 
 

@@ -11,8 +11,8 @@ import os
 import sys
 from typing import Any
 
-import cluster.scaling
-from cluster.autoscale import Decision, Observation
+import cluster.runtime.scaling
+from cluster.runtime.autoscale import Decision, Observation
 from cluster.train import main
 
 SCRIPT = "ISOTHERM_TEST_SCALING"
@@ -32,5 +32,5 @@ class Scripted:
 
 
 if __name__ == "__main__":
-    cluster.scaling.Autoscaler = Scripted  # pyright: ignore[reportAttributeAccessIssue]
+    cluster.runtime.scaling.Autoscaler = Scripted  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(main())

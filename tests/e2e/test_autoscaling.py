@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from cluster import story
-from cluster.audit import audit
+from cluster.inspect import story
+from cluster.inspect.audit import audit
 from tests.conftest import TinyPair
 from tests.e2e import harness, scripted_scaling, slow_reward
 from tests.e2e.harness import (

@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from actors.sglang_server import sglang_installed
-from cluster.audit import audit
-from cluster.config_presets import OpdToolsConfig, SelfplayConfig
-from cluster.config_supervised import SftConfig
-from cluster.evaluate import main as evaluate
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_sft
-from cluster.report.command import main as report
-from cluster.train import main
-from distill.chat_worlds import (
+from actors.sglang.server import sglang_installed
+from cluster.config.presets import OpdToolsConfig, SelfplayConfig
+from cluster.config.supervised import SftConfig
+from cluster.demos.chat_worlds import (
     DIGITS_APART,
     SQUARES_APART,
     game_book,
@@ -32,7 +26,13 @@ from distill.chat_worlds import (
     write_rows,
     write_untrained,
 )
-from distill.envs.tic_tac_toe import TicTacToeGames
+from cluster.evaluate import main as evaluate
+from cluster.inspect.audit import audit
+from cluster.inspect.report.command import main as report
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_sft
+from cluster.train import main
+from distill.envs.games.tic_tac_toe import TicTacToeGames
 from tests.conftest import TinyPair
 from tests.e2e.harness import REPOSITORY, metrics, opd_arguments, run, trained_groups
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cluster.config_on_policy import OpdConfig
-from cluster.config_supervised import SftConfig
+from cluster.config.on_policy import OpdConfig
+from cluster.config.supervised import SftConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
 from tests.conftest import TinyPair

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from cluster.config_on_policy import OpdConfig, RlConfig, TeacherConfig
-from cluster.config_supervised import DpoConfig
+from cluster.config.on_policy import OpdConfig, RlConfig, TeacherConfig
+from cluster.config.supervised import DpoConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo
 from distill.envs.single_turn import SingleTurn

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.audit import audit
+from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (

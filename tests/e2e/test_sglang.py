@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from actors import sglang_server
-from actors.sglang_hosted import HostedSglangEngine
-from actors.sglang_server import sglang_installed
-from cluster.audit import audit
+from actors.sglang import server as sglang_server
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.server import sglang_installed
+from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
@@ -141,7 +141,7 @@ def test_a_policy_server_that_dies_is_started_again(tiny_pair: TinyPair, tmp_pat
     [launcher] = [
         child
         for child in psutil.Process(process_of("policy engine 0", out)).children(recursive=True)
-        if "actors.sglang_launch" in child.cmdline()
+        if "actors.sglang.launch" in child.cmdline()
     ]
     launcher.kill()
     wait_until(lambda: bool(events(out, "restart")), process)

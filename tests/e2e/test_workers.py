@@ -14,9 +14,9 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from cluster.audit import audit
-from cluster.config_on_policy import OpdConfig
-from cluster.config_supervised import DpoConfig
+from cluster.config.on_policy import OpdConfig
+from cluster.config.supervised import DpoConfig
+from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo
 from learner.lora import LoraSettings, adapter_tensors, add_lora, save_adapter

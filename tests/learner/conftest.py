@@ -14,17 +14,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
 from distill.delivery import TrainedGroups
-from distill.objective import ObjectiveConfig
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
-from distill.weights import Weights, gather_all
+from distill.weights.model_weights import Weights, gather_all
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, OptimizerConfig, Precision
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
 from learner.lora import LoraSettings
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
 from distill.errors import CheckpointError
+from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Part

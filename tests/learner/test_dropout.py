@@ -20,13 +20,13 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distill.batching import TrainingRow, collate
-from distill.models import train_time_noise
+from distill.models.loading import train_time_noise
+from distill.objective.batching import TrainingRow, collate
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner, Part
 from learner.lora import LoraSettings
-from learner.objective import cross_entropy_loss
+from learner.policy_loss import cross_entropy_loss
 from learner.teachers import LocalTeachers
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
 from tests.samples import training_row

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from distill.batching import TrainingRow, collate
+from distill.objective.batching import TrainingRow, collate
 from learner.flops import ModelFlops
 from tests.bench.peak import peak_flops
 from tests.samples import training_row

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.batching import TrainingRow, collate, split_by_token_budget
+from distill.objective.batching import TrainingRow, collate, split_by_token_budget
 from learner.forward import Forward
 from tests.conftest import TinyPair
 from tests.learner.conftest import assert_same, gradients_of, naive_distribution
@@ -66,7 +66,7 @@ def test_divergences_are_given_the_distributions_of_their_own_positions(
 
     forward = Forward(deepcopy(model))
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.logprobs._CHUNK_ELEMENTS", {"cpu": 1})
+        patch.setattr("distill.models.logprobs._CHUNK_ELEMENTS", {"cpu": 1})
         stats = forward(batch, divergence_of=chosen)
     assert len(seen) > 1 and stats.divergence_N is not None
     assert stats.divergence_N.tolist() == stats.logprobs_N.tolist()

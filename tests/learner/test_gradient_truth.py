@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.objective import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from tests.enumeration import (
     ESTIMATORS,
     TEMPERATURES,

@@ -12,16 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow, split_by_token_budget
 from distill.errors import CheckpointError, NonFiniteError
-from distill.objective import CORRECTION_CAP, ObjectiveConfig
-from distill.rows import policy_rows, with_other_rows
+from distill.objective.batching import TrainingRow, split_by_token_budget
+from distill.objective.rows import policy_rows, with_other_rows
+from distill.objective.settings import CORRECTION_CAP, ObjectiveConfig
 from distill.types import TrajectoryGroup
-from distill.weights import gather_all, total_bytes
+from distill.weights.model_weights import gather_all, total_bytes
 from learner.config import OptimizerConfig
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss
 from learner.optimizer import lr_factor
+from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.learner.conftest import (
     IMPORTANCE_SAMPLING,

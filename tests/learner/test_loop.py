@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from distill.errors import NonFiniteError
-from distill.metrics import group_metrics
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
+from distill.objective.metrics import group_metrics
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from tests.learner.conftest import NewLoop, World, own_advantages, trained, untimed, weights
 from tests.samples import group
 

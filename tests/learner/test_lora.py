@@ -31,11 +31,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from distill.batching import TrainingRow, collate
 from distill.errors import CheckpointError, ConfigError
-from distill.models import load_causal_lm
-from distill.objective import ObjectiveConfig
-from distill.tensors import TensorLayout
+from distill.models.loading import load_causal_lm
+from distill.objective.batching import TrainingRow, collate
+from distill.objective.settings import ObjectiveConfig
+from distill.weights.tensors import TensorLayout
 from learner.forward import Forward
 from learner.lora import (
     LoraSettings,

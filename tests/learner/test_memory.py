@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from distill.errors import ConfigError
-from distill.objective import ObjectiveConfig
-from distill.shared_prefix import SharedPrefixModel
+from distill.models.shared_prefix import SharedPrefixModel
+from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
 from learner.memory import (
@@ -29,7 +29,7 @@ from learner.memory import (
     fit_pass,
     readable,
 )
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.samples import training_row
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
-from learner.objective import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.enumeration import error

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.objective import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from tests.enumeration import (
     ESTIMATORS,
     TOP_K,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batching import Batch, TrainingRow, split_by_token_budget
-from distill.losses import Metrics, StepCounts
-from distill.objective import ObjectiveConfig
+from distill.objective.batching import Batch, TrainingRow, split_by_token_budget
+from distill.objective.losses import Metrics, StepCounts
+from distill.objective.settings import ObjectiveConfig
 from learner.dpo import PreferenceLoss
 from learner.forward import Forward
 from learner.learner import Learner, LossFunction, Part
-from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
 from tests.learner.conftest import (

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import learner.memory
-from distill.batching import Batch, TrainingRow, collate
 from distill.errors import ConfigError
+from distill.objective.batching import Batch, TrainingRow, collate
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part

@@ -18,13 +18,13 @@ from transformers import (
     StableLmConfig,
 )
 
-import distill.prefix_probe
-from distill.prefix_probe import shares_prefixes
-from distill.weights import gather_all
+import distill.models.prefix_probe
+from distill.models.prefix_probe import shares_prefixes
+from distill.weights.model_weights import gather_all
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.learner import Learner, Part
-from learner.objective import cross_entropy_loss
 from learner.optimizer import UpdateCheck, assert_optimizes, build_optimizer
+from learner.policy_loss import cross_entropy_loss
 from tests.learner.conftest import untimed
 from tests.learner.two_workers import tell
 from tests.samples import training_row
@@ -105,7 +105,7 @@ def test_no_room_for_the_probe_says_nothing_of_the_architecture(
     def fail(*_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(distill.prefix_probe, "_difference", fail)
+    monkeypatch.setattr(distill.models.prefix_probe, "_difference", fail)
     with pytest.raises(type(error)):
         shares_prefixes(model)
     assert model.config._attn_implementation == "sdpa"

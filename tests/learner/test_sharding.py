@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import (
+from distill.errors import NonFiniteError
+from distill.objective.batching import (
     OtherRows,
     TrainingRow,
     deal,
@@ -23,15 +24,14 @@ from distill.batching import (
     split_by_token_budget,
     tokens_in_step,
 )
-from distill.errors import NonFiniteError
-from distill.objective import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
-from distill.weights import gather_all, total_bytes
+from distill.weights.model_weights import gather_all, total_bytes
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.dpo import PreferenceLoss
 from learner.learner import Learner, Part
-from learner.objective import PolicyObjectiveLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import untimed

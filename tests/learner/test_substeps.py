@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
 from learner.learner import Part
 from learner.loop import PolicyLoop, SupervisedMix

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.batching import TrainingRow
 from distill.errors import CheckpointError
+from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.objective import cross_entropy_loss
+from learner.policy_loss import cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from tests.learner.conftest import NewLearner, naive_logprobs, weights
 from tests.samples import demonstration

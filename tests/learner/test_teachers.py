@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from actors.embedded_engine import EmbeddedEngine
-from actors.teacher import score_group
-from distill.batching import TrainingRow
+from actors.embedded.engine import EmbeddedEngine
+from actors.rollout.teacher import score_group
+from distill.chat.segments import SegmentBuilder
 from distill.errors import CheckpointError
-from distill.objective import ObjectiveConfig
-from distill.rows import policy_rows
-from distill.segments import SegmentBuilder
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
 from distill.types import TokenArray, TrajectoryGroup
 from learner.teachers import LocalTeachers, as_seen
 from tests.conftest import TinyPair

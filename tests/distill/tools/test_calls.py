@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.chat.tool_formats import ToolCall
 from distill.errors import ConfigError, DataError
-from distill.tools.base import Tool, ToolCall, ToolError
+from distill.tools.base import Tool, ToolError
 from distill.tools.calculator import Calculator
 from distill.tools.calls import ToolLimits, ToolOutcome, run_calls
 from distill.tools.text import count_tokens

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from distill.sandbox import SandboxLimits
+from distill.sandbox.sandbox import SandboxLimits
 from distill.tools.base import ToolError
 from distill.tools.python import PythonTool
 

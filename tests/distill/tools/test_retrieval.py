@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from distill.errors import ConfigError, DataError
+from distill.text.bm25_words import words
 from distill.tools.retrieval import Retrieval
-from distill.words import words
 
 
 @pytest.fixture

@@ -1,0 +1,288 @@
+"""Continuous batching: rows join between chunks, leave when they end, and take one token a step.
+
+A `Row` is one sample. `DecodeBatch` owns which rows are live and samples their next tokens; a
+`Decoder` turns a row's context into the hidden state of its last token, with a KV cache
+(`kv_cache.CachedDecoder`) or by running every context again (`RecomputingDecoder`, for models
+whose attention we cannot replace). Nothing here knows of asyncio; all of it runs on one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from actors.embedded.token_sampling import SamplingPlan
+from distill.engine import GenerateRequest, Sample, ScoreRequest
+from distill.models.shared_prefix import PlainModel, SharedPrefixModel, last_of_each
+from distill.sampling import Sampling, TrainSampling
+from distill.types import StopReason, TokenArray
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sample being generated. `owner` is whoever asked for it; nothing here looks inside.
+
+    Attributes:
+        uniforms_T: one number in [0, 1) for each token that may be sampled.
+        limit: most new tokens, by max_new_tokens and by the model's context.
+        given: a token whose log-probs are reported in place of the sampled tokens' own.
+        stop_reason: None while the row is live.
+        failed: the model gave non-finite logits; the row ended without a stop reason.
+    """
+
+    owner: Any
+    prompt_T: TokenArray
+    sampling: Sampling
+    limit: int
+    uniforms_T: npt.NDArray[np.float64]
+    given: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    failed: bool = False
+
+    def sample(self) -> Sample:
+        """What was generated. The row has ended."""
+        assert self.stop_reason is not None
+        return Sample(
+            tokens_T=np.array(self.tokens, dtype=np.int32),
+            logprobs_T=np.array(self.logprobs, dtype=np.float32),
+            versions_T=np.array(self.versions, dtype=np.int32),
+            stop_reason=self.stop_reason,
+        )
+
+
+def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
+    """The request's samples, of at most `limit` tokens. Sample g draws from (seed, g) alone."""
+    rows = []
+    for index in range(request.num_samples):
+        entropy = np.random.SeedSequence([request.seed % (1 << 64), index])
+        uniforms_T = np.random.Generator(np.random.Philox(entropy)).random(limit)
+        prompt_T = request.prompt_tokens_T.astype(np.int32)
+        rows.append(Row(owner, prompt_T, request.sampling, limit, uniforms_T))
+    return rows
+
+
+def reading_rows(request: ScoreRequest, *, owner: Any) -> list[Row]:
+    """One row of one sampled token for each temperature and scored position, in that order.
+
+    Each reports the log-prob of the request's own token; which one it samples does not matter.
+    """
+    tokens_T = request.tokens_T.astype(np.int32)
+    return [
+        Row(
+            owner,
+            tokens_T[:position],
+            TrainSampling(temperature=temperature, max_new_tokens=1),
+            limit=1,
+            uniforms_T=np.full(1, 0.5),
+            given=int(tokens_T[position]),
+        )
+        for temperature in request.temperatures
+        for position in range(request.start, len(tokens_T))
+    ]
+
+
+class Decoder(Protocol):
+    """Contexts of the live rows, in the caller's order."""
+
+    def admit(self, rows: Sequence[Row]) -> Tensor:
+        """Adds rows after the live ones; returns the hidden state of each one's last token."""
+        ...
+
+    def feed(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        """Appends one token to every live row; returns the hidden states, (N, H)."""
+        ...
+
+    def remove(self, ended: Collection[int]) -> None:
+        """Drops rows; `plan_removal` says how the others are renumbered."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets every row and everything cached."""
+        ...
+
+
+def plan_removal(count: int, ended: Collection[int]) -> list[tuple[int, int]]:
+    """Moves (source, target) that put the live rows of `count` first: the tail fills the holes."""
+    remaining = count - len(ended)
+    holes = sorted(row for row in ended if row < remaining)
+    sources = [row for row in range(remaining, count) if row not in ended]
+    return list(zip(sources, holes, strict=True))
+
+
+class DecodeBatch:
+    """The live rows, those waiting, and one step of sampling.
+
+    Args:
+        decoder: turns contexts into hidden states.
+        head: hidden states (N, H) -> logits (N, V).
+        stop_ids: tokens that end a row; the token itself is kept.
+        max_rows: most rows live at once.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: Callable[[Tensor], Tensor],
+        stop_ids: frozenset[int],
+        max_rows: int,
+    ) -> None:
+        self._decoder, self._head = decoder, head
+        self._stop_ids, self._max_rows = stop_ids, max_rows
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []
+        self._hidden_NH: Tensor | None = None
+        self._plan: SamplingPlan | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._rows or self._waiting)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self._waiting.extend(rows)
+
+    def admit(self) -> None:
+        """Lets waiting rows in, as many as fit."""
+        free = min(self._max_rows - len(self._rows), len(self._waiting))
+        if not free:
+            return
+        new = [self._waiting.popleft() for _ in range(free)]
+        hidden_NH = self._decoder.admit(new)
+        if self._hidden_NH is not None:
+            hidden_NH = torch.cat([self._hidden_NH, hidden_NH])
+        self._hidden_NH = hidden_NH
+        self._rows += new
+        self._plan = None
+
+    def step(self, version: int) -> list[Row]:
+        """Samples one token for every live row under weights `version`; returns the ended rows."""
+        if self._hidden_NH is None:
+            return []
+        if self._plan is None:
+            samplings = [row.sampling for row in self._rows]
+            given = [row.given for row in self._rows]
+            self._plan = SamplingPlan(samplings, given, self._hidden_NH.device)
+        uniforms_N = np.array([row.uniforms_T[len(row.tokens)] for row in self._rows])
+        logits_NV = self._head(self._hidden_NH).float()
+        tokens_N, logprobs_N = self._plan.sample(logits_NV, uniforms_N)
+        ended = self._append(tokens_N, logprobs_N, version)
+        if ended:
+            tokens_N = self._drop(ended, tokens_N)
+        if any(row.failed for row in ended.values()):
+            self.recompute()  # masked or not, a NaN left in the cache would reach other rows
+        elif self._rows:
+            self._hidden_NH = self._decoder.feed(tokens_N)
+        return list(ended.values())
+
+    def _append(
+        self, tokens_N: npt.NDArray[np.int64], logprobs_N: npt.NDArray[np.float32], version: int
+    ) -> dict[int, Row]:
+        ended: dict[int, Row] = {}
+        finite = bool(np.isfinite(logprobs_N).all())
+        token_logprobs = zip(tokens_N.tolist(), logprobs_N.tolist(), strict=True)
+        for index, (row, (token, logprob)) in enumerate(
+            zip(self._rows, token_logprobs, strict=True)
+        ):
+            if not finite and not np.isfinite(logprob):
+                row.failed = True
+                ended[index] = row
+                continue
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+            if token in self._stop_ids:
+                row.stop_reason = StopReason.EOS
+                ended[index] = row
+            elif len(row.tokens) == row.limit:
+                row.stop_reason = StopReason.LENGTH
+                ended[index] = row
+        return ended
+
+    def _drop(
+        self, ended: Collection[int], values_N: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Removes rows; returns `values_N` in the order of those that are left."""
+        moves = plan_removal(len(self._rows), ended)
+        remaining = len(self._rows) - len(ended)
+        for source, target in moves:
+            self._rows[target] = self._rows[source]
+            values_N[target] = values_N[source]
+        del self._rows[remaining:]
+        self._plan = None
+        if remaining:
+            self._decoder.remove(ended)
+        else:
+            self._forget_rows()
+        return values_N[:remaining]
+
+    def take_out(self, unwanted: Callable[[Row], bool]) -> list[Row]:
+        """Removes live and waiting rows before their end, e.g. because they were aborted."""
+        out = [row for row in self._waiting if unwanted(row)]
+        self._waiting = deque(row for row in self._waiting if not unwanted(row))
+        live = {index: row for index, row in enumerate(self._rows) if unwanted(row)}
+        if live:
+            order_N = self._drop(live, np.arange(len(self._rows)))
+            if self._hidden_NH is not None:
+                self._hidden_NH = self._hidden_NH[torch.from_numpy(order_N)]
+        return out + list(live.values())
+
+    def recompute(self) -> None:
+        """Drops every cache and runs the contexts of the live rows again (the weights changed)."""
+        rows = self._rows
+        self._forget_rows()
+        if rows:
+            self._hidden_NH = self._decoder.admit(rows)
+            self._rows = rows
+
+    def clear(self) -> None:
+        """Drops every row, live or waiting."""
+        self._waiting.clear()
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._decoder.reset()
+        self._rows, self._hidden_NH, self._plan = [], None, None
+
+
+class RecomputingDecoder:
+    """Runs every context in full at every step: quadratic, but right for any causal model."""
+
+    def __init__(self, model: PlainModel | SharedPrefixModel, token_budget: int) -> None:
+        self._model, self._token_budget = model, token_budget
+        self._contexts: list[npt.NDArray[np.int64]] = []
+
+    def admit(self, rows: Sequence[Row]) -> Tensor:
+        first = len(self._contexts)
+        self._contexts += [np.append(row.prompt_T, row.tokens).astype(np.int64) for row in rows]
+        return self._last_hidden(self._contexts[first:])
+
+    def feed(self, tokens_N: npt.NDArray[np.int64]) -> Tensor:
+        pairs = zip(self._contexts, tokens_N, strict=True)
+        self._contexts = [np.append(context, token) for context, token in pairs]
+        return self._last_hidden(self._contexts)
+
+    def remove(self, ended: Collection[int]) -> None:
+        for source, target in plan_removal(len(self._contexts), ended):
+            self._contexts[target] = self._contexts[source]
+        del self._contexts[len(self._contexts) - len(ended) :]
+
+    def reset(self) -> None:
+        self._contexts = []
+
+    def _last_hidden(self, contexts: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+        longest = max(len(context) for context in contexts)
+        size = max(1, self._token_budget // longest)
+        hidden = []
+        for first in range(0, len(contexts), size):
+            part = contexts[first : first + size]
+            hidden_NTH = self._model.hidden([context.astype(np.int32) for context in part])
+            hidden.append(last_of_each(hidden_NTH, [len(context) for context in part]))
+        return torch.cat(hidden)

@@ -1,0 +1,424 @@
+"""The engine that needs no server: a transformers model in this process, on one compute thread.
+
+    generate, score,     called on the event loop; each leaves a note and waits for its future
+    decode_score, load_weights, abort
+            |
+          pump           one task, alive while there is work: settle notes, one decode chunk, one
+            |            scoring batch, again. Waits for the compute thread: the end of a chunk.
+    compute thread       owns the model, the live rows and their caches
+
+A chunk is up to `CHUNK_STEPS` tokens a row, and is cut short when something new arrives, so nobody
+waits longer than one step for admission. The loop itself never computes: `info` answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from actors.embedded.decoding import DecodeBatch, Row, new_rows, reading_rows
+from actors.embedded.loaded_model import LoadedModel, WeightMisfit
+from actors.embedded.scoring import ScoreBatch, ScoreItem, plan
+from distill.engine import (
+    CheckpointDirectory,
+    EngineInfo,
+    GenerateRequest,
+    GroupBroadcast,
+    Sample,
+    Score,
+    ScoreRequest,
+    WeightSource,
+    check_chains,
+    check_prompt,
+)
+from distill.errors import CheckpointError, EngineError, EngineLost
+from distill.models.loading import read_weights
+from distill.types import StopReason
+from distill.weights.shared_memory import SharedTensors
+from distill.weights.tensors import PackedTensors, TensorLayout
+
+logger = logging.getLogger(__name__)
+
+CHUNK_STEPS = 8
+# Requests of one burst arrive a little apart; an idle engine waits this long for the others.
+GATHER_S = 0.001
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """Rows of one `generate` or `decode_score`: they end one by one, the last answers."""
+
+    future: asyncio.Future[list[Sample]]
+    rows: list[Row] = field(default_factory=list)
+    unfinished: int = 0
+    unwanted: bool = False  # aborted, cancelled or failed: its live rows are to be taken out
+
+
+@dataclass(slots=True, eq=False)
+class _Scoring:
+    """A `score` call."""
+
+    future: asyncio.Future[list[Score]]
+    items: list[ScoreItem] = field(default_factory=list)
+    unfinished: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A `load_weights` call."""
+
+    future: asyncio.Future[float]
+    weights: PackedTensors
+    version: int
+
+
+class EmbeddedEngine:
+    """An `Engine` (distill/engine.py) inside the caller's process.
+
+    Args:
+        model_path: Hugging Face checkpoint directory or hub name.
+        dtype: torch dtype of weights and activations; log-probs are fp32 whatever it is.
+        device: `auto`, or what torch calls it.
+        max_batch_rows: most samples decoded at once; more wait.
+        score_token_budget: most tokens, padding included, in one forward pass over given tokens.
+        threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
+
+    Samples are a function of (weights, prompt, sampling, seed, index) up to float rounding: what
+    else is in a batch can change the order of a sum, hence a logit's last bits.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+        ConfigError: an unknown dtype, or a model whose logits cannot be reproduced.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        dtype: str = "float32",
+        device: str = "auto",
+        max_batch_rows: int = 256,
+        score_token_budget: int = 16384,
+        threads: int | None = None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._model = LoadedModel(model_path, dtype=dtype, device=device)
+        self._model_path, self._dtype = model_path, dtype
+        self._score_token_budget = score_token_budget
+        decoder = self._model.decoder(score_token_budget)
+        self._batch = DecodeBatch(decoder, self._model.head, self._model.stop_ids, max_batch_rows)
+        self._version = 0
+        self._broken: str | None = None
+        self._computed = 0  # chunks of decoding, batches of scoring
+        # On the event loop: what was asked and not yet answered.
+        self._generations: list[_Generation] = []
+        self._scorings: list[_Scoring] = []
+        self._new_rows: list[Row] = []
+        self._new_items: list[ScoreItem] = []
+        self._loads: list[_Load] = []
+        self._aborts: list[asyncio.Future[int]] = []
+        self._rows_unwanted = False
+        self._score_batches: list[ScoreBatch] = []
+        self._pump_task: asyncio.Task[None] | None = None
+        # Between the two: the loop asks the chunk in progress to end after its current step.
+        self._interrupt = Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="embedded-engine")
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """See `Engine.generate`."""
+        self._check_health()
+        limit = check_prompt(request, self._model.vocab_size, self._model.context_length)
+        call = _Generation(asyncio.get_running_loop().create_future())
+        call.rows = new_rows(request, limit, owner=call)
+        return await self._decoded(call)
+
+    async def _decoded(self, call: _Generation) -> list[Sample]:
+        call.unfinished = len(call.rows)
+        self._generations.append(call)
+        self._new_rows += call.rows
+        self._wake()
+        try:
+            return await call.future
+        finally:
+            # If the caller was cancelled, or one row failed, other rows are still live.
+            call.unwanted = True
+            self._rows_unwanted |= call.unfinished > 0
+            self._generations.remove(call)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `Engine.score`. The requests of one call see the same weights."""
+        self._check_health()
+        check_chains(requests, self._model.vocab_size, self._model.context_length)
+        if not requests:
+            return []
+        call = _Scoring(asyncio.get_running_loop().create_future())
+        call.items = [ScoreItem(call, request) for request in requests]
+        call.unfinished = len(call.items)
+        self._scorings.append(call)
+        self._new_items += call.items
+        self._wake()
+        try:
+            return await call.future
+        finally:
+            self._scorings.remove(call)
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `Engine.decode_score`. The rows are decoded with whatever else is in flight.
+
+        `top_k` is not heeded: a row reports the log-prob of one given token.
+
+        Raises:
+            EngineError: `abort` was called meanwhile.
+        """
+        self._check_health()
+        check_chains(requests, self._model.vocab_size, self._model.context_length)
+        if not requests:
+            return []
+        call = _Generation(asyncio.get_running_loop().create_future())
+        call.rows = [row for request in requests for row in reading_rows(request, owner=call)]
+        samples = await self._decoded(call)
+        if any(sample.stop_reason is StopReason.ABORTED for sample in samples):
+            raise EngineError("decode_score was aborted")
+        logprobs_N = np.concatenate([sample.logprobs_T for sample in samples])
+        shapes = [(len(r.temperatures), len(r.tokens_T) - r.start) for r in requests]
+        ends = np.cumsum([temperatures * positions for temperatures, positions in shapes])[:-1]
+        return [
+            Score(logprobs_by_temperature=tuple(part_N.reshape(shape)))
+            for shape, part_N in zip(shapes, np.split(logprobs_N, ends), strict=True)
+        ]
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        """See `Engine.load_weights`. A bundle that does not fit leaves the old weights in place.
+
+        Raises:
+            EngineError: names the first tensor that is unknown, missing or of another shape; or
+                the weights come by a group, which this engine does not join.
+        """
+        self._check_health()
+        if isinstance(weights, GroupBroadcast):
+            raise _no_group()
+        if isinstance(weights, CheckpointDirectory):
+            weights = await asyncio.to_thread(_read_checkpoint, weights.path)
+        elif isinstance(weights, SharedTensors):
+            weights = PackedTensors.pack(weights.unpack())
+        load = _Load(asyncio.get_running_loop().create_future(), weights, version)
+        self._loads.append(load)
+        self._wake()
+        return await load.future
+
+    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
+        """Raises EngineError: this engine joins no weight group."""
+        raise _no_group()
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        self._check_health()
+        return EngineInfo(
+            kind="embedded",
+            model=self._model_path,
+            vocab_size=self._model.vocab_size,
+            context_length=self._model.context_length,
+            weight_version=self._version,
+            dtype=self._dtype,
+            eos_token_ids=tuple(sorted(self._model.stop_ids)),
+            tokenizer=self._model.tokenizer,
+            temperature_scaling="in the engine",
+        )
+
+    async def health(self) -> int:
+        """See `Engine.health`."""
+        self._check_health()
+        return self._computed
+
+    async def queue_length(self) -> int:
+        """See `Engine.queue_length`."""
+        return sum(call.unfinished for call in (*self._generations, *self._scorings))
+
+    async def abort(self) -> int:
+        """See `Engine.abort`."""
+        self._check_health()
+        for call in self._generations:
+            call.unwanted = self._rows_unwanted = True
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._aborts.append(done)
+        self._wake()
+        return await done
+
+    async def close(self) -> None:
+        """Ends the compute thread; no call may follow."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _check_health(self) -> None:
+        if self._broken is not None:
+            raise EngineLost(f"the engine is broken and must be restarted: {self._broken}")
+
+    def _wake(self) -> None:
+        self._interrupt.set()
+        if self._pump_task is None:
+            self._pump_task = asyncio.get_running_loop().create_task(self._pump())
+
+    async def _pump(self) -> None:
+        try:
+            await asyncio.sleep(GATHER_S)
+            while self._has_work():
+                await self._turn()
+        except asyncio.CancelledError:  # the event loop is closing, and its callers with it
+            self._forget()
+            raise
+        except Exception as error:
+            logger.exception("the compute thread failed")
+            self._broken = f"{type(error).__name__}: {error}"
+            self._fail_everyone(error)
+            self._forget()
+        finally:
+            self._pump_task = None
+
+    def _has_work(self) -> bool:
+        waiting = self._new_rows or self._new_items or self._loads or self._aborts
+        return bool(waiting or self._score_batches or self._batch)
+
+    async def _turn(self) -> None:
+        self._interrupt.clear()
+        if self._rows_unwanted or self._aborts:
+            await self._take_out_unwanted()
+        # Scoring that has begun ends first: the requests of one call see the same weights.
+        while self._loads and not self._score_batches:
+            await self._load_next()
+        rows, self._new_rows = self._new_rows, []
+        if rows or self._batch:
+            self._settle_rows(await self._compute(lambda: self._decode_chunk(rows)))
+        if self._new_items and not self._score_batches and not self._loads:
+            items, self._new_items = self._new_items, []
+            most_mask = self._model.forward.most_mask
+            self._score_batches = plan(items, self._score_token_budget, most_mask)
+        if self._score_batches:
+            batch = self._score_batches.pop(0)
+            self._settle_items(
+                await self._compute(lambda: batch.run(self._model.forward, self._model.head))
+            )
+
+    async def _compute(self, function: Callable[[], _T]) -> _T:
+        def on_thread() -> _T:
+            with torch.inference_mode():
+                return function()
+
+        made = await asyncio.get_running_loop().run_in_executor(self._executor, on_thread)
+        self._computed += 1
+        return made
+
+    def _decode_chunk(self, rows: Sequence[Row]) -> list[Row]:
+        self._batch.add(rows)
+        self._batch.admit()
+        ended: list[Row] = []
+        for _ in range(CHUNK_STEPS):
+            ended += self._batch.step(self._version)
+            if self._interrupt.is_set() or not self._batch:
+                break
+        return ended
+
+    async def _take_out_unwanted(self) -> None:
+        """Ends the rows of calls that were aborted, cancelled or failed, and answers `abort`."""
+        self._rows_unwanted = False
+        out = [row for row in self._new_rows if row.owner.unwanted]
+        self._new_rows = [row for row in self._new_rows if not row.owner.unwanted]
+        out += await self._compute(lambda: self._batch.take_out(lambda row: row.owner.unwanted))
+        aborted = sum(not row.owner.future.done() for row in out)
+        for row in out:
+            row.stop_reason = StopReason.ABORTED
+        self._settle_rows(out)
+        aborts, self._aborts = self._aborts, []
+        for done in aborts:
+            if not done.done():
+                done.set_result(aborted)
+
+    def _settle_rows(self, ended: Sequence[Row]) -> None:
+        for row in ended:
+            call: _Generation = row.owner
+            call.unfinished -= 1
+            if call.future.done():
+                continue
+            if row.failed:
+                call.unwanted = self._rows_unwanted = True
+                call.future.set_exception(
+                    EngineError(
+                        f"non-finite logits after {len(row.tokens)} new tokens at weight version "
+                        f"{self._version}: the weights hold a NaN or an infinity, or overflow"
+                    )
+                )
+            elif call.unfinished == 0:
+                call.future.set_result([row.sample() for row in call.rows])
+
+    def _settle_items(self, scored: Sequence[ScoreItem]) -> None:
+        for item in scored:
+            call: _Scoring = item.owner
+            call.unfinished -= 1
+            if call.future.done():
+                continue
+            if item.found is None:
+                call.future.set_exception(
+                    EngineError(f"non-finite log-probs from scoring at version {self._version}")
+                )
+            elif call.unfinished == 0:
+                call.future.set_result([item.score() for item in call.items])
+
+    async def _load_next(self) -> None:
+        load = self._loads.pop(0)
+        try:
+            pause_s = await self._compute(lambda: self._replace_weights(load.weights, load.version))
+        except WeightMisfit as misfit:
+            if not load.future.done():
+                load.future.set_exception(misfit)
+        except BaseException:
+            self._loads.append(load)  # to be failed with everyone else
+            raise
+        else:
+            if not load.future.done():
+                load.future.set_result(pause_s)
+
+    def _replace_weights(self, weights: PackedTensors, version: int) -> float:
+        started = time.perf_counter()
+        self._model.copy_weights(weights)
+        self._version = version
+        self._batch.recompute()
+        return time.perf_counter() - started
+
+    def _fail_everyone(self, error: Exception) -> None:
+        futures: list[asyncio.Future] = [call.future for call in self._generations]
+        futures += [call.future for call in self._scorings]
+        futures += [load.future for load in self._loads] + self._aborts
+        for future in futures:
+            if not future.done():
+                future.set_exception(EngineLost(f"the compute thread failed: {error}"))
+
+    def _forget(self) -> None:
+        """Drops all work. The thread may still be in a chunk, so it clears the batch itself."""
+        self._new_rows, self._new_items, self._loads, self._aborts = [], [], [], []
+        self._score_batches = []
+        self._interrupt.set()
+        self._executor.submit(self._batch.clear)
+
+
+def _no_group() -> EngineError:
+    return EngineError(
+        "the embedded engine joins no weight group: push with weights=object_store or "
+        "weights=disk, or use engine=sglang"
+    )
+
+
+def _read_checkpoint(path: str) -> PackedTensors:
+    try:
+        return read_weights(path)
+    except CheckpointError as error:
+        raise EngineError(f"{error}; the engine goes on with the weights it had") from error

@@ -1,0 +1,91 @@
+"""A checkpoint in memory: what an engine needs to know of it, and how new weights get in."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.embedded.decoding import Decoder, RecomputingDecoder
+from actors.embedded.kv_cache import CachedDecoder
+from actors.embedded.model_probe import decode_gap
+from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.models.loading import (
+    context_length,
+    load_causal_lm,
+    resolve_device,
+    stop_token_ids,
+    vocab_size,
+)
+from distill.models.logprobs import VocabularyHead
+from distill.models.prefix_probe import choose_model
+from distill.models.shared_prefix import SharedPrefixModel
+from distill.tokenizer import TokenizerProbe, load_tokenizer, probe
+from distill.weights.tensors import PackedTensors
+
+
+class WeightMisfit(EngineError):
+    """A weight bundle that is not this model's. The old weights are still in place."""
+
+
+class LoadedModel:
+    """A causal LM for inference.
+
+    Attributes:
+        forward: tokens -> hidden states, with or without shared prefixes.
+        head: hidden states (N, H) -> logits (N, V).
+        stop_ids: end-of-sequence ids of the generation config, else of the model's config.
+        tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+        ConfigError: an unknown dtype, or a model whose logits cannot be reproduced.
+    """
+
+    def __init__(self, path: str, *, dtype: str, device: str) -> None:
+        torch_dtype = getattr(torch, dtype, None)
+        if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
+            raise ConfigError(f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16")
+        self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
+        self.head = VocabularyHead(self._lm)
+        self.vocab_size = vocab_size(self._lm.config)
+        self.context_length = context_length(self._lm.config)
+        self.stop_ids = stop_token_ids(path)
+        self.tokenizer = _tokenizer_probe(path)
+        self.forward = choose_model(self._lm, decode_gap)
+
+    def decoder(self, token_budget: int) -> Decoder:
+        """A decoder of its own, running at most `token_budget` known tokens in one pass."""
+        if isinstance(self.forward, SharedPrefixModel):
+            return CachedDecoder(self.forward, token_budget)
+        return RecomputingDecoder(self.forward, token_budget)
+
+    def copy_weights(self, weights: PackedTensors) -> None:
+        """Copies a bundle into the model, all of it or nothing.
+
+        A name may be absent if its tensor is tied to one that is there (lm_head, usually).
+
+        Raises:
+            WeightMisfit: the first name that is unknown, missing, or of another shape.
+        """
+        own = self._lm.state_dict()
+        new = dict(weights.unpack())
+        for name, tensor in new.items():
+            if name not in own:
+                raise WeightMisfit(f"the bundle holds {name!r}, which the model does not have")
+            if tensor.shape != own[name].shape:
+                raise WeightMisfit(
+                    f"{name!r} has shape {tuple(tensor.shape)} in the bundle and "
+                    f"{tuple(own[name].shape)} in the model"
+                )
+        given = {own[name].data_ptr() for name in new}
+        for name, tensor in own.items():
+            if tensor.data_ptr() not in given:
+                raise WeightMisfit(f"the bundle lacks {name!r}")
+        for name, tensor in new.items():
+            own[name].copy_(tensor)
+
+
+def _tokenizer_probe(path: str) -> TokenizerProbe | None:
+    try:
+        return probe(load_tokenizer(path))
+    except CheckpointError:
+        return None  # a model without one is scored and sampled by token ids all the same

@@ -1,0 +1,315 @@
+"""A judge: a language model that is asked, over OpenAI's chat completions, how good answers are.
+
+    score     one answer by a rubric, and beside a reference if there is one      0 .. 1
+    prefer    which of two answers is better, in both orders                      0 .. 1
+
+A verdict that cannot be read is asked for once more; a second one fails the caller. What the judge
+is told, and how it is read, stands in `actors.envs.verdicts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from actors.envs import verdicts
+from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, Messages, Task
+from distill.errors import ConfigError, DataError, EngineError
+from distill.lookup import known_names
+
+if TYPE_CHECKING:  # an extra, and slow to import
+    from openai import AsyncOpenAI
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "ISOTHERM_JUDGE_API_KEY"
+# The library insists on a key; servers without keys ignore it.
+_NO_KEY = "none"
+
+_CHECK_S = 30.0
+# The library waits so long between two attempts, at most, and only if the server asks for it.
+_LONGEST_PAUSE_S = 60.0
+_REFUSED_KEY = (401, 403)
+_REFUSED_QUESTION = (400, 413, 422)
+_SHOWN = 200
+
+T = TypeVar("T")
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError unless it is http(s)://host[:port][/path] and nothing more."""
+    if "@" in url or "?" in url or "#" in url:  # before the address is printed anywhere
+        raise ConfigError(
+            "env.judge_url holds a user, a password or a query, which would stand in config.json; "
+            f"give the judge's key in {API_KEY_VARIABLE}, and write http://host:port/v1"
+        )
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or half of an IPv6 address
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        raise ConfigError(f"env.judge_url={url} is not an address; write http://host:port/v1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """A model behind an OpenAI-compatible endpoint. It pickles as its settings.
+
+    The key comes from the environment variable ISOTHERM_JUDGE_API_KEY of the process that asks.
+
+    Args:
+        url: http(s)://host[:port], with the path where the API is, if that is not /v1.
+        model: its name there.
+        timeout_s: longest that one attempt may take.
+        max_concurrent: most requests under way at once, a process.
+        retries: after failures that may pass: refusals for now, lost connections, timeouts.
+        max_tokens: longest verdict, with the reasons that it gives.
+        max_chars: of an answer, that the judge sees.
+
+    Raises:
+        ConfigError: a setting that cannot work; named as settings of
+            `actors.envs.judge_env.Judged`.
+    """
+
+    url: str
+    model: str
+    timeout_s: float = 120.0
+    max_concurrent: int = 16
+    retries: int = 3
+    max_tokens: int = 1024
+    max_chars: int = 20_000
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        if not self.model.strip():
+            raise ConfigError("env.judge_model is blank; give the model's name at the judge's")
+        for name, least in {
+            "max_concurrent": 1,
+            "retries": 0,
+            "max_tokens": 1,
+            "max_chars": 1,
+        }.items():
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"env.judge_{name}={getattr(self, name)} must be at least {least}"
+                )
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"env.judge_timeout_s={self.timeout_s} must be above 0, and finite")
+
+    async def check(self) -> None:
+        """Asks which models there are, which costs nothing; nothing is judged.
+
+        Raises:
+            ConfigError: the library is missing, or nobody answers as an OpenAI endpoint does.
+        """
+        quick = replace(self, timeout_s=min(self.timeout_s, _CHECK_S), retries=0)
+        async with quick._client() as client:
+            try:
+                listed = await quick._in_time(client.get("/models", cast_to=object))
+            except Exception as error:
+                reason = quick._complaint(error)
+                if isinstance(reason, ConfigError):
+                    raise reason from None
+                raise ConfigError(f"env.judge_url={self.url} cannot be used: {reason}") from None
+        if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+            raise ConfigError(
+                f"env.judge_url={self.url} does not answer as an OpenAI endpoint does; its API "
+                "may have another path, such as /v1"
+            )
+        names = [str(each.get("id")) for each in listed["data"] if isinstance(each, dict)]
+        if self.model not in names:  # no error: not every endpoint lists all that it serves
+            logger.warning(
+                "the judge at %s does not list env.judge_model=%s; %s",
+                self.url,
+                self.model,
+                known_names(self.model, names[:_SHOWN]),
+            )
+
+    async def score(
+        self, question: str, answer: str, rubric: str, reference: str | None = None
+    ) -> float:
+        """How good the answer is, from 0 to 1; a blank one is not asked about, and earns 0.
+
+        Raises:
+            DataError: the judge refused the question, or twice gave no verdict.
+            EngineError: it did not answer.
+            ConfigError: it knows no such key or model.
+        """
+        if not answer.strip():
+            return 0.0
+        said = await self._verdict(SCORING, rubric, question, reference, {"answer": answer})
+        return (int(said) - WORST) / (BEST - WORST)
+
+    async def prefer(
+        self, question: str, first: str, second: str, rubric: str, reference: str | None = None
+    ) -> float:
+        """1: the first is better; 0: the second is; the mean of the verdicts in both orders.
+
+        Where both say the same, or one of them nothing, the judge is not asked.
+
+        Raises:
+            DataError, EngineError, ConfigError: as of `score`.
+        """
+        if first.strip() == second.strip():
+            return 0.5
+        if not first.strip() or not second.strip():
+            return float(bool(first.strip()))
+        forth, back = await together(
+            self._preference(question, first, second, rubric, reference),
+            self._preference(question, second, first, rubric, reference),
+        )
+        return (forth + 1 - back) / 2
+
+    async def _preference(
+        self, question: str, a: str, b: str, rubric: str, reference: str | None
+    ) -> float:
+        answers = {"answer A": a, "answer B": b}
+        said = await self._verdict(COMPARING, rubric, question, reference, answers)
+        return PREFERENCES[said]
+
+    async def _verdict(
+        self,
+        task: Task,
+        rubric: str,
+        question: str,
+        reference: str | None,
+        answers: Mapping[str, str],
+    ) -> str:
+        """What the judge's last line says; it is told once if it has another form."""
+        order = verdicts.order(task, rubric, question, reference, answers, self.max_chars)
+        messages: Messages = [{"role": "user", "content": order}]
+        said, cut = "", False
+        for _ in range(2):
+            said, cut = await self._ask(messages)
+            found = verdicts.verdict(task, said)
+            if found is not None and not cut:
+                return found
+            messages = [*messages[:1], *verdicts.reminder(said[-self.max_chars :])]
+        raise DataError(
+            f"the judge {self.model} gave no verdict, asked twice; it "
+            + (f"was cut off at env.judge_max_tokens={self.max_tokens}" if cut else "ended")
+            + f" with {verdicts.last_line(said)[-_SHOWN:]!r}. Give it more env.judge_max_tokens, "
+            "or take another env.judge_model"
+        )
+
+    async def _ask(self, messages: Messages) -> tuple[str, bool]:
+        """The judge's text, and whether it was cut off."""
+        client, places = self._connected()
+        async with places:
+            try:
+                completion = await self._in_time(
+                    client.chat.completions.create(
+                        model=self.model,
+                        messages=messages,  # pyright: ignore[reportArgumentType]
+                        temperature=0,
+                        max_tokens=self.max_tokens,
+                    ),
+                )
+            except Exception as error:
+                raise self._complaint(error) from None
+        for choice in getattr(completion, "choices", None) or ():
+            if (message := getattr(choice, "message", None)) is not None:
+                said = str(getattr(message, "content", None) or "")
+                return said, getattr(choice, "finish_reason", None) == "length"
+        # Not everything that answers is an endpoint: the library takes a proxy's page for a text.
+        raise EngineError(f"the judge at {self.url} answered without a message")
+
+    async def _in_time(self, asked: Awaitable[T]) -> T:
+        """The library's limit is for each wait alone, so an answer that trickles has none."""
+        async with asyncio.timeout((self.retries + 1) * (self.timeout_s + _LONGEST_PAUSE_S)):
+            return await asked
+
+    def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
+        """This event loop's client, and the places of those that may use it at once."""
+        for loop in list(_CONNECTED):
+            if loop.is_closed():
+                _CONNECTED.pop(loop, None)
+        connected = _CONNECTED.setdefault(asyncio.get_running_loop(), {})
+        if self not in connected:
+            client = self._client()
+            connected[self] = client, asyncio.Semaphore(self.max_concurrent)
+        return connected[self]
+
+    def _client(self) -> AsyncOpenAI:
+        """Raises ConfigError where the library is not installed."""
+        try:
+            import openai
+        except ImportError:
+            raise ConfigError(
+                "a judge is asked through the library `openai`, which is not installed; "
+                "`pip install 'isotherm[judge]'`"
+            ) from None
+        path = urlsplit(self.url).path.rstrip("/")
+        return openai.AsyncOpenAI(
+            base_url=self.url.rstrip("/") + ("" if path else "/v1"),
+            api_key=_key() or _NO_KEY,
+            timeout=self.timeout_s,
+            max_retries=self.retries,
+            # The library's own closes itself in whatever loop runs when it is collected.
+            http_client=openai.DefaultAsyncHttpxClient(),
+        )
+
+    def _complaint(self, error: Exception) -> Exception:
+        """The error as the user's: what the library raises says neither field nor remedy."""
+        import openai
+
+        if isinstance(error, TimeoutError | openai.APITimeoutError):
+            return EngineError(
+                f"the judge at {self.url} did not answer in {self.retries + 1} attempts of "
+                f"{self.timeout_s:g} s (env.judge_timeout_s)"
+            )
+        if isinstance(error, openai.APIStatusError):
+            return self._refusal(error.status_code, _shown(error))
+        if isinstance(error, openai.OpenAIError | ValueError):
+            return EngineError(f"the judge at {self.url} does not answer: {_shown(error)}")
+        return error
+
+    def _refusal(self, status: int, said: str) -> Exception:
+        if status in _REFUSED_KEY:  # without its words: some repeat the key
+            return ConfigError(
+                f"env.judge_url={self.url} refuses the key (HTTP {status}); set {API_KEY_VARIABLE} "
+                "wherever rollouts are made"
+            )
+        if status == 404:
+            return ConfigError(
+                f"env.judge_url={self.url} knows no such path, or no env.judge_model={self.model} "
+                f"(HTTP 404): {said}"
+            )
+        if status in _REFUSED_QUESTION:
+            return DataError(f"the judge at {self.url} refuses a question: {said}")
+        return EngineError(f"the judge at {self.url} fails: {said}")
+
+
+# A client's connections belong to the loop that made them, and closed loops leave theirs behind.
+_CONNECTED: dict[asyncio.AbstractEventLoop, dict[Judge, tuple[AsyncOpenAI, asyncio.Semaphore]]] = {}
+
+
+async def together(*asked: Coroutine[Any, Any, T]) -> list[T]:
+    """All their results, in order; the first failure cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            under_way = [tasks.create_task(each) for each in asked]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in under_way]
+
+
+def _key() -> str:
+    """Raises ConfigError for one that no header can carry, which an error would show."""
+    key = os.environ.get(API_KEY_VARIABLE, "").strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{API_KEY_VARIABLE} holds characters that no key has; set it anew")
+    return key
+
+
+def _shown(error: Exception) -> str:
+    """An error's words, in a line, without the key."""
+    words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    words = " ".join(words.split())
+    return (words.replace(_key(), "***") if _key() else words)[:_SHOWN]

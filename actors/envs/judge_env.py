@@ -1,0 +1,262 @@
+"""Prompts without a checkable answer: a judge, a language model elsewhere, rewards the responses.
+
+    mode=score    each response on its own, by a rubric; asked in the environment's step
+    mode=pairs    the responses of a group against one another; asked once all have ended
+
+    env=actors.envs.judge_env:Judged env.judge_url=http://host:8000/v1 env.judge_model=NAME
+    env.rubric=@FILE
+
+A row's `answer`, if it has one, is shown to the judge as a reference. Rewards are from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import chz
+import numpy as np
+
+from actors.envs.judge import Judge, together
+from distill.chat.template import Message
+from distill.data.prompts import ChatStyle, Prompt
+from distill.envs.base import EnvConfig, Setting, require_path
+from distill.envs.chat import MessageEnv, MessageStep
+from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
+from distill.envs.single_turn import facts_of
+from distill.errors import ConfigError
+from distill.lookup import known_names
+from distill.rewards.token_rewards import phrase_bonuses
+
+MODES = ("score", "pairs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem as its judge sees it; `reference` is a good answer, where there is one."""
+
+    judge: Judge
+    rubric: str
+    question: str
+    reference: str | None
+    line: int
+
+    async def score(self, message: Message) -> float:
+        """What a response earns by itself."""
+        return await self.judge.score(self.question, _answer(message), self.rubric, self.reference)
+
+    async def compare(
+        self, messages_G: Sequence[Sequence[Message]], *, max_pairs: int | None
+    ) -> list[float]:
+        """What each member earns: the mean of its comparisons with others."""
+        answers_G = [_answer(messages[-1]) for messages in messages_G]
+        if len(answers_G) < 2:
+            raise ConfigError(
+                "env.mode=pairs compares the responses of a group, and this one has one; give more "
+                "samples, or env.mode=score"
+            )
+        pairs = balanced_pairs(len(answers_G), max_pairs, seed=self.line)
+        preferences = await together(
+            *(
+                self.judge.prefer(
+                    self.question, answers_G[a], answers_G[b], self.rubric, self.reference
+                )
+                for a, b in pairs
+            )
+        )
+        earned_G: list[list[float]] = [[] for _ in answers_G]
+        for (a, b), preference in zip(pairs, preferences, strict=True):
+            earned_G[a].append(preference)
+            earned_G[b].append(1 - preference)
+        return [fmean(earned) for earned in earned_G]
+
+
+class Answered(MessageEnv):
+    """One prompt, one response. The judge scores it, unless the group is compared later."""
+
+    def __init__(self, prompt: Prompt, case: Case | None) -> None:
+        self._prompt, self._case = prompt, case
+
+    def initial_messages(self) -> Sequence[Message]:
+        return self._prompt.messages
+
+    async def step(self, message: Message) -> MessageStep:
+        bonuses = self._prompt.bonuses
+        return MessageStep(
+            reward=0.0 if self._case is None else await self._case.score(message),
+            oracle=partial(phrase_bonuses, bonuses=bonuses) if bonuses else None,
+        )
+
+
+@chz.chz
+class Judged(ChatEnvConfig):
+    """env=actors.envs.judge_env:Judged: prompts as chats, rewarded by a judge."""
+
+    judges = False
+
+    judge_url: str = chz.field(
+        doc="the judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it wants "
+        "one, in the environment variable ISOTHERM_JUDGE_API_KEY"
+    )
+    judge_model: str = chz.field(doc="the judge's model, by its name there")
+    rubric: str = chz.field(doc="what makes an answer good, for the judge to read; or @FILE")
+    mode: str = chz.field(
+        default="score",
+        doc="score: each response on its own; pairs: those of a group against one another "
+        "(evaluations score)",
+    )
+    max_pairs: int | None = chz.field(
+        default=None,
+        doc="with mode=pairs: most comparisons of a group, each response in equally many; a "
+        "comparison is two requests; default: every pair",
+    )
+    judge_timeout_s: float = chz.field(default=120.0, doc="longest attempt to ask, seconds")
+    judge_max_concurrent: int = chz.field(
+        default=16, doc="most requests to the judge at once, of each rollout worker"
+    )
+    judge_retries: int = chz.field(
+        default=3, doc="more attempts where the judge is busy, fails or is lost"
+    )
+    judge_max_tokens: int = chz.field(
+        default=1024, doc="longest verdict; a judge that thinks first wants more"
+    )
+    judge_max_chars: int = chz.field(
+        default=20_000, doc="of a response, that the judge sees; what it misses, it is told"
+    )
+    system: str | None = chz.field(default=None, doc="what the system says, before every prompt")
+
+    @chz.validate
+    def _judged_in_range(self) -> None:
+        self.judge()
+        if self.mode not in MODES:
+            raise ConfigError(f"env.mode={self.mode} is unknown; {known_names(self.mode, MODES)}")
+        if not self.rubric.strip():
+            raise ConfigError("env.rubric is blank; say what makes an answer good, or give @FILE")
+        if self.max_pairs is not None and self.mode != "pairs":
+            raise ConfigError(f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out")
+
+    def judge(self) -> Judge:
+        """The judge; nothing is asked of it yet."""
+        return Judge(
+            url=self.judge_url,
+            model=self.judge_model,
+            timeout_s=self.judge_timeout_s,
+            max_concurrent=self.judge_max_concurrent,
+            retries=self.judge_retries,
+            max_tokens=self.judge_max_tokens,
+            max_chars=self.judge_max_chars,
+        )
+
+    def check_group(self, group_size: int) -> None:
+        if self.mode != "pairs":
+            return
+        if group_size < 2:
+            raise ConfigError(
+                f"group_size={group_size} must be at least 2 with env.mode=pairs: the responses of "
+                "a group are compared"
+            )
+        least = group_size // 2 if group_size % 2 == 0 else group_size
+        if self.max_pairs is not None and self.max_pairs < min(least, _all_pairs(group_size)):
+            raise ConfigError(
+                f"env.max_pairs={self.max_pairs} must be at least {least} for "
+                f"group_size={group_size}, so that each response is in equally many"
+            )
+
+    def evaluation(self) -> EnvConfig:
+        """Scores: a response to a problem may be its only one there."""
+        if self.mode == "score":
+            return self
+        return chz.replace(self, mode="score", max_pairs=None)
+
+    def __call__(self, path: str | None, setting: Setting) -> ChatDataset:
+        """Reads the prompts, and asks the judge which models it has: a run without it is no run."""
+        dataset = super().__call__(path, setting)
+        asyncio.run(self.judge().check())
+        return dataset
+
+    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        judge, rubric = self.judge(), read_rubric(self.rubric)
+        prompts_P = setting.prompts(require_path(path, "Judged"), ChatStyle(system=self.system))
+        return [self._problem(prompt, judge, rubric) for prompt in prompts_P]
+
+    def _problem(self, prompt: Prompt, judge: Judge, rubric: str) -> MessageProblem:
+        case = Case(
+            judge=judge,
+            rubric=rubric,
+            question=as_text(prompt.messages),
+            reference=prompt.answer,
+            line=prompt.line,
+        )
+        pairs = self.mode == "pairs"
+        return MessageProblem(
+            make=partial(Answered, prompt, None if pairs else case),
+            compare=partial(case.compare, max_pairs=self.max_pairs) if pairs else None,
+            line=prompt.line,
+            num_tokens=len(prompt.tokens_T),
+            **{**facts_of(prompt), "judged": True},
+        )
+
+
+def read_rubric(given: str) -> str:
+    """The rubric, or the text of the file after the @.
+
+    Raises:
+        ConfigError: there is no such file, or no text in it.
+    """
+    if not given.startswith("@"):
+        return given
+    try:
+        text = Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"env.rubric={given} cannot be read ({error}); give @FILE, or the rubric itself"
+        ) from error
+    if not text.strip():
+        raise ConfigError(f"env.rubric={given} is blank; say what makes an answer good")
+    return text
+
+
+def balanced_pairs(group_size: int, max_pairs: int | None, *, seed: int) -> list[tuple[int, int]]:
+    """Every pair of members; or at most `max_pairs`, each member in the same number of them.
+
+    The members stand in a circle, in seeded order, and each meets its nearest neighbours; with an
+    odd number of pairs each, the one across as well.
+    """
+    if max_pairs is None or max_pairs >= _all_pairs(group_size):
+        each = group_size - 1
+    else:
+        each = 2 * max_pairs // group_size
+        each -= group_size * each % 2
+    circle = np.random.default_rng([group_size, seed]).permutation(group_size).tolist()
+    steps = range(1, each // 2 + 1)
+    pairs = [
+        (circle[i], circle[(i + step) % group_size]) for step in steps for i in range(group_size)
+    ]
+    if each % 2:
+        across = group_size // 2
+        pairs += [(circle[i], circle[i + across]) for i in range(across)]
+    return pairs
+
+
+def _all_pairs(group_size: int) -> int:
+    return group_size * (group_size - 1) // 2
+
+
+def as_text(messages: Sequence[Message]) -> str:
+    """A chat as the judge reads it; a question alone is only that."""
+    if len(messages) == 1:
+        return str(messages[0].get("content") or "")
+    return "\n\n".join(f"[{each['role']}]\n{each.get('content') or ''}" for each in messages)
+
+
+def _answer(message: Message) -> str:
+    """A response without the thinking before it; thinking that never ends answers nothing."""
+    text = str(message.get("content") or "")
+    _, closed, answer = text.rpartition("</think>")
+    if closed:
+        return answer.strip()
+    return "" if text.lstrip().startswith("<think>") else text.strip()

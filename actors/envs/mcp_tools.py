@@ -1,0 +1,350 @@
+"""Tools of a server of the Model Context Protocol, through the official client (extra `mcp`).
+
+    env=actors.envs.mcp_tools:McpToolUse env.mcp_command="python server.py"
+
+    when the run is checked   the server is asked for its tools: every episode shows these
+    start of an episode       a server and a session of its own
+    call                      through that session; limits and errors as of any tool
+    end, however it comes     the session is closed, and the server's processes are ended
+
+A server that does not start fails the group, which the run counts. One that dies, or refuses a
+call, is told to the model: it may have been the call that did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import chz
+
+from distill.chat.template import Message
+from distill.engine import Sampler
+from distill.envs.base import Setting
+from distill.envs.chat import MessageEnv, MessageStep
+from distill.envs.chat_config import MessageProblem
+from distill.envs.tool_use import ToolUse
+from distill.errors import ConfigError
+from distill.lookup import known_names
+from distill.tools.base import Tool, ToolError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.client import Transport
+
+logger = logging.getLogger(__name__)
+
+# A server that ends well has 2 s for it, and is killed after 4; see the client's stdio.py.
+_CLOSE_S = 15.0
+
+
+class McpServerError(RuntimeError):
+    """A server that cannot be spoken to: no fault of the model's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """Where the tools are: a command to run, or the URL of a server that runs (streamable HTTP).
+
+    Attributes:
+        environment: names of the variables that the command sees, besides PATH, HOME and what the
+            client's `get_default_environment` has; their values are read where it is run.
+        start_s: longest start, seconds.
+    """
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    environment: tuple[str, ...] = ()
+    start_s: float = 60.0
+
+    def __str__(self) -> str:
+        return self.url or shlex.join(self.command)
+
+    def transport(self, errors: Any) -> Transport:
+        """What a client speaks through. The command's stderr goes to the file `errors`."""
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        if self.url:
+            return streamable_http_client(self.url)
+        variables = {name: os.environ[name] for name in self.environment if name in os.environ}
+        program, *arguments = self.command
+        parameters = StdioServerParameters(command=program, args=arguments, env=variables)
+        return stdio_client(parameters, errlog=errors)
+
+
+class McpSession:
+    """One server, or one session with a running one, from `open` to `close`.
+
+    A task of its own holds the client: it must be left by the task that entered it, and an
+    episode's parts run in several.
+    """
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+        self._client: asyncio.Future[Client] | None = None
+        self._holder: asyncio.Task[None] | None = None
+        self._end = asyncio.Event()
+
+    async def open(self) -> None:
+        """Raises McpServerError if the server does not start, or does not answer."""
+        assert self._holder is None, "a session is opened once"
+        if self._end.is_set():
+            raise McpServerError(f"the session with {self._server} was closed before it began")
+        self._client = asyncio.get_running_loop().create_future()
+        self._holder = asyncio.create_task(self._hold(self._client))
+        await asyncio.shield(self._client)
+
+    async def close(self) -> None:
+        self._end.set()
+        if self._holder is None or self._client is None:
+            return
+        if not self._client.done():
+            self._holder.cancel()  # it is still being opened
+        await asyncio.wait([self._holder], timeout=_CLOSE_S)
+        if not self._holder.done():
+            logger.warning("MCP server %s does not end; it is left to itself", self._server)
+            self._holder.cancel()
+
+    async def ask(self, question: Callable[[Client], Awaitable[Any]]) -> Any:
+        """What the server answers; raises ToolError, for the model, where it refuses or is gone."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        assert self._client is not None, "open comes first"
+        try:
+            return await question(self._client.result())
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise ToolError("the server of this tool has ended; it cannot be used") from error
+            raise ToolError(error.message) from error
+
+    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+        from mcp import Client
+
+        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+            client = Client(self._server.transport(errors))
+            try:
+                async with asyncio.timeout(self._server.start_s) as clock, client:
+                    clock.reschedule(None)
+                    opened.set_result(client)
+                    await self._end.wait()
+            except Exception as error:  # the client's, the system's, or a group of them
+                if opened.done():
+                    logger.warning("MCP server %s ended badly: %s", self._server, _causes(error))
+                    return
+                failure = McpServerError(self._why(error, errors))
+                failure.__cause__ = error
+                opened.set_exception(failure)
+            finally:
+                opened.cancel()  # of no effect where it is settled
+
+    def _why(self, error: Exception, errors: Any) -> str:
+        errors.seek(0)
+        said = " ".join(errors.read().split())[-300:]
+        why = _causes(error)
+        if isinstance(error, TimeoutError):
+            why = f"no answer within {self._server.start_s:g} s"
+        return f"{self._server} did not start: {why}{f'; it said: {said}' if said else ''}"
+
+
+def _causes(error: BaseException) -> str:
+    """In a line; of a group, its members."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_causes(member) for member in error.exceptions)
+    return f"{type(error).__name__}: {error}"
+
+
+class McpTool(Tool):
+    """A tool as its server describes it; `session`, in an episode, is what calls go through."""
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Any],
+        session: McpSession | None = None,
+    ) -> None:
+        self._about = name, description, parameters
+        self._session = session
+
+    @property
+    def name(self) -> str:
+        return self._about[0]
+
+    @property
+    def description(self) -> str:
+        return self._about[1]
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return self._about[2]
+
+    def within(self, session: McpSession) -> McpTool:
+        return McpTool(*self._about, session)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        assert self._session is not None, "a tool is called within a session"
+        result = await self._session.ask(
+            lambda client: client.call_tool(self.name, dict(arguments))
+        )
+        # Texts, and texts of resources; what else there is, a picture for example, is named.
+        texts = [
+            getattr(getattr(part, "resource", part), "text", f"[{part.type}]")
+            for part in result.content
+        ]
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        text = "\n".join(texts)
+        if result.is_error:
+            raise ToolError(text or f"{self.name} failed and did not say why")
+        return text
+
+
+@cache
+def server_tools(server: McpServer) -> tuple[McpTool, ...]:
+    """The tools of a server, which is started for it, once for each process that asks.
+
+    Raises:
+        ConfigError: the client library is not installed, or the server does not start.
+    """
+    try:
+        import mcp  # noqa: F401 - to say how it is installed
+    except ImportError as error:
+        raise ConfigError(
+            f"env=McpToolUse needs the library mcp: {error}; pip install 'isotherm[mcp]'"
+        ) from error
+    try:
+        return asyncio.run(_listed(server))
+    except Exception as error:  # the client's are many
+        raise ConfigError(
+            f"the MCP server cannot be asked for its tools: {_causes(error)}. Does "
+            "env.mcp_command run in a shell, or env.mcp_url answer? Variables that it needs are "
+            "named by env.mcp_environment"
+        ) from error
+
+
+async def _listed(server: McpServer) -> tuple[McpTool, ...]:
+    session = McpSession(server)
+    tools: list[McpTool] = []
+    cursor = None
+    try:
+        await session.open()
+        async with asyncio.timeout(server.start_s):
+            while True:
+                page = await session.ask(lambda client, at=cursor: client.list_tools(cursor=at))
+                tools += [McpTool(t.name, t.description or "", t.input_schema) for t in page.tools]
+                cursor = page.next_cursor
+                if cursor is None:
+                    return tuple(tools)
+    finally:
+        await session.close()
+
+
+class McpEnv(MessageEnv):
+    """An environment whose tools of a server's are called through one session of the episode's."""
+
+    def __init__(self, make: Callable[[], MessageEnv], server: McpServer) -> None:
+        self._env, self._session = make(), McpSession(server)
+        self.starts = self._env.starts
+        self.tools = [
+            tool.within(self._session) if isinstance(tool, McpTool) else tool
+            for tool in self._env.tools
+        ]
+
+    async def start(self, models: Mapping[str, Sampler]) -> None:
+        await self._session.open()
+        await self._env.start(models)
+
+    def initial_messages(self) -> Sequence[Message]:
+        return self._env.initial_messages()
+
+    async def step(self, message: Message) -> MessageStep:
+        return await self._env.step(message)
+
+    async def unfinished(self) -> float:
+        return await self._env.unfinished()
+
+    async def close(self) -> None:
+        try:
+            await self._env.close()
+        finally:
+            await self._session.close()
+
+
+@chz.chz
+class McpToolUse(ToolUse):
+    """env=McpToolUse: prompts that are answered with an MCP server's tools, and with others."""
+
+    tools: str = chz.field(
+        default="", doc="tools besides the server's, commas between; as of env=ToolUse"
+    )
+    mcp_command: str = chz.field(default="", doc="runs a server that speaks through its stdio")
+    mcp_url: str = chz.field(default="", doc="a running server, streamable HTTP; or mcp_command")
+    mcp_tools: str = chz.field(
+        default="", doc="those of the server's tools that the model has, commas between; none: all"
+    )
+    mcp_environment: str = chz.field(
+        default="", doc="variables that mcp_command sees besides PATH and HOME, commas between"
+    )
+    mcp_start_s: float = chz.field(default=60.0, doc="longest start of a server, seconds")
+
+    @chz.validate
+    def _one_server(self) -> None:
+        if bool(self.mcp_command.strip()) == bool(self.mcp_url.strip()):
+            raise ConfigError(
+                f"give one of env.mcp_command={self.mcp_command!r} env.mcp_url={self.mcp_url!r}"
+            )
+        if not self.mcp_start_s > 0:
+            raise ConfigError(f"env.mcp_start_s={self.mcp_start_s} must be above 0")
+        for name in _names(self.mcp_environment):
+            if name not in os.environ:
+                raise ConfigError(f"env.mcp_environment={name} is not set; export it")
+
+    def server(self) -> McpServer:
+        try:
+            command = tuple(shlex.split(self.mcp_command))
+        except ValueError as error:
+            raise ConfigError(f"env.mcp_command={self.mcp_command!r}: {error}") from error
+        return McpServer(
+            command=command,
+            url=self.mcp_url.strip(),
+            environment=_names(self.mcp_environment),
+            start_s=self.mcp_start_s,
+        )
+
+    def toolbox(self) -> Sequence[Tool]:
+        its = {tool.name: tool for tool in server_tools(self.server())}
+        for name in _names(self.mcp_tools):
+            if name not in its:
+                raise ConfigError(
+                    f"env.mcp_tools: the server has no tool {name!r}; {known_names(name, its)}"
+                )
+        chosen = [its[name] for name in _names(self.mcp_tools) or its]
+        others = ToolUse.toolbox(self)
+        twice = {tool.name for tool in others} & {tool.name for tool in chosen}
+        if twice:
+            raise ConfigError(
+                f"env.tools={self.tools!r} has a tool named {min(twice)!r}, as the server has; "
+                "leave one out with env.tools or env.mcp_tools"
+            )
+        return [*others, *chosen]
+
+    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        server = self.server()
+        return [
+            replace(problem, make=partial(McpEnv, problem.make, server))
+            for problem in ToolUse.problems(self, path, setting)
+        ]
+
+
+def _names(commas: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in commas.split(",") if name.strip())

@@ -1,0 +1,1 @@
+"""Who uses engines: episodes, scoring by teachers, the worker's loop, evaluation."""

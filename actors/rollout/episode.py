@@ -1,0 +1,244 @@
+"""Episodes: environments and a policy engine take turns until the environment ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+
+from distill.chat.segments import SegmentBuilder
+from distill.engine import GenerateRequest, Sample, Sampler
+from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
+from distill.errors import DataError, EngineError
+from distill.rewards.registry import LARGEST_REWARD
+from distill.sampling import Sampling, TrainSampling
+from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
+
+# Entered before an environment's or a reward's code runs, and left after it. Several of a group may
+# be in it at once.
+UserCode = Callable[[], AbstractAsyncContextManager[None]]
+
+# Beyond, the sum of a few is no finite number.
+_LARGEST_METRIC = 1e100
+
+
+async def rollout_group(
+    policy: Sampler,
+    builder: EnvGroupBuilder,
+    sampling: TrainSampling,
+    *,
+    group_id: int,
+    seed: int,
+    models: Mapping[str, Sampler] | None = None,
+    user_code: UserCode = nullcontext,
+) -> TrajectoryGroup:
+    """The group's G episodes as trajectories to train on.
+
+    What the builder says of its teacher, tag and privileged context goes on the group. Members that
+    never had a turn are left out.
+
+    Raises:
+        EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
+    """
+    episodes_G = await play_group(
+        policy,
+        builder,
+        sampling,
+        group_id=group_id,
+        seed=seed,
+        models=models,
+        user_code=user_code,
+    )
+    trajectories_G = tuple(
+        _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
+        for episode in episodes_G
+        if episode.turns
+    )
+    return TrajectoryGroup(
+        group_id=group_id,
+        trajectories_G=trajectories_G,
+        metrics={} if builder.teacher_tokens_T is None else _unhinted(trajectories_G),
+        teacher=builder.teacher,
+        tag=builder.tag,
+    )
+
+
+def _trajectory(
+    episode: Episode, temperature: float, teacher_context_T: TokenArray | None
+) -> Trajectory:
+    segments = SegmentBuilder(temperature, teacher_context_T)
+    for turn in episode.turns:
+        segments.append(turn.observation_T, turn.sample, turn.bonuses_T, trained=turn.trained)
+    return Trajectory(
+        segments=segments.build(),
+        reward=episode.reward,
+        stop_reason=episode.stop_reason,
+        metrics=episode.metrics,
+    )
+
+
+def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of segments in which the privileged context could replace nothing."""
+    told = [s.teacher_context_T is not None for t in trajectories_G for s in t.segments]
+    return {"opd/unhinted_segments": told.count(False) / len(told)} if told else {}
+
+
+async def play_group(
+    policy: Sampler,
+    builder: EnvGroupBuilder,
+    sampling: Sampling,
+    *,
+    group_id: int,
+    seed: int,
+    models: Mapping[str, Sampler] | None = None,
+    user_code: UserCode = nullcontext,
+) -> list[Episode]:
+    """Plays the group's G episodes at the same time.
+
+    Members that start from the same observation are sampled by one request, so the engine computes
+    their prompt once. The samples are a function of (weights, prompt, sampling, seed, group_id).
+
+    Args:
+        models: what environments may ask besides the policy; see `EnvGroupBuilder.make_envs`.
+        user_code: is entered around whatever the environments do, but for their `close`.
+
+    Raises:
+        EngineError: the engine aborted a sample.
+        DataError: the builder did not reward every member; a reward or a metric is not finite, or
+            too large for means.
+    """
+    async with user_code():
+        envs_G = builder.make_envs({**(models or {}), "policy": policy})
+    seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
+    try:
+        first_G = await _first_turns(policy, envs_G, sampling, seeds_G, user_code)
+        async with asyncio.TaskGroup() as tasks:
+            playing = [
+                tasks.create_task(_play(policy, env, first, sampling, member_seed, user_code))
+                for env, first, member_seed in zip(envs_G, first_G, seeds_G, strict=True)
+            ]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # the others were cancelled by the first
+    finally:
+        await asyncio.gather(*(env.close() for env in envs_G))
+    episodes_G = [task.result() for task in playing]
+    async with user_code():
+        rewards_G = await builder.group_rewards(envs_G, episodes_G)
+    if len(rewards_G) != len(episodes_G):
+        raise DataError(f"group_rewards gave {len(rewards_G)} rewards to {len(episodes_G)} members")
+    return [
+        _checked(replace(episode, reward=episode.reward + reward))
+        for episode, reward in zip(episodes_G, rewards_G, strict=True)
+    ]
+
+
+def _checked(episode: Episode) -> Episode:
+    limited = [(name, value, _LARGEST_METRIC) for name, value in episode.metrics.items()]
+    for name, value, largest in [("reward", episode.reward, LARGEST_REWARD), *limited]:
+        if not abs(value) <= largest:
+            raise DataError(f"{name} = {value} is not finite, or larger than {largest:g}; scale it")
+    return episode
+
+
+def _mix(*parts: int) -> int:
+    """A 63-bit seed from several; equal parts give equal seeds."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+async def _first_turns(
+    policy: Sampler,
+    envs_G: Sequence[Env],
+    sampling: Sampling,
+    seeds_G: Sequence[int],
+    user_code: UserCode,
+) -> list[tuple[TokenArray, Sample] | None]:
+    """First observation and sample of each member; None for those that wait for others."""
+    starters = [member for member, env in enumerate(envs_G) if env.starts]
+    async with user_code():
+        observed = await asyncio.gather(*(envs_G[m].initial_observation() for m in starters))
+    observations = {
+        member: observation_T
+        for member, observation_T in zip(starters, observed, strict=True)
+        if observation_T is not None
+    }
+    members_by_prompt: dict[bytes, list[int]] = defaultdict(list)
+    for member, observation_T in observations.items():
+        members_by_prompt[observation_T.tobytes()].append(member)
+    requests = [
+        GenerateRequest(
+            prompt_tokens_T=observations[members[0]],
+            sampling=sampling,
+            num_samples=len(members),
+            seed=seeds_G[members[0]],
+        )
+        for members in members_by_prompt.values()
+    ]
+    answers = await asyncio.gather(*(policy.generate(request) for request in requests))
+    first_G: list[tuple[TokenArray, Sample] | None] = [None] * len(envs_G)
+    for members, answer in zip(members_by_prompt.values(), answers, strict=True):
+        for member, sample in zip(members, answer, strict=True):
+            first_G[member] = observations[member], sample
+    return first_G
+
+
+async def _play(
+    policy: Sampler,
+    env: Env,
+    first: tuple[TokenArray, Sample] | None,
+    sampling: Sampling,
+    seed: int,
+    user_code: UserCode,
+) -> Episode:
+    """Plays one episode, from its first sample where there is one, to its end."""
+
+    async def sample_after(observation_T: TokenArray) -> Sample:
+        request = GenerateRequest(
+            prompt_tokens_T=observation_T,
+            sampling=sampling,
+            num_samples=1,
+            seed=_mix(seed, len(turns)),
+        )
+        [sample] = await policy.generate(request)
+        return sample
+
+    async def late_observation() -> TokenArray | None:
+        async with user_code():
+            return await env.initial_observation()
+
+    turns: list[Turn] = []
+    if first is not None:
+        observation_T, sample = first
+    elif (observed := None if env.starts else await late_observation()) is not None:
+        observation_T, sample = observed, await sample_after(observed)
+    else:
+        return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
+    reward = 0.0
+    metrics: dict[str, float] = {}
+    while True:
+        if sample.stop_reason is StopReason.ABORTED:
+            raise EngineError("a rollout was aborted by the policy engine")
+        async with user_code():
+            result = await env.step(sample)
+        turns.append(
+            Turn(
+                observation_T=observation_T,
+                sample=sample,
+                bonuses_T=result.bonuses_T,
+                trained=result.trained,
+            )
+        )
+        reward += result.reward
+        metrics.update(result.metrics)
+        if result.observation_T is None:
+            return Episode(
+                turns=tuple(turns),
+                reward=reward,
+                stop_reason=result.stop_reason or sample.stop_reason,
+                metrics=metrics,
+            )
+        observation_T = result.observation_T
+        sample = await sample_after(observation_T)

@@ -1,0 +1,195 @@
+"""Evaluation: how the policy does at the serving decoder, and how far it is from the teacher.
+
+`eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
+
+    eval/accuracy         the mean reward, and its 95 % interval: _low and _high
+    eval/pass@k           the mean best reward of k responses, k = 2, 4, ... up to R; R > 1
+    eval/majority@R       the mean reward of the answer that most responses give; R > 1, and a
+                          reward that knows what a response answers
+    eval/response_length  tokens; eval/eos_share: responses that end by themselves
+    eval/turns            of an episode, where some have several; eval/NAME: the environment's own
+
+The two use two sampling types on purpose. Accuracy is measured at `EvalSampling` (greedy unless
+told otherwise); KL(p_T || q_T) at the run's `TrainSampling`. Neither changes the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.rollout.episode import UserCode, play_group, rollout_group
+from actors.rollout.inside_file import InsideFile
+from actors.rollout.teacher import score_group, teacher_of
+from distill.engine import Engine
+from distill.envs.base import EnvDataset, Episode
+from distill.rewards.accuracy import interval, majority, pass_at_k
+from distill.sampling import EvalSampling, TrainSampling
+from distill.types import StopReason
+
+# Seed of every evaluation's samples: two evaluations of the same weights agree.
+_SEED = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What the policy answered to one problem, and how it was judged.
+
+    Attributes:
+        line: the problem's row in its file, or its number.
+        sample: which of the problem's responses, from 0.
+        text: of its last turn.
+        num_tokens: that were sampled, in all turns.
+        correct: its reward; None where there is nothing to judge by.
+        metrics: the environment's.
+    """
+
+    line: int
+    sample: int
+    text: str
+    stop_reason: StopReason
+    num_tokens: int
+    num_turns: int
+    correct: float | None
+    metrics: Mapping[str, float]
+
+
+class Evaluator:
+    """Evaluates an engine on a fixed list of held-out problems.
+
+    Args:
+        inside: where to keep which problems are in their environment's or reward's code.
+    """
+
+    def __init__(
+        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str | None = None
+    ) -> None:
+        self._problems = problems
+        self._tokenizer = tokenizer
+        self._inside = None if inside is None else InsideFile(inside, len(problems))
+
+    async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
+        """`sampling.num_samples` episodes a problem, in order."""
+
+        async def one(p: int) -> list[Response]:
+            builder = self._problems.builder(p, sampling.num_samples)
+            episodes = await play_group(
+                engine, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+            )
+            return [
+                self._response(p, number, episode, builder.judged)
+                for number, episode in enumerate(episodes)
+                if episode.turns
+            ]
+
+        made_P = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
+        return [response for made in made_P for response in made]
+
+    def _user_code(self, problem: int) -> UserCode:
+        return nullcontext if self._inside is None else partial(self._inside.entered, problem)
+
+    def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
+        last = episode.turns[-1].sample
+        return Response(
+            line=self._problems.line(problem),
+            sample=number,
+            text=str(self._tokenizer.decode(last.tokens_T.tolist(), skip_special_tokens=True)),
+            stop_reason=episode.stop_reason,
+            num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
+            num_turns=len(episode.turns),
+            correct=episode.reward if judged else None,
+            metrics=episode.metrics,
+        )
+
+    async def evaluate(self, engine: Engine, sampling: EvalSampling) -> dict[str, float]:
+        """`eval/*` metrics of the responses."""
+        return self.summarise(await self.respond(engine, sampling))
+
+    def summarise(self, responses: Sequence[Response]) -> dict[str, float]:
+        """`eval/*` metrics of some responses."""
+        return summarise(responses, self._problems.answer)
+
+    async def reverse_kl(
+        self,
+        policy: Engine,
+        teachers: Mapping[str, Engine],
+        sampling: TrainSampling,
+        num_samples: int = 1,
+    ) -> float:
+        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes a problem.
+
+        Scored as in training: by the teacher that the problem names, after the context it gives.
+
+        Raises:
+            ConfigError: `teachers` lacks the one that a problem names.
+        """
+
+        async def one(p: int) -> np.ndarray:
+            builder = self._problems.builder(p, num_samples)
+            group = await rollout_group(
+                policy, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+            )
+            group = await score_group(teacher_of(teachers, group.teacher), group)
+            return np.concatenate(
+                [
+                    (segment.behaviour_logprobs_T - segment.teacher_logprobs_T)[
+                        segment.action_mask_T
+                    ]
+                    for segment in group.segments()
+                    if segment.teacher_logprobs_T is not None
+                ]
+            )
+
+        gaps = await asyncio.gather(*(one(p) for p in range(len(self._problems))))
+        return float(np.concatenate(gaps).mean())
+
+
+def summarise(
+    responses: Sequence[Response], answer: Callable[[str], Hashable | None] | None = None
+) -> dict[str, float]:
+    """`eval/*` metrics of some responses, the same number to each problem.
+
+    Args:
+        answer: finds what a response answers, for the majority's vote; None: there is no vote.
+    """
+    metrics = {
+        "eval/response_length": fmean(response.num_tokens for response in responses),
+        "eval/eos_share": fmean(response.stop_reason is StopReason.EOS for response in responses),
+    }
+    if any(response.num_turns > 1 for response in responses):
+        metrics["eval/turns"] = fmean(response.num_turns for response in responses)
+    for name in sorted({name for response in responses for name in response.metrics}):
+        metrics[f"eval/{name}"] = fmean(
+            response.metrics[name] for response in responses if name in response.metrics
+        )
+    judged_P: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    for response in responses:
+        if response.correct is not None:
+            judged_P[response.line].append((response.text, response.correct))
+    if not judged_P:
+        return metrics
+    rewards_PN = [[reward for _, reward in judged] for judged in judged_P.values()]
+    means_P = [fmean(rewards_N) for rewards_N in rewards_PN]
+    metrics["eval/accuracy"] = fmean(means_P)
+    if (bounds := interval(means_P)) is not None:
+        metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = bounds
+    num_samples = len(rewards_PN[0])
+    k = 2
+    while k <= num_samples:
+        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(rewards_N, k) for rewards_N in rewards_PN)
+        k *= 2
+    if num_samples > 1 and answer is not None:
+        chosen_P = [majority([answer(text) for text, _ in judged]) for judged in judged_P.values()]
+        metrics[f"eval/majority@{num_samples}"] = fmean(
+            0.0 if chosen is None else rewards_N[chosen]
+            for chosen, rewards_N in zip(chosen_P, rewards_PN, strict=True)
+        )
+    return metrics

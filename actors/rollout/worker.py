@@ -1,0 +1,247 @@
+"""The rollout worker: prompts in, scored trajectory groups out.
+
+    lease     waits for: credit (slots)        unblocked by: the learner's publish
+    rollout   waits for: the policy engine
+    score     waits for: the group's teacher and the reference, where there are any
+    put       waits for: room in the queue     unblocked by: the learner's take
+
+Many groups are under way at once; each is a task of its own. A group that fails is reported with
+its reason and leased again, by whoever has room; the worker goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, Protocol
+
+from actors.rollout.episode import rollout_group
+from actors.rollout.teacher import score_rollout
+from distill.delivery import Lease
+from distill.engine import Engine, GenerateRequest, Sample, Sampler
+from distill.envs.base import EnvStream
+from distill.sampling import TrainSampling
+from distill.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+# Where a group is: its environment's turn, the policy engine's, or the teacher's.
+Stage = Literal["environment", "sampling", "scoring", "delivery"]
+
+
+class GroupSink(Protocol):
+    """Where leases come from and finished groups go."""
+
+    async def lease(self, max_groups: int) -> Sequence[Lease]:
+        """Groups to work on, at least one; empty once the run is closing."""
+        ...
+
+    async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """Gives a group back that could not be made."""
+        ...
+
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        """Reports the groups that run an environment's or a reward's code, and their problems; all
+        others do not. Returns once that would outlive this process."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A group at work: where it is, since when (`time.monotonic`), and its samples to come.
+
+    `inside` counts its members in an environment's or a reward's code, that of `problem`;
+    `reported`: the sink knows.
+    """
+
+    lease: Lease
+    task: asyncio.Task[None] | None = None
+    stage: Stage = "environment"
+    since: float = field(default_factory=time.monotonic)
+    waits_for_policy: int = 0
+    problem: str = ""
+    inside: int = 0
+    reported: bool = False
+
+    def enter(self, stage: Stage) -> None:
+        self.stage, self.since = stage, time.monotonic()
+
+
+class RolloutWorker:
+    """Runs until the sink closes, or until it is drained.
+
+    Args:
+        policy: samples.
+        teachers: by name, as groups name theirs; none for plain RL.
+        reference: the policy that the learner is held near to; None without such a term.
+        models: what environments may ask besides the policy and the teachers, by name.
+        top_k: how many of the teacher's likeliest tokens the objective wants at each action.
+        max_groups: most groups under way at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Engine,
+        teachers: Mapping[str, Engine],
+        sink: GroupSink,
+        dataset: EnvStream,
+        sampling: TrainSampling,
+        seed: int,
+        max_groups: int,
+        reference: Engine | None = None,
+        models: Mapping[str, Sampler] | None = None,
+        top_k: int = 0,
+    ) -> None:
+        self._policy = policy
+        self._teachers = teachers
+        self._reference = reference
+        self._models = {**teachers, **(models or {})}
+        self._top_k = top_k
+        self._sink = sink
+        self._dataset = dataset
+        self._sampling = sampling
+        self._seed = seed
+        self.max_groups = max_groups
+        self._under_way: dict[Lease, UnderWay] = {}
+        self._has_room = asyncio.Event()
+        self._reporting = asyncio.Lock()
+        self._draining = False
+        self._asking: asyncio.Task[Sequence[Lease]] | None = None
+
+    @property
+    def under_way(self) -> list[UnderWay]:
+        return list(self._under_way.values())
+
+    def drain(self) -> None:
+        """Leases no more; `run` ends with the last group under way."""
+        self._draining = True
+        self._has_room.set()
+        if self._asking is not None:
+            self._asking.cancel()
+
+    def forget(self, epoch: int) -> None:
+        """Gives up groups of earlier epochs: nobody would train on them."""
+        for group in self.under_way:
+            if group.lease.epoch < epoch and group.task is not None:
+                group.task.cancel()
+
+    async def run(self) -> None:
+        """Keeps up to `max_groups` groups under way."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while leases := await self._lease():
+                    for lease in leases:
+                        group = self._under_way[lease] = UnderWay(lease)
+                        group.task = tasks.create_task(self._deliver(group))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled by the first
+
+    async def _lease(self) -> Sequence[Lease]:
+        while not self._draining and len(self._under_way) >= self.max_groups:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if self._draining:
+            return []
+        room = self.max_groups - len(self._under_way)
+        self._asking = asyncio.ensure_future(self._sink.lease(room))
+        try:
+            return await self._asking
+        except asyncio.CancelledError:
+            if not self._draining:
+                raise
+            return []  # what was leased in that moment is leased again
+        finally:
+            self._asking = None
+
+    async def _deliver(self, group: UnderWay) -> None:
+        """Makes a group and hands it in; or hands in why it could not be made."""
+        try:
+            try:
+                made = await self._produce(group)
+            except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
+                logger.warning("group %d failed", group.lease.group_id, exc_info=error)
+                await self._sink.fail(group.lease, _reason(error))
+            else:
+                group.enter("delivery")
+                await self._sink.put(group.lease, made)
+        finally:
+            self._under_way.pop(group.lease, None)
+            self._has_room.set()
+
+    async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
+        started = time.perf_counter()
+        group_id = under_way.lease.group_id
+        under_way.problem = self._dataset.describe(group_id)
+        async with self._user_code(under_way):
+            builder = self._dataset.builder(group_id)
+        group = await rollout_group(
+            _Sampled(self._policy, under_way),
+            builder,
+            self._sampling,
+            group_id=group_id,
+            seed=self._seed,
+            models=self._models,
+            user_code=partial(self._user_code, under_way),
+        )
+        sampled = time.perf_counter()
+        timings = {"time/rollout": sampled - started}
+        if self._teachers or self._reference is not None:
+            under_way.enter("scoring")
+            group = await score_rollout(
+                group, teachers=self._teachers, reference=self._reference, top_k=self._top_k
+            )
+            timings["time/teacher"] = time.perf_counter() - sampled
+        return replace(group, metrics={**group.metrics, **timings})
+
+    @asynccontextmanager
+    async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
+        """Reported before it begins, for it may end this process or never let go of it."""
+        group.inside += 1
+        try:
+            async with self._reporting:  # those that wait here travel with the next report
+                if not group.reported:
+                    await self._report()
+            yield
+        finally:
+            group.inside -= 1
+            group.reported = group.reported and group.inside > 0
+
+    async def _report(self) -> None:
+        inside = [group for group in self.under_way if group.inside]
+        await self._sink.inside({group.lease.group_id: group.problem for group in inside})
+        for group in inside:
+            group.reported = group.inside > 0
+
+
+class _Sampled:
+    """A policy that notes when a group waits for it."""
+
+    def __init__(self, policy: Engine, group: UnderWay) -> None:
+        self._policy, self._group = policy, group
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        self._group.waits_for_policy += 1
+        self._group.enter("sampling")
+        try:
+            return await self._policy.generate(request)
+        finally:
+            self._group.waits_for_policy -= 1
+            if not self._group.waits_for_policy:
+                self._group.enter("environment")
+
+
+def _reason(error: Exception) -> str:
+    """The error and where it was raised, in a line."""
+    message = (str(error).splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message}{where}"

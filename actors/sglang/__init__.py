@@ -1,0 +1,1 @@
+"""The engine that is an SGLang server: the process, its requests, its weights."""

@@ -1,0 +1,353 @@
+"""The `Engine` that is an SGLang server: one that this process hosts, or one already running.
+
+    generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
+    score          POST /generate, logprob_start_len: given tokens, at the T of each request;
+                   top_logprobs_num: the likeliest beside them
+    decode_score   POST /generate, one sampled token a position, token_ids_logprob
+    load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
+
+Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)
+does, and echoes the T it applied; what echoes another T than was asked for is refused here. A
+server without an echo is taken as it is: whether it scores at T is for the handshake to find out.
+
+SGLang draws its samples from one generator for all requests, so `GenerateRequest.seed` is heeded
+only by a server that runs with --enable-deterministic-inference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from actors.sglang.answers import (
+    answers_of,
+    read_echo,
+    read_forced,
+    read_input_logprobs,
+    read_sample,
+    read_top,
+    read_unscaled,
+    read_version,
+)
+from actors.sglang.client import SglangClient
+from actors.sglang.requests import forced_body, passes_of, sampling_body, scoring_body, top_k_of
+from actors.sglang.server import SglangServer
+from actors.sglang.weights import WeightSession
+from distill.engine import (
+    EngineInfo,
+    GenerateRequest,
+    Sample,
+    Score,
+    ScoreRequest,
+    WeightSource,
+    check_chains,
+    check_prompt,
+)
+from distill.errors import DataError, EngineError, EngineLost
+from distill.sampling import UNSCALED
+from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
+from distill.types import FloatArray, TopLogprobs
+from distill.weights.tensors import TensorLayout
+
+logger = logging.getLogger(__name__)
+
+_ABORT_AGAIN_S = 0.2
+
+
+class _Prefilled(NamedTuple):
+    """What one pass found: log-probs at its T, unscaled ones and the likeliest if they came."""
+
+    scaled_N: FloatArray
+    unscaled_N: FloatArray | None
+    top: TopLogprobs | None
+
+
+class SglangEngine:
+    """An `Engine` (distill/engine.py) over HTTP.
+
+    Args:
+        client: of the server.
+        server: the process, where this engine hosts it; it is ended with the engine.
+        model: the checkpoint that is served, as its host names it.
+        vocab_size: ids below it may be sent: a larger one would kill the server.
+        context_length: most tokens of a chain.
+        dtype: compute precision.
+        stop_ids: ids that end a generation; None leaves them to the server.
+        weights: how new weights get in; None for a server that is not ours to change.
+        seeded: the server runs deterministically and heeds each request's seed.
+    """
+
+    def __init__(
+        self,
+        client: SglangClient,
+        *,
+        server: SglangServer | None,
+        model: str,
+        vocab_size: int,
+        context_length: int,
+        dtype: str,
+        stop_ids: frozenset[int] | None,
+        weights: WeightSession | None,
+        seeded: bool,
+    ) -> None:
+        self._client = client
+        self.server = server
+        self._model = model
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._dtype = dtype
+        self._stop_ids = stop_ids
+        self._weights = weights
+        self._seeded = seeded
+        self._starting: asyncio.Task[None] | None = None
+        self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
+        self._queued = 0  # samples and chains at this engine
+        self._beats = 0
+
+    @contextmanager
+    def _carrying(self, number: int) -> Iterator[None]:
+        self._queued += number
+        try:
+            yield
+        finally:
+            self._queued -= number
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """See `Engine.generate`."""
+        with self._carrying(request.num_samples):
+            await self._ready()
+            limit = check_prompt(request, self._vocab_size, self._context_length)
+            if self._weights is None:
+                return await self._sample(request, limit)
+            return await self._weights.generate(partial(self._sample, request, limit))
+
+    async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
+        body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._in_flight[ended] = request.num_samples
+        try:
+            made = await self._client.post("/generate", body, tokens=limit)
+            answers = answers_of(made, request.num_samples)
+        finally:
+            del self._in_flight[ended]
+            ended.set_result(None)
+        return [read_sample(answer) for answer in answers]
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `Engine.score`.
+
+        The plugin returns unscaled log-probs of the same pass, so a request at (T, 1) costs one.
+        """
+        with self._carrying(len(requests)):
+            await self._ready()
+            check_chains(requests, self._vocab_size, self._context_length)
+            if not requests:
+                return []
+            if self._weights is None:
+                return await self._score(requests)
+            return await self._weights.score(partial(self._score, requests))
+
+    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        passes = [(i, t) for i, request in enumerate(requests) for t in passes_of(request)]
+        found = await self._prefill([(requests[i], t) for i, t in passes])
+        by_request: list[dict[float, FloatArray]] = [{} for _ in requests]
+        tops: list[TopLogprobs | None] = [None for _ in requests]
+        for (i, t), prefilled in zip(passes, found, strict=True):
+            by_request[i][t] = prefilled.scaled_N
+            if prefilled.top is not None:
+                tops[i] = prefilled.top
+            if prefilled.unscaled_N is not None:
+                by_request[i].setdefault(UNSCALED, prefilled.unscaled_N)
+        missing = [
+            (i, t)
+            for i, request in enumerate(requests)
+            for t in request.temperatures
+            if t not in by_request[i]
+        ]
+        if missing:  # a server without the plugin, or a chain prefilled in several chunks
+            again = await self._prefill([(requests[i], t) for i, t in missing])
+            for (i, t), prefilled in zip(missing, again, strict=True):
+                by_request[i][t] = prefilled.scaled_N
+        return [
+            Score(
+                logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
+                top=tops[i],
+            )
+            for i, request in enumerate(requests)
+        ]
+
+    async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
+        """What the server finds for each request at the T beside it."""
+        answers = answers_of(
+            await self._client.post("/generate", scoring_body(passes), repeatable=True), len(passes)
+        )
+        return [
+            _Prefilled(
+                read_input_logprobs(answer, request, t, self._vocab_size),
+                read_unscaled(answer, request),
+                read_top(answer, request, top_k_of(request, t), self._vocab_size),
+            )
+            for answer, (request, t) in zip(answers, passes, strict=True)
+        ]
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """See `Engine.decode_score`. `top_k` is not heeded: one given token is asked for."""
+        await self._ready()
+        check_chains(requests, self._vocab_size, self._context_length)
+        asked = [
+            (i, t, position)
+            for i, request in enumerate(requests)
+            for t in request.temperatures
+            for position in range(request.start, len(request.tokens_T))
+        ]
+        if not asked:
+            return []
+        read = partial(self._read_off_decode, requests, asked)
+        return await (read() if self._weights is None else self._weights.score(read))
+
+    async def _read_off_decode(
+        self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]]
+    ) -> list[Score]:
+        """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
+        body = forced_body([(requests[i], t, position) for i, t, position in asked])
+        answers = answers_of(
+            await self._client.post("/generate", body, repeatable=True), len(asked)
+        )
+        found: dict[tuple[int, float], list[float]] = {}
+        for (i, t, position), answer in zip(asked, answers, strict=True):
+            value = read_forced(answer, int(requests[i].tokens_T[position]))
+            found.setdefault((i, t), []).append(value)
+        return [
+            Score(
+                logprobs_by_temperature=tuple(
+                    np.asarray(found[i, t], np.float32) for t in request.temperatures
+                )
+            )
+            for i, request in enumerate(requests)
+        ]
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        """See `Engine.load_weights`.
+
+        Raises:
+            EngineError: the server refuses the weights, or is not ours to change.
+        """
+        await self._ready()
+        return await self._session().load(weights, version)
+
+    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
+        """Ranks of a weight group that this engine takes: its tensor parallelism.
+
+        Raises:
+            EngineError: these tensors are not the model's; no group is to be formed.
+        """
+        await self._ready()
+        return await self._session().ranks(layout)
+
+    def _session(self) -> WeightSession:
+        if self._weights is None:
+            raise EngineError(f"{self._model} is served elsewhere: its weights cannot be replaced")
+        return self._weights
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        await self._ready()
+        answer = await self._client.get("/model_info")
+        if not isinstance(answer, dict):
+            raise EngineError("the server's /model_info is not a JSON object")
+        return EngineInfo(
+            kind="sglang" if self.server is not None else "sglang (external)",
+            model=self._model,
+            vocab_size=self._vocab_size,
+            context_length=self._context_length,
+            weight_version=read_version(answer.get("weight_version")),
+            dtype=self._dtype,
+            eos_token_ids=None if self._stop_ids is None else tuple(sorted(self._stop_ids)),
+            tokenizer=await self._probe_tokenizer(),
+            temperature_scaling=await self._describe_scaling(),
+        )
+
+    async def _probe_tokenizer(self) -> TokenizerProbe:
+        texts = await self._client.post(
+            "/v1/tokenize",
+            {"prompt": list(PROBE_TEXTS), "add_special_tokens": False},
+            repeatable=True,
+        )
+        chat: tuple[int, ...] | None = None
+        try:
+            answer = await self._client.post(
+                "/v1/tokenize",
+                {"messages": list(PROBE_CHAT), "add_generation_prompt": True},
+                repeatable=True,
+            )
+            chat = tuple(answer["tokens"])
+        except DataError:  # the model has no chat template
+            logger.info("%s has no chat template that its server can render", self._model)
+        return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
+
+    async def _describe_scaling(self) -> str:
+        body = {
+            "input_ids": [0, 0],
+            "sampling_params": {"temperature": 0.5, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        [answer] = answers_of([await self._client.post("/generate", body, repeatable=True)], 1)
+        if read_echo(answer) is None:
+            return "not announced by the server"
+        return "isotherm's plugin in the server"
+
+    async def health(self) -> int:
+        """See `Engine.health`.
+
+        SGLang answers only once its scheduler has put something out since it was asked: of what is
+        under way, or a token that it samples for the purpose. So each answer is progress.
+        """
+        await self._ready()
+        if self._weights is not None and self._weights.loading:
+            return self._beats  # generation stands still
+        try:
+            await self._client.get("/health")
+        except EngineError as error:
+            raise EngineLost(str(error)) from error
+        self._beats += 1
+        return self._beats
+
+    async def queue_length(self) -> int:
+        """See `Engine.queue_length`."""
+        return self._queued
+
+    async def abort(self) -> int:
+        """See `Engine.abort`.
+
+        Repeated until every call has ended: the server's scheduler aborts what it has, and a
+        request may still be on its way there.
+        """
+        await self._ready()
+        samples, calls = sum(self._in_flight.values()), set(self._in_flight)
+        while calls:
+            await self._client.admin("/abort_request", {"rid": "", "abort_all": True})
+            _, calls = await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
+        return samples
+
+    async def close(self) -> None:
+        """Ends the server, where this engine hosts it."""
+        await self._client.close()
+        if self.server is not None:
+            self.server.stop()
+
+    async def _ready(self) -> None:
+        """Waits for a hosted server's start, once for all callers."""
+        if self.server is None:
+            return
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self.server.ready())
+        await asyncio.shield(self._starting)
+        if not self.server.running:
+            raise EngineLost(self.server.obituary())

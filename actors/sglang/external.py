@@ -1,0 +1,121 @@
+"""The SGLang engine for a server that is already running: nothing about it is assumed.
+
+What it serves is asked for; whether it scores at T is for the handshake to find out. It generates
+and scores, and its weights are not ours to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from urllib.parse import urlsplit
+
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
+from distill.errors import ConfigError, DataError, EngineError
+
+API_KEY_VARIABLE = "ISOTHERM_TEACHER_API_KEY"
+
+_LARGEST_VOCABULARY = 1 << 22
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def is_url(model: str) -> bool:
+    """Whether `teacher=` names a running server, not a checkpoint."""
+    return model.startswith(("http://", "https://"))
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError unless it is http(s)://host[:port] and nothing more."""
+    parts = urlsplit(url)
+    try:
+        good = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        good = False
+    if parts.username or parts.password:  # before the address is printed anywhere
+        raise ConfigError(
+            "teacher= holds a user or a password, which would stand in config.json; give the "
+            f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
+        )
+    if not good or parts.path not in ("", "/") or parts.query:
+        raise ConfigError(f"teacher={url} is not an address; write http://host:port")
+
+
+class ExternalSglangEngine(SglangEngine):
+    """An `Engine` on somebody else's SGLang server. The key comes from the environment.
+
+    Args:
+        url: http://host:port.
+        api_key: the server's key; None takes ISOTHERM_TEACHER_API_KEY, and sends none without it.
+        request_deadline_s: longest a request may take.
+
+    Raises:
+        ConfigError: `url` is not an address.
+    """
+
+    def __init__(
+        self, *, url: str, api_key: str | None = None, request_deadline_s: float = 1800
+    ) -> None:
+        check_url(url)
+        client = SglangClient(
+            lambda: url.rstrip("/"),
+            api_key=api_key or os.environ.get(API_KEY_VARIABLE),
+            admin_api_key=None,
+            deadline_s=request_deadline_s,
+        )
+        super().__init__(
+            client,
+            server=None,
+            model=url,
+            vocab_size=0,
+            context_length=0,
+            dtype="float32",
+            stop_ids=None,
+            weights=None,
+            seeded=False,
+        )
+        self._introduction: asyncio.Task[None] | None = None
+
+    async def _ready(self) -> None:
+        """Asks the server, once for all callers, for what every request needs to know."""
+        if self._introduction is None or _failed(self._introduction):
+            self._introduction = asyncio.ensure_future(self._introduce())
+        await asyncio.shield(self._introduction)
+
+    async def _introduce(self) -> None:
+        info = await self._client.get("/server_info")
+        if not isinstance(info, dict) or "max_req_input_len" not in info:
+            raise EngineError(f"{self._model} does not answer as an SGLang server does")
+        if info.get("tokenizer_path") is None or info.get("is_embedding"):
+            raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
+        self._context_length = int(info["max_req_input_len"]) - 1
+        dtype = str(info.get("dtype"))
+        # Unknown means the looser bounds: auto is half precision of some kind.
+        self._dtype = dtype if dtype in _DTYPES else "bfloat16"
+        self._vocab_size = await self._find_vocab_size()
+
+    async def _find_vocab_size(self) -> int:
+        """By bisection: SGLang refuses a bias on an id outside of its vocabulary.
+
+        It tells nobody the size, and a prompt with an id outside would kill it.
+        """
+        inside, outside = 0, _LARGEST_VOCABULARY
+        while outside - inside > 1:
+            middle = (inside + outside) // 2
+            params = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(middle): 0.0}}
+            try:
+                await self._client.post(
+                    "/generate", {"input_ids": [0], "sampling_params": params}, repeatable=True
+                )
+                inside = middle
+            except DataError:
+                outside = middle
+        return outside
+
+    async def abort(self) -> int:
+        """Not ours to do: other runs may have requests there."""
+        raise EngineError(f"{self._model} is served elsewhere: its requests are not ours to abort")
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -1,0 +1,113 @@
+"""The SGLang engine with a server of its own: started with the engine, ended with it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
+from actors.sglang.flags import server_flags
+from actors.sglang.server import SglangServer, require_sglang
+from actors.sglang.weights import InFlight, WeightSession
+from distill.models.loading import (
+    context_length,
+    load_config,
+    resolve_device,
+    stop_token_ids,
+    tensor_shapes,
+    vocab_size,
+)
+
+# SGLang keeps six positions of the context for itself and wants room for the token that a scoring
+# request throws away. None of them is ever computed.
+_SPARE_POSITIONS = 7
+
+
+class HostedSglangEngine(SglangEngine):
+    """An `Engine` that owns an SGLang server process.
+
+    The constructor returns at once, so that several servers start side by side; every call waits
+    until the server is ready.
+
+    Args:
+        model_path: Hugging Face checkpoint directory or hub name.
+        dtype: float32 or bfloat16.
+        device: auto, cpu or cuda.
+        threads: threads of the server's kernels on the CPU.
+        max_batch_rows: most sequences decoded at once; more wait.
+        flags: more of SGLang's own flags; they replace ours.
+        in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
+        gpu_share: the part of a GPU that the server may fill.
+        host: address to listen on; only this process speaks to the server.
+        log_path: file for what the server prints; None makes a temporary one.
+        environment: variables added to the server's.
+        start_deadline_s, request_deadline_s: longest a start, and a request, may take.
+
+    Raises:
+        ConfigError: SGLang is not installed, or a flag that cannot be set.
+        CheckpointError: there is no model at `model_path`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        dtype: str = "float32",
+        device: str = "auto",
+        threads: int = 1,
+        max_batch_rows: int = 256,
+        flags: str = "",
+        in_flight: InFlight = "continue",
+        gpu_share: float = 1,
+        host: str = "127.0.0.1",
+        log_path: str | None = None,
+        environment: dict[str, str] | None = None,
+        start_deadline_s: float = 600,
+        request_deadline_s: float = 1800,
+    ) -> None:
+        require_sglang()
+        config = load_config(model_path)
+        device = resolve_device(device)
+        length = context_length(config)
+        all_flags = server_flags(
+            model=model_path,
+            dtype=dtype,
+            device=device,
+            max_running_requests=max_batch_rows,
+            context_length=length + _SPARE_POSITIONS,
+            gpu_share=gpu_share,
+            extra=flags,
+        )
+        server = SglangServer(
+            all_flags,
+            environment=_environment(device, threads) | (environment or {}),
+            host=host,
+            log_path=None if log_path is None else Path(log_path),
+            start_deadline_s=start_deadline_s,
+        )
+        client = SglangClient(
+            lambda: server.url,
+            api_key=server.api_key,
+            admin_api_key=server.admin_api_key,
+            deadline_s=request_deadline_s,
+            obituary=server.obituary,
+        )
+        super().__init__(
+            client,
+            server=server,
+            model=model_path,
+            vocab_size=vocab_size(config),
+            context_length=length,
+            dtype=dtype,
+            stop_ids=stop_token_ids(model_path),
+            weights=WeightSession(client, in_flight, partial(tensor_shapes, model_path)),
+            seeded="--enable-deterministic-inference" in all_flags,
+        )
+
+
+def _environment(device: str, threads: int) -> dict[str, str]:
+    shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if device != "cpu":
+        return shared
+    return shared | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}

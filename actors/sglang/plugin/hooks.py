@@ -1,0 +1,295 @@
+"""SGLang plugin: input log-probs at each request's own temperature.
+
+Stock SGLang returns `output_token_logprobs` of softmax(z / T) but `input_token_logprobs` of
+softmax(z), whatever T the request names. With this package installed, every SGLang server of the
+environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of its processes, and
+
+    ForwardBatch.init_new              notes what each request asked for, on the CPU
+    LogitsMetadata.from_forward_batch  carries the note along, for models that call it themselves
+    LogitsProcessor.forward            T = 1 throughout: stock. Otherwise it works out whose row is
+                                       whose, and gives the sampler its undivided logits back
+    LogitsProcessor._get_logits        divides each chunk of logits, row by row
+    SchedulerOutputStreamer.is_request_level_customized_info_key
+                                       has the two fields below sent once a request
+
+In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
+
+    input_logprob_temperature   [T]. Only where input log-probs are returned: a server without the
+                                plugin has no such field, so a client can tell. Elsewhere the field
+                                is absent, [] or [None]. 1.0 for a greedy request (T = 0), which
+                                SGLang turns into T = 1 with top_k = 1.
+    input_logprobs_unscaled     [[...]], on request (`custom_params={"isotherm_unscaled": true}`)
+                                and at T != 1: log softmax(z) of the last tokens of the prompt, one
+                                for each position of the last prefill chunk. It lines up with
+                                `input_token_logprobs` at the end, and is shorter where the prompt
+                                was prefilled in several chunks: then ask again at T = 1.
+
+A request that was retracted after its prefill has a second element for the second prefill.
+
+A pass that it does not understand raises, which ends the server; an SGLang that it does not
+recognise ends at start. SGLang only logs an `Exception` of a plugin, hence `SystemExit`.
+"""
+
+# SGLang is an extra: types are checked without it, too.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from actors.sglang.plugin.internals import (
+    BATCH,
+    FORWARD,
+    GET_LOGITS,
+    METADATA,
+    NATIVE_OPTION,
+    ONCE,
+    native_option_present,
+    unrecognised_internals,
+)
+from actors.sglang.plugin.row_temperatures import (
+    RequestRows,
+    ScaledRows,
+    UnknownPassError,
+    rows_of_requests,
+)
+
+logger = logging.getLogger(__name__)
+
+TEMPERATURE_KEY = "input_logprob_temperature"
+UNSCALED_KEY = "input_logprobs_unscaled"
+UNSCALED_SWITCH = "isotherm_unscaled"
+
+_REFUSAL = (
+    "isotherm's SGLang plugin does not recognise this SGLang, and without it input log-probs would "
+    "silently be at T = 1"
+)
+_REMEDY = (
+    "Install a release that it knows (0.5.22 or 0.5.23), or switch it off with SGLANG_PLUGINS=none"
+)
+
+_NOTE = "_isotherm_asked"
+_PASS = "_isotherm_pass"
+
+
+class Asked(NamedTuple):
+    """What one request of a prefill batch asked for."""
+
+    temperature: float
+    input_logprobs: bool
+    unscaled: bool
+
+
+@dataclass(frozen=True)
+class Hook:
+    target: str
+    function: Callable[..., Any]
+    kind: str
+
+
+def activate() -> None:
+    """SGLang calls this in each process of a server before it does anything else.
+
+    Raises:
+        SystemExit: this SGLang's internals are not the ones the hooks were written for.
+    """
+    try:
+        _activate()
+    except Exception as error:
+        raise SystemExit(f"{_REFUSAL}: {error!r}. {_REMEDY}") from error
+
+
+def _activate() -> None:
+    if native_option_present():
+        # A warning, because SGLang sets up its logging only after its plugins.
+        logger.warning("isotherm: SGLang has %s itself; the plugin steps aside", NATIVE_OPTION)
+        return
+    unknown = unrecognised_internals()
+    if unknown:
+        raise SystemExit(f"{_REFUSAL}: {'; '.join(unknown)}. {_REMEDY}")
+    from sglang.srt.plugins import hook_registry
+
+    _install(hook_registry)
+
+
+def _install(registry_module: Any) -> None:
+    registry, kinds = registry_module.HookRegistry, registry_module.HookType
+    originals = {hook.target: pkgutil.resolve_name(hook.target) for hook in HOOKS}
+    for hook in HOOKS:
+        registry.register(hook.target, hook.function, kinds[hook.kind])
+    apply_hooks = registry.apply_hooks
+
+    @functools.wraps(apply_hooks)
+    def apply_then_verify() -> None:
+        # It runs last of all in load_plugins(), and only logs a hook that it could not apply.
+        apply_hooks()
+        require_replaced(originals)
+
+    registry.apply_hooks = staticmethod(apply_then_verify)
+
+
+def require_replaced(originals: Mapping[str, Any]) -> None:
+    """Raises SystemExit unless every target is something else by now."""
+    left = [path for path, original in originals.items() if pkgutil.resolve_name(path) == original]
+    if left:
+        raise SystemExit(
+            f"isotherm's SGLang plugin could not hook {', '.join(left)} (see the log above), and "
+            "without it input log-probs would silently be at T = 1"
+        )
+    logger.info("isotherm: input log-probs are at each request's own temperature")
+
+
+def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER ForwardBatch.init_new: keeps, on the CPU, what the batch's requests asked for.
+
+    The note hangs on the sampling info, which SGLang's prefill graphs hand to their own batch.
+    """
+    if not batch.return_logprob or batch.forward_mode.is_decode_or_idle():
+        return
+    # Requests in the midst of decoding, extended by one token in a prefill batch.
+    decoding = {id(req) for req in batch.decoding_reqs or ()}
+    asked = [
+        Asked(
+            temperature=req.sampling_params.temperature,
+            input_logprobs=req.return_logprob and id(req) not in decoding,
+            unscaled=bool((req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH)),
+        )
+        for req in batch.reqs
+    ]
+    setattr(batch.sampling_info, _NOTE, asked)
+
+
+def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
+    """AFTER LogitsMetadata.from_forward_batch."""
+    setattr(metadata, _NOTE, _note_of(forward_batch))
+
+
+def _note_of(batch: Any) -> list[Asked] | None:
+    own = getattr(batch, _NOTE, None)
+    return own or getattr(getattr(batch, "sampling_info", None), _NOTE, None)
+
+
+def forward(
+    original: Callable[..., Any],
+    processor: Any,
+    input_ids: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    logits_metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND LogitsProcessor.forward: T where T is asked for, and the echo of what was done."""
+    run = functools.partial(
+        original, processor, input_ids, hidden_states, lm_head, logits_metadata, *args, **kwargs
+    )
+    if not _returns_input_logprobs(logits_metadata):
+        return run()
+    requests = _requests_of(logits_metadata)
+    echo = [a.temperature if a.input_logprobs and rows.scored else None for rows, a in requests]
+    info: dict[str, list[Any]] = {TEMPERATURE_KEY: echo}
+    if all(a.temperature == 1 or not rows.scored for rows, a in requests):
+        output = run()
+    else:
+        scaled_rows = ScaledRows(
+            [rows for rows, _ in requests],
+            [a.temperature for _, a in requests],
+            unscaled=[g for g, (rows, a) in enumerate(requests) if _wants_unscaled(rows, a)],
+            vocab_size=processor.vocab_size,
+            device=hidden_states.device,
+        )
+        output = _run_scaled(run, processor, scaled_rows)
+        if any(_wants_unscaled(rows, a) for rows, a in requests):
+            info[UNSCALED_KEY] = [
+                scaled_rows.unscaled_of(g) if _wants_unscaled(rows, a) else None
+                for g, (rows, a) in enumerate(requests)
+            ]
+    if any(a.input_logprobs for _, a in requests):
+        output.customized_info = {**(output.customized_info or {}), **info}
+    return output
+
+
+def _requests_of(batch: Any) -> list[tuple[RequestRows, Asked]]:
+    rows = rows_of_requests(batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu)
+    asked = _note_of(batch)
+    if asked is None or len(asked) != len(rows):
+        raise UnknownPassError(
+            f"a prefill of {len(rows)} requests, and the temperatures of "
+            f"{'none' if asked is None else len(asked)} are known"
+        )
+    return list(zip(rows, asked, strict=True))
+
+
+def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
+    return asked.unscaled and asked.input_logprobs and rows.scored > 0 and asked.temperature != 1
+
+
+def _returns_input_logprobs(batch: Any) -> bool:
+    """Of a ForwardBatch, or of LogitsMetadata, which has worked it out. Host data only."""
+    if hasattr(batch, "extend_return_logprob"):
+        return bool(batch.extend_return_logprob)
+    mode = batch.forward_mode
+    if not (batch.return_logprob and mode.is_extend()) or mode.is_target_verify():
+        return False
+    lens = zip(batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu, strict=True)
+    return any(start < extend for extend, start in lens)
+
+
+def _run_scaled(run: Callable[[], Any], processor: Any, scaled_rows: ScaledRows) -> Any:
+    setattr(processor, _PASS, scaled_rows)
+    try:
+        output = run()
+    finally:
+        delattr(processor, _PASS)
+    if output.next_token_logits is None:
+        raise UnknownPassError("input log-probs without logits to sample from (item scoring?)")
+    output.next_token_logits = scaled_rows.undivided_GV()
+    return output
+
+
+def get_logits(
+    original: Callable[..., Any],
+    processor: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    logits_metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND LogitsProcessor._get_logits: divides where `forward` has said so."""
+    logits = original(processor, hidden_states, lm_head, logits_metadata, *args, **kwargs)
+    scaled_rows: ScaledRows | None = getattr(processor, _PASS, None)
+    if scaled_rows is None:
+        return logits
+    tokens_S = logits_metadata.extend_input_logprob_token_ids_gpu
+    known = (scaled_rows.sampled_rows_G, scaled_rows.scored, scaled_rows.scored)
+    found = (
+        logits_metadata.sample_indices_cpu,
+        len(logits_metadata.input_logprob_indices_cpu or ()),
+        len(tokens_S),
+    )
+    if known != found:
+        raise UnknownPassError(f"sampled rows, scored rows and tokens {found}, expected {known}")
+    return scaled_rows.take(logits, tokens_S)
+
+
+def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
+    """AFTER is_request_level_customized_info_key.
+
+    Otherwise SGLang cuts the values to the output tokens, of which max_new_tokens=0 has none.
+    """
+    return True if key in (TEMPERATURE_KEY, UNSCALED_KEY) else None
+
+
+HOOKS = (
+    Hook(BATCH + ".init_new", note_requests, "AFTER"),
+    Hook(METADATA + ".from_forward_batch", carry_note, "AFTER"),
+    Hook(FORWARD, forward, "AROUND"),
+    Hook(GET_LOGITS, get_logits, "AROUND"),
+    Hook(ONCE, once_per_request, "AFTER"),
+)

@@ -1,0 +1,217 @@
+"""One SGLang HTTP server process, owned by this process and never outliving it.
+
+    start      spawn the launcher (actors/sglang/launch.py); returns at once
+    ready      polls /ready until it answers; a server that exits or takes too long is an error
+               that ends with the last lines of its log
+    stop       cuts the lifeline: the launcher kills the server and all it started
+
+The lifeline is a pipe that the kernel closes however this process ends, `kill -9` included. Nothing
+but its owner speaks to the server, so by default it listens on the loopback address only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from distill.errors import ConfigError, EngineLost
+
+logger = logging.getLogger(__name__)
+
+LOG_TAIL_LINES = 40
+_POLL_S = 0.25
+# Between finding a free port and the server's bind, somebody else can take it.
+_PORT_ATTEMPTS = 3
+_REPOSITORY = Path(__file__).parents[2]
+# Import-only modules that SGLang's CPU engine wants; only the server's own process sees them.
+CPU_STANDINS = Path(__file__).parent / "cpu_standins"
+
+
+def sglang_installed() -> bool:
+    """Whether SGLang can be imported here; does not import it."""
+    return importlib.util.find_spec("sglang") is not None
+
+
+def require_sglang() -> None:
+    """Raises ConfigError, with the remedy, where SGLang is not installed."""
+    if not sglang_installed():
+        raise ConfigError(
+            "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
+            "CUDA machine, `make install-sglang` without one, or engine=embedded"
+        )
+
+
+class SglangServer:
+    """A server process and the keys to it.
+
+    Args:
+        flags: SGLang's own command-line flags, without host, port and keys.
+        environment: variables added to the server's environment.
+        host: address to listen on.
+        log_path: file for everything the server prints; None makes a temporary one.
+        start_deadline_s: longest the server may take to become ready.
+
+    Raises:
+        ConfigError: SGLang is not installed.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        log_path: Path | None = None,
+        start_deadline_s: float = 600.0,
+    ) -> None:
+        require_sglang()
+        self._flags = list(flags)
+        self._environment = dict(environment or {})
+        self._host = host
+        self._start_deadline_s = start_deadline_s
+        self.api_key = secrets.token_urlsafe(24)
+        self.admin_api_key = secrets.token_urlsafe(24)
+        self.log_path = log_path or Path(tempfile.mkdtemp(prefix="isotherm-sglang-")) / "server.log"
+        self._process = self._spawn()
+
+    @property
+    def url(self) -> str:
+        """Changes if another process takes the port before the server binds it."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._port = _free_port(self._host)
+        self._started = time.monotonic()
+        flags = [*self._flags, "--host", self._host, "--port", str(self._port)]
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "ab", opener=_private) as log:
+            # No session of its own: Ray then kills it with the actor's process group, too.
+            process = subprocess.Popen(
+                [sys.executable, "-m", "actors.sglang.launch"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._environment, "PYTHONPATH": self._python_path()},
+            )
+        order = {"flags": flags, "api_key": self.api_key, "admin_api_key": self.admin_api_key}
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        return process
+
+    def _python_path(self) -> str:
+        """Where the server finds this project and, on a machine without them, the stand-ins."""
+        paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        if importlib.util.find_spec("sgl_kernel") is None:
+            paths.append(str(CPU_STANDINS))
+        return os.pathsep.join(filter(None, paths))
+
+    async def ready(self) -> None:
+        """Returns once the server takes requests.
+
+        Raises:
+            EngineLost: it exited, or did not become ready in time; ends with its log's tail.
+        """
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            if await self._poll_until_ready():
+                seconds = time.monotonic() - self._started
+                logger.info("SGLang is ready at %s after %.1f s", self.url, seconds)
+                return
+            if attempt < _PORT_ATTEMPTS and "address already in use" in self.log_tail().lower():
+                logger.warning("port %d was taken before the server could bind it", self._port)
+                self._process = self._spawn()
+                continue
+            raise EngineLost(
+                f"the SGLang server {self._state()} before it was ready. {self._last_words()}"
+            )
+
+    async def _poll_until_ready(self) -> bool:
+        """False if the process has ended. Raises EngineLost at the deadline."""
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            while self.running:
+                if time.monotonic() - self._started > self._start_deadline_s:
+                    self.stop()
+                    raise EngineLost(
+                        f"the SGLang server was not ready within {self._start_deadline_s:.0f} s. "
+                        + self._last_words()
+                    )
+                try:
+                    async with session.get(f"{self.url}/ready") as response:
+                        if response.status == 200:
+                            return True
+                except (aiohttp.ClientError, TimeoutError):
+                    pass  # not listening yet
+                await asyncio.sleep(_POLL_S)
+        return False
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines of what the server printed."""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def obituary(self) -> str:
+        """Why a server that was running no longer is."""
+        return f"the SGLang server {self._state()}. {self._last_words()}"
+
+    def _state(self) -> str:
+        code = self._process.poll()
+        if code is None:
+            return "still runs"
+        if code == -signal.SIGKILL:
+            return "was killed (by the kernel, out of memory?)"
+        return f"ended with code {code}"
+
+    def _last_words(self) -> str:
+        return f"The end of its log ({self.log_path}):\n{self.log_tail()}"
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the server and every process it started; returns when it is gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its own children die with it: they asked the kernel to
+            self._process.wait()
+
+    def __del__(self) -> None:
+        process = getattr(self, "_process", None)
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens for the owner only: SGLang prints its arguments, keys among them."""
+    return os.open(path, flags, 0o600)

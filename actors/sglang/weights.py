@@ -1,0 +1,364 @@
+"""New weights into an SGLang server, with requests in flight and none mixed unawares.
+
+    check -> pause -> begin -> load, flush the prefix cache, new version -> end -> continue
+
+What becomes of samples under way is `in_flight`:
+
+    continue   they go on: SGLang takes them off the batch and computes their context again under
+               the new weights. Each token's version tells which weights sampled it.
+    restart    they are thrown away and sampled again, whole, from the new weights.
+    finish     the load waits until they have ended; new requests wait for the load.
+
+Scoring that is under way ends first in each case: the requests of one call see the same weights.
+
+How the weights come is a matter of where the learner is:
+
+    SharedTensors         in memory that this machine's processes share: this process opens it, and
+                          the server reads it as the learner wrote it
+                          (actors/sglang/plugin/weight_loader.py)
+    PackedTensors         in this process's memory: copied into such a block first
+    CheckpointDirectory   files that the server reads by itself
+    GroupBroadcast        a torch.distributed group that the server's ranks join, once; the whole
+                          protocol is in cluster/weights/collective.py
+
+Everything that can be known to be wrong is refused before the server is touched. Where a load
+fails later, the server may hold parts of two versions: nothing is generated or scored with those;
+requests fail until a whole load succeeds, or the engine is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from actors.sglang.client import SglangClient
+from actors.sglang.plugin.weight_loader import LOADER, serialized_order
+from distill.engine import (
+    CheckpointDirectory,
+    GroupBroadcast,
+    Sample,
+    WeightSource,
+)
+from distill.errors import CheckpointError, DataError, EngineError, EngineLost
+from distill.models.loading import tensor_shapes
+from distill.types import StopReason
+from distill.weights.model_weights import HeldWeights
+from distill.weights.shared_memory import SharedBlock, SharedTensors
+from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite
+
+logger = logging.getLogger(__name__)
+
+InFlight = Literal["continue", "restart", "finish"]
+Shapes = Mapping[str, tuple[int, ...]]
+
+# What a head that is not in a bundle shares its weights with.
+_TIED = "model.embed_tokens.weight"
+# SGLang's word for a broadcast that broke off before anything was written.
+_NOT_RECEIVED = "Failed to receive weights"
+
+_T = TypeVar("_T")
+
+
+class _Traffic:
+    """Calls under way."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        self._calls += 1
+        self._ended.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if self._calls == 0:
+                self._ended.set()
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+
+class WeightSession:
+    """Serialises loads, and decides what happens to the requests under way meanwhile."""
+
+    def __init__(
+        self, client: SglangClient, in_flight: InFlight, shapes: Callable[[], Shapes]
+    ) -> None:
+        """`shapes` says names and shapes of the model's tensors; asked for at the first load."""
+        self._client = client
+        self._shapes = cache(shapes)
+        self._in_flight = in_flight
+        self._block = SharedBlock()
+        self._ranks: int | None = None
+        self._group: str | None = None
+        self._store: TCPStore | None = None
+        # Why the server's weights are of no single version; None while they are.
+        self._torn: str | None = None
+        self._loading = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._generations, self._scorings = _Traffic(), _Traffic()
+        self._loads = 0
+
+    @property
+    def loading(self) -> bool:
+        """Whether new weights are on their way into the server."""
+        return self._loading.locked()
+
+    async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
+        """Runs a generation; under `restart`, again if a load has cut it short."""
+        while True:
+            await self._admission()
+            loads = self._loads
+            with self._generations.call():
+                samples = await send()
+            self._check_whole()
+            cut = any(sample.stop_reason is StopReason.ABORTED for sample in samples)
+            if not (cut and self._in_flight == "restart" and self._loads != loads):
+                return samples
+
+    async def score(self, send: Callable[[], Awaitable[_T]]) -> _T:
+        """Runs a scoring, which no load interrupts."""
+        await self._admission()
+        with self._scorings.call():
+            return await send()
+
+    async def _admission(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self._torn is not None:
+            raise EngineLost(self._torn)
+
+    async def ranks(self, layout: Sequence[TensorLayout]) -> int:
+        """The server's tensor parallelism. Raises EngineError if these are not its tensors."""
+        _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
+        return await self._tensor_parallel_ranks()
+
+    async def load(self, weights: WeightSource, version: int) -> float:
+        """Returns once the server holds the weights and has dropped every cached prefix.
+
+        Returns the seconds for which generation stood still.
+
+        Raises:
+            EngineError: the weights do not fit (the server goes on with those it had), or did not
+                arrive whole (the error says that the engine must be restarted).
+        """
+        async with self._loading:
+            await self._check(weights)
+            if isinstance(weights, GroupBroadcast):
+                await self._join(weights)
+            self._open.clear()
+            try:
+                await self._scorings.ended()
+                if self._in_flight == "finish":
+                    await self._generations.ended()
+                self._loads += 1
+                return await self._paused(weights, version)
+            finally:
+                self._open.set()
+
+    async def _check(self, weights: WeightSource) -> None:
+        """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
+        if isinstance(weights, GroupBroadcast):
+            await self.ranks([tensor for bucket in weights.buckets for tensor in bucket])
+        elif isinstance(weights, CheckpointDirectory):
+            try:
+                found = await asyncio.to_thread(tensor_shapes, weights.path)
+            except CheckpointError as error:
+                raise EngineError(f"{error}; the engine goes on with the weights it had") from error
+            _check_shapes(found, self._shapes())
+        elif isinstance(weights, SharedTensors):  # its writer has looked at the values
+            _check_shapes(weights.shapes, self._shapes())
+        else:
+            tensors = dict(weights.unpack())
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            _check_shapes(shapes, self._shapes())
+            bad = await asyncio.to_thread(first_non_finite, tensors)
+            if bad is not None:
+                raise EngineError(f"{bad!r} is not finite in the bundle; the old weights stay")
+
+    async def _paused(self, weights: WeightSource, version: int) -> float:
+        if isinstance(weights, PackedTensors):  # this copy needs no pause
+            await asyncio.to_thread(self._block.write, HeldWeights(dict(weights.unpack())))
+        mode = "abort" if self._in_flight == "restart" else "retract"
+        started = time.perf_counter()
+        await self._order("/pause_generation", {"mode": mode})
+        try:
+            if isinstance(weights, CheckpointDirectory):
+                await self._from_disk(weights, version)
+            elif isinstance(weights, GroupBroadcast):
+                await self._from_group(weights, version)
+            else:
+                shared = weights if isinstance(weights, SharedTensors) else self._block.share()
+                # A server that could not open it would die; this process does not outlive it.
+                with shared.held() as held:
+                    await self._from_memory(held, version)
+            self._torn = None
+        finally:
+            try:
+                if self._torn is not None:
+                    await self._order("/abort_request", {"rid": "", "abort_all": True})
+            finally:
+                await self._order("/continue_generation", {})
+        return time.perf_counter() - started
+
+    async def _from_disk(self, weights: CheckpointDirectory, version: int) -> None:
+        body = {"model_path": weights.path, "weight_version": str(version), "flush_cache": True}
+        with self._writing(version):
+            await self._order("/update_weights_from_disk", body)
+
+    async def _from_memory(self, shared: SharedTensors, version: int) -> None:
+        order = base64.b64encode(serialized_order(shared)).decode()
+        body = {
+            # Each tensor-parallel rank opens the memory for itself, and takes its own part.
+            "serialized_named_tensors": [order] * await self._tensor_parallel_ranks(),
+            "load_format": LOADER,
+            "weight_version": str(version),
+            "flush_cache": True,
+        }
+        await self._order("/begin_weight_update", {})
+        with self._writing(version):
+            try:
+                await self._order("/update_weights_from_tensor", body)
+            finally:
+                await self._order("/end_weight_update", {})
+
+    async def _from_group(self, weights: GroupBroadcast, version: int) -> None:
+        await self._order("/begin_weight_update", {})
+        with self._writing(version) as written:
+            try:
+                await asyncio.to_thread(self._announce, weights, version)
+                for i, bucket in enumerate(weights.buckets):
+                    body = _bucket_body(weights.group, bucket)
+                    if i == len(weights.buckets) - 1:
+                        body |= {"flush_cache": True, "weight_version": str(version)}
+                    await self._order("/update_weights_from_distributed", body)
+                    written.append(i)
+            except EngineError:
+                await self._leave()
+                raise
+            finally:
+                await self._order("/end_weight_update", {})
+
+    @contextmanager
+    def _writing(self, version: int) -> Iterator[list[int]]:
+        """If what is inside fails, the server's weights are torn.
+
+        Yields a list for the buckets that were written: a broadcast that broke off in the first one
+        has written nothing.
+        """
+        written: list[int] = []
+        try:
+            yield written
+        except BaseException as error:  # a cancelled load tears the weights, too
+            if isinstance(error, EngineError) and _NOT_RECEIVED in str(error) and not written:
+                raise EngineError(f"{error}; the engine goes on with the weights it had") from error
+            self._torn = (
+                f"the load of weights version {version} broke off, and the server may hold parts "
+                "of two versions: push whole weights, or restart the engine (a resumed run starts "
+                "it anew)"
+            )
+            if isinstance(error, EngineError):
+                raise EngineError(f"{error}; {self._torn}") from error
+            raise
+
+    async def _join(self, weights: GroupBroadcast) -> None:
+        if self._group == weights.group:
+            return
+        await self._leave()
+        body = {
+            "master_address": weights.address,
+            "master_port": weights.port,
+            "rank_offset": weights.rank_offset,
+            "world_size": weights.world_size,
+            "group_name": weights.group,
+            "backend": weights.backend,
+        }
+        joining = self._order("/init_weights_update_group", body)
+        try:
+            await asyncio.wait_for(joining, weights.join_deadline_s)
+        except TimeoutError:
+            raise EngineError(
+                f"the server did not join the weight group at {weights.address}:{weights.port} "
+                f"within {weights.join_deadline_s:.0f} s; can it reach that address? "
+                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
+                "weights=object_store or weights=disk"
+            ) from None
+        self._group = weights.group
+
+    async def _leave(self) -> None:
+        """Forgets a group that is of no more use."""
+        group, self._group, self._store = self._group, None, None
+        if group is None:
+            return
+        try:
+            await self._order("/destroy_weights_update_group", {"group_name": group})
+        except EngineError as error:
+            logger.warning("could not leave weight group %s: %s", group, error)
+
+    def _announce(self, weights: GroupBroadcast, version: int) -> None:
+        """Tells rank 0 that this engine is about to receive."""
+        try:
+            if self._store is None:
+                timeout = timedelta(seconds=weights.join_deadline_s)
+                self._store = TCPStore(
+                    weights.address, weights.port, is_master=False, timeout=timeout
+                )
+            self._store.set(weights.ready_key(version), "1")
+        except RuntimeError as error:
+            raise EngineError(f"{_NOT_RECEIVED}: the learner's store is gone ({error})") from error
+
+    async def _order(self, path: str, body: Mapping[str, Any]) -> None:
+        """An administrative request. Raises EngineError if the server refuses it."""
+        try:
+            answer = await self._client.admin(path, body)
+        except DataError as error:  # status 400: a refusal with its reason
+            raise EngineError(str(error)) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
+
+    async def _tensor_parallel_ranks(self) -> int:
+        if self._ranks is None:
+            self._ranks = int((await self._client.get("/server_info")).get("tp_size", 1))
+        return self._ranks
+
+
+def _bucket_body(group: str, bucket: Sequence[TensorLayout]) -> dict[str, Any]:
+    return {
+        "names": [tensor.name for tensor in bucket],
+        "dtypes": [tensor.dtype for tensor in bucket],
+        "shapes": [list(tensor.shape) for tensor in bucket],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+    }
+
+
+def _check_shapes(shapes: Shapes, own: Shapes) -> None:
+    """Raises EngineError: the first tensor that is unknown, of another shape, or missing."""
+    for name, shape in shapes.items():
+        if name not in own:
+            raise EngineError(f"the bundle holds {name!r}, which the model does not have")
+        if shape != own[name]:
+            raise EngineError(
+                f"{name!r} has shape {shape} in the bundle and {own[name]} in the model"
+            )
+    for name in own:
+        if name not in shapes and not (name.endswith("lm_head.weight") and _TIED in shapes):
+            raise EngineError(f"the bundle lacks {name!r}")

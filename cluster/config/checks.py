@@ -1,0 +1,351 @@
+"""Everything that can be wrong with the input, found before an actor starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.config import choose_engine
+from actors.sglang.external import ExternalSglangEngine, is_url
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
+from distill.data.preferences import load_preference_pairs
+from distill.data.sft_rows import load_sft_rows
+from distill.engine import EngineInfo
+from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
+from distill.errors import CheckpointError, ConfigError
+from distill.models.loading import (
+    context_length,
+    load_config,
+    stop_token_ids,
+    train_time_noise,
+    vocab_size,
+)
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+from learner.export import check_export
+from learner.lora import check_lora
+
+# An external teacher says who it is in far less; one that does not answer is not there.
+_INTRODUCTION_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """A checked opd or rl run: what its actors are built from."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: EnvDataset
+    held_out: EnvDataset
+    sft_rows_D: list[TrainingRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedInputs:
+    """A checked sft or dpo run; a pair is two rows, the chosen one first."""
+
+    tokenizer: PreTrainedTokenizerBase
+    rows_D: list[TrainingRow]
+
+
+def check_rollout(config: RolloutConfig) -> RolloutInputs:
+    """Reads all checkpoints' headers, their tokenizers and every prompt.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    choose_engine(config.engine)
+    student = _check_model(config.student)
+    check_export(config.student)
+    _check_adapter(config, config.student)
+    tokenizer = load_tokenizer(config.student)
+    _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
+    scorers = {
+        f"teachers.{name}" if name else "teacher": _check_scorer(teacher.model, tokenizer)
+        for name, teacher in config.teacher_models().items()
+    }
+    if config.reference is not None:
+        scorers["reference"] = _check_scorer(config.reference, tokenizer)
+    for role, scorer in scorers.items():
+        _check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
+        if scorer.vocab_size < vocab_size(student):
+            raise ConfigError(
+                f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
+                f"student's {vocab_size(student)}: a token that the student may sample could not "
+                "be scored. Resize its embeddings, or choose another pair"
+            )
+        if role != "reference":
+            _check_distribution(config.objective(), role, scorer, vocab_size(student))
+    train, held_out = _load_problems(config, tokenizer, student, list(scorers.values()))
+    _check_signal(config, train)
+    return RolloutInputs(
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        sft_rows_D=[]
+        if config.sft_data is None
+        else load_sft_rows(
+            config.sft_data,
+            tokenizer,
+            vocab_size=vocab_size(student),
+            max_length=context_length(student),
+            stop_ids=stop_token_ids(config.student),
+        ),
+    )
+
+
+def _check_holds_tokenizer(
+    role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    if size < len(tokenizer):
+        raise ConfigError(
+            f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
+            f"{len(tokenizer)}; model and tokenizer do not belong together"
+        )
+
+
+def _check_distribution(
+    objective: ObjectiveConfig, role: str, teacher: _Scorer, student_vocab: int
+) -> None:
+    """A divergence of distributions needs them to be over the same tokens."""
+    if objective.estimator == "sampled":
+        return
+    if teacher.vocab_size != student_vocab:
+        raise ConfigError(
+            f"{role}={teacher.model} has a vocabulary of {teacher.vocab_size} and the student one "
+            f"of {student_vocab}: estimator={objective.estimator} compares whole distributions. "
+            "Resize the embeddings of one of them, or use estimator=sampled"
+        )
+    if objective.asked_of_teacher >= student_vocab:
+        raise ConfigError(
+            f"teacher_top_k={objective.asked_of_teacher} must be below the vocabulary of "
+            f"{student_vocab}: nothing would be left for the tail; estimator=full takes all of it"
+        )
+
+
+def _load_problems(
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: Any,
+    scorers: Sequence[_Scorer],
+) -> tuple[EnvDataset, EnvDataset]:
+    """Problems to train on and held-out ones, each of which every model has room for."""
+    rooms = [scorer.context_length for scorer in scorers]
+
+    def load(env: EnvConfig, path: str | None, max_new_tokens: int) -> EnvDataset:
+        return problems_of(
+            env,
+            path,
+            Setting(
+                tokenizer=tokenizer,
+                vocab_size=vocab_size(student),
+                context_length=min([context_length(student), *rooms]),
+                max_new_tokens=max_new_tokens,
+                reward=config.reward_function(),
+                teachers=[name for name in config.teacher_models() if name],
+                teacher_context_length=min(rooms, default=None),
+            ),
+        )
+
+    longest = max(config.max_new_tokens, config.longest_evaluation())
+    evaluation = config.env.evaluation()
+    if config.eval_prompts is None:
+        train = load(config.env, config.prompts, longest)
+        same = evaluation is config.env
+        return _hold_out(
+            train, train if same else load(evaluation, config.prompts, longest), config
+        )
+    train = load(config.env, config.prompts, config.max_new_tokens)
+    held_out = load(evaluation, config.eval_prompts, longest)
+    return train, Chosen(held_out, range(min(len(held_out), config.eval_size)))
+
+
+def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
+    """Refuses problems that leave a term of the objective without anything to learn from."""
+    objective = config.objective()
+    builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
+    if not builders_P:
+        raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
+    unjudged = [train.line(p) for p, builder in enumerate(builders_P) if not builder.judged]
+    if objective.reward_coef > 0 and unjudged:
+        raise ConfigError(
+            f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
+            f"{config.prompts}:{unjudged[0]} has none"
+        )
+    if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
+        raise ConfigError(
+            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
+            "`bonuses`, and the environment pays none"
+        )
+    for name, teacher in config.teacher_models().items():
+        its_P = [builder for builder in builders_P if builder.teacher == name]
+        if not its_P:
+            raise ConfigError(
+                f"teachers.{name}={teacher.model} scores nothing: no prompt of {config.prompts} "
+                "names it; leave it out"
+            )
+        same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
+            config.student
+        )
+        hinted = any(builder.teacher_tokens_T is not None for builder in its_P)
+        if same and not hinted and objective.reward_coef == 0:
+            raise ConfigError(
+                f"teacher={teacher.model} is the student itself and sees what the student sees: "
+                "the KL and its gradient are zero. Give another teacher, or show it more than the "
+                "student (`teacher_prompt` or `teacher_messages` with each prompt)"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scorer:
+    """A teacher or a reference, by what matters before it runs."""
+
+    model: str
+    vocab_size: int
+    context_length: int
+
+
+def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
+    """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
+    if is_url(model):
+        info = asyncio.run(_ask(model))
+        if info.tokenizer is not None and info.tokenizer.texts != probe(tokenizer).texts:
+            raise ConfigError(
+                f"student and teacher={model} do not share a tokenizer: the server encodes known "
+                "texts differently. It scores the student's token ids as they are"
+            )
+        return _Scorer(model=model, vocab_size=info.vocab_size, context_length=info.context_length)
+    config = _check_model(model)
+    check_same_tokenizer(tokenizer, load_tokenizer(model))
+    return _Scorer(
+        model=model, vocab_size=vocab_size(config), context_length=context_length(config)
+    )
+
+
+async def _ask(url: str) -> EngineInfo:
+    engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
+    try:
+        return await engine.info()
+    finally:
+        await engine.close()
+
+
+def check_sft(config: SftConfig) -> SupervisedInputs:
+    """Reads the checkpoint's headers, the tokenizer, and every row.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    limits = _limits(config)
+    if config.dropout and not train_time_noise(load_config(config.model)):
+        raise ConfigError(
+            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
+            "above 0. Set attention_dropout there, or leave dropout out"
+        )
+    tokenizer = load_tokenizer(config.model)
+    rows_D = load_sft_rows(config.data, tokenizer, **limits)
+    return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D)
+
+
+def check_dpo(config: DpoConfig) -> SupervisedInputs:
+    """Reads the checkpoints' headers, the tokenizer, and every pair.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    limits = _limits(config)
+    tokenizer = load_tokenizer(config.model)
+    if config.reference is not None:
+        reference = _check_scorer(config.reference, tokenizer)
+        _check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
+        if reference.context_length < limits["max_length"]:
+            raise ConfigError(
+                f"reference={config.reference} has a context of {reference.context_length}, "
+                f"shorter than max_length={limits['max_length']}; lower max_length"
+            )
+    pairs = load_preference_pairs(config.data, tokenizer, **limits)
+    return SupervisedInputs(
+        tokenizer=tokenizer,
+        rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],
+    )
+
+
+def _limits(config: SupervisedConfig) -> dict[str, Any]:
+    """What the model takes, as the loaders of supervised data want it."""
+    model = _check_model(config.model)
+    check_export(config.model)
+    _check_adapter(config, config.model)
+    limit = context_length(model)
+    if config.max_length is not None:
+        if not 2 <= config.max_length <= limit:
+            raise ConfigError(
+                f"max_length={config.max_length} must be between 2 and the model's context, {limit}"
+            )
+        limit = config.max_length
+    return {
+        "vocab_size": vocab_size(model),
+        "max_length": limit,
+        "stop_ids": stop_token_ids(config.model),
+    }
+
+
+def _hold_out(
+    problems: EnvDataset, evaluated: EnvDataset, config: RolloutConfig
+) -> tuple[EnvDataset, EnvDataset]:
+    """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
+
+    `evaluated` are the same problems, as evaluations play them.
+    """
+    size = min(config.eval_size, len(problems) // 10)
+    order = np.random.default_rng(config.seed).permutation(len(problems)).tolist()
+    held_out = set(order[:size])
+    rest = [p for p in range(len(problems)) if p not in held_out]
+    return Chosen(problems, rest), Chosen(evaluated, sorted(held_out))
+
+
+def _shards(directory: Path) -> list[str]:
+    """Files that a sharded checkpoint's index names; none where there is no index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is unreadable: {error}") from error
+
+
+def _check_adapter(config: CommonConfig, base: str) -> None:
+    """Raises ConfigError, or CheckpointError, if the run's adapter does not fit its base."""
+    if (lora := config.lora()) is not None:
+        check_lora(lora, base)
+
+
+def _check_model(path: str) -> Any:
+    """The model's config, after a look at the header of every weights file of a local directory."""
+    config = load_config(path)
+    directory = Path(path)
+    if directory.is_dir():
+        files = sorted(directory.glob("*.safetensors"))
+        for shard in _shards(directory):
+            if not (directory / shard).is_file():
+                raise CheckpointError(f"{path} lacks {shard}, which its index names; copy it again")
+        if not files and not list(directory.glob("pytorch_model*.bin")):
+            raise CheckpointError(f"{path} holds no weights (no *.safetensors file)")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    tensors.keys()
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is corrupt or cut short: {error}") from error
+    return config

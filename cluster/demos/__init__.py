@@ -1,0 +1,1 @@
+"""Demonstrations, whole: their tasks and data, their runs, what these must show."""

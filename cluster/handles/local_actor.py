@@ -1,0 +1,158 @@
+"""Actors in this process: what a recipe runs on without Ray, for a notebook, a debugger and tests.
+
+    LocalActor(RolloutActor, ...)     a plain class, in a thread of its own
+    actor.method.remote(argument)     a `LocalReference`, to be awaited or got
+                                      (cluster/handles/calls.py)
+
+Driver, supervisor, queue, handshake and push are the same code as on a cluster. A thread cannot be
+ended from outside, so what hangs there outlives its actor, and a crash is the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+_CLOSE_S = 10.0
+
+
+class LocalReference:
+    """The value of a call to be. Whoever stops awaiting it does not stop the call, as on Ray."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(asyncio.wrap_future(self.future)).__await__()
+
+
+class LocalActor:
+    """A handle of a plain object that lives in a thread of its own.
+
+    The object is made in that thread, and its methods run there one after the other; asynchronous
+    ones, if it has any, side by side. What they raise arrives as it does from Ray's actors.
+    """
+
+    def __init__(self, plain: type, *arguments: Any, **settings: Any) -> None:
+        self._name = plain.__name__
+        self._object: Any = None
+        self._ended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        if inspect.getmembers(plain, inspect.iscoroutinefunction):
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
+        else:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+
+        def make() -> None:
+            try:
+                self._object = plain(*arguments, **settings)
+            except Exception as error:
+                self._failure = error
+                raise
+
+        self._failure: Exception | None = None
+        self._made = self._submit(make)
+
+    def __getattr__(self, name: str) -> _Method:
+        if name == "__ray_ready__":  # answers while a method is running, too
+            return _Method(lambda: self._refusal() or self._made)
+        if name == "__ray_call__":
+            return _Method(lambda ask: self._call(lambda: ask(self._plain())))
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Method(
+            lambda *given, **named: self._call(
+                lambda: getattr(self._plain(), name)(*given, **named)
+            )
+        )
+
+    def _plain(self) -> Any:
+        """The object; raises what kept it from being made."""
+        if self._failure is not None:
+            raise self._failure
+        return self._object
+
+    def end(self) -> None:
+        """Ends the object's tasks, and what its `close` ends; calls are refused from now on."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        elif self._loop is not None:
+            with suppress(TimeoutError):  # it is busy for good: the thread ends with the process
+                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
+
+    def _call(self, function: Callable[[], Any]) -> Future[Any]:
+        return self._refusal() or self._submit(function)
+
+    def _refusal(self) -> Future[Any] | None:
+        if not self._ended:
+            return None
+        refused: Future[Any] = Future()
+        refused.set_exception(self._death())
+        return refused
+
+    def _death(self) -> RayActorError:
+        return RayActorError(error_msg=f"{self._name} was ended")
+
+    def _submit(self, function: Callable[[], Any]) -> Future[Any]:
+        if self._executor is not None:
+            return self._executor.submit(self._run, function)
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(self._await(function), self._loop)
+
+    def _run(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except Exception as error:
+            raise self._as_on_ray(error) from error
+
+    async def _await(self, function: Callable[[], Any]) -> Any:
+        try:
+            made = function()
+            return await made if inspect.isawaitable(made) else made
+        except asyncio.CancelledError:
+            raise self._death() from None
+        except Exception as error:
+            raise self._as_on_ray(error) from error
+
+    def _as_on_ray(self, error: Exception) -> Exception:
+        return RayTaskError(self._name, traceback.format_exc(), error).as_instanceof_cause()
+
+    async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            if hasattr(self._object, "close"):
+                closed = self._object.close()
+                if inspect.isawaitable(closed):
+                    await closed
+        finally:
+            loop.call_soon(loop.stop)
+
+
+class _Method:
+    """`handle.method`, with Ray's `remote` and `options`."""
+
+    def __init__(self, call: Callable[..., Future[Any]]) -> None:
+        self._call = call
+
+    def options(self, **_concurrency: Any) -> _Method:
+        return self
+
+    def remote(self, *given: Any, **named: Any) -> LocalReference:
+        return LocalReference(self._call(*given, **named))

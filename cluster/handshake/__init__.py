@@ -1,0 +1,1 @@
+"""Asking the parties: does everyone score the same tokens alike, at T and beside it?"""

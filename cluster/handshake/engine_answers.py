@@ -1,0 +1,246 @@
+"""What one engine answers about the handshake's probes, and whether its answers hold together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distill.engine import Engine, EngineInfo, GenerateRequest, ScoreRequest
+from distill.handshake.comparison import (
+    PROBE_NEW_TOKENS,
+    REFERENCE_POSITIONS,
+    SECOND_TEMPERATURE_FACTOR,
+    Comparison,
+    Suspicion,
+    compare,
+    compare_with_law,
+    concatenated,
+    decode_not_divided,
+    divided_twice,
+    is_telling,
+    not_divided,
+    probe_pairs,
+    probe_prompts,
+)
+from distill.sampling import UNSCALED, TrainSampling
+from distill.types import FloatArray, TokenArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """What is asked of every engine alike: ids, lengths and temperatures that suit them all.
+
+    Attributes:
+        pairs: tokens (a, b) for the temperature law, one pair a prompt.
+    """
+
+    prompts: list[TokenArray]
+    temperatures: tuple[float, float]
+    new_tokens: int
+    pairs: tuple[TokenArray, TokenArray]
+
+    @classmethod
+    def of(cls, infos: Sequence[EngineInfo], temperature: float) -> Plan:
+        vocab_size = min(info.vocab_size for info in infos)
+        context_length = min(info.context_length for info in infos)
+        return cls(
+            prompts=probe_prompts(vocab_size, context_length),
+            temperatures=(temperature, temperature * SECOND_TEMPERATURE_FACTOR),
+            new_tokens=max(1, min(PROBE_NEW_TOKENS, context_length // 2)),
+            pairs=probe_pairs(vocab_size),
+        )
+
+    def other(self, temperature: float) -> float:
+        first, second = self.temperatures
+        return second if temperature == first else first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Probe:
+    """A prompt and what a policy engine sampled after it at `temperature`."""
+
+    temperature: float
+    tokens_T: TokenArray
+    start: int
+    decode_T: FloatArray  # as reported, of the sampled tokens only
+
+
+async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
+    """A sample of the policy engine after every prompt, at both temperatures."""
+
+    async def one(i: int, prompt_T: TokenArray, temperature: float) -> Probe:
+        sampling = TrainSampling(temperature=temperature, max_new_tokens=plan.new_tokens)
+        [sample] = await engine.generate(
+            GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=i)
+        )
+        return Probe(
+            temperature=temperature,
+            tokens_T=np.concatenate([prompt_T, sample.tokens_T]),
+            start=len(prompt_T),
+            decode_T=sample.logprobs_T,
+        )
+
+    return await asyncio.gather(
+        *(one(i, prompt_T, t) for t in plan.temperatures for i, prompt_T in enumerate(plan.prompts))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answers:
+    """What one engine answered about the probes; lists hold an array a probe.
+
+    Attributes:
+        prefill: of the sampled tokens, at each probe's T; `at_other` at the plan's other one,
+            `unscaled` at T = 1, `twice` at T * T, which is what dividing twice would give.
+        reference: of each probe's last tokens, by the decode path.
+        pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
+    """
+
+    name: str
+    dtype: str
+    probes: Sequence[Probe]
+    prefill: list[FloatArray]
+    at_other: list[FloatArray]
+    unscaled: list[FloatArray]
+    twice: list[FloatArray]
+    reference: list[FloatArray]
+    pairs: dict[float, FloatArray]
+
+    @property
+    def temperatures(self) -> list[float]:
+        return list(dict.fromkeys(probe.temperature for probe in self.probes))
+
+    def at(
+        self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
+    ) -> FloatArray:
+        """Those of the probes at this temperature, end to end; of each the `last`, or all."""
+        by_probe = zip(self.probes, arrays, strict=True)
+        first = 0 if last is None else -last
+        return concatenated(
+            [a[first:] for probe, a in by_probe if probe.temperature == temperature]
+        )
+
+    def comparisons(self) -> list[Comparison]:
+        """The engine against another T, the temperature law, and its own decode path."""
+        return [
+            self._heeds_temperature(),
+            *self.laws(),
+            *(self._against_reference(t) for t in self.temperatures),
+        ]
+
+    def _heeds_temperature(self) -> Comparison:
+        prefill, given_N = f"{self.name} prefill", concatenated(self.prefill)
+        unscaled_N = concatenated(self.unscaled)
+        return compare(
+            prefill,
+            given_N,
+            "itself at another T",
+            concatenated(self.at_other),
+            temperature=self.temperatures[0],
+            dtype="float32",  # one engine, asked twice: what ignores T comes back as it was
+            must_differ=True,
+            suspicions=[Suspicion(prefill, not_divided(prefill), given_N, unscaled_N)],
+        )
+
+    def laws(self) -> list[Comparison]:
+        return [
+            compare_with_law(
+                f"{self.name} prefill",
+                self.pairs[temperature],
+                self.pairs[UNSCALED],
+                temperature=temperature,
+                dtype=self.dtype,
+            )
+            for temperature in self.temperatures
+        ]
+
+    def _against_reference(self, temperature: float) -> Comparison:
+        decode, last = f"{self.name} decode reference", REFERENCE_POSITIONS
+        return compare(
+            f"{self.name} prefill",
+            self.at(temperature, self.prefill, last),
+            decode,
+            self.at(temperature, self.reference, last),
+            temperature=temperature,
+            dtype=self.dtype,
+            suspicions=self.mistakes(temperature, decode, self.reference, last),
+        )
+
+    def mistakes(
+        self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
+    ) -> list[Suspicion]:
+        """How T may have been mistaken, in prefill or in what `decode` says of the same tokens."""
+        if not is_telling(temperature):
+            return []
+        prefill = f"{self.name} prefill"
+        ways = [
+            (prefill, not_divided(prefill), self.prefill, self.unscaled),
+            (decode, decode_not_divided(decode), logprobs, self.unscaled),
+            (decode, divided_twice(decode), logprobs, self.twice),
+        ]
+        return [
+            Suspicion(
+                who, why, self.at(temperature, found, last), self.at(temperature, mistaken, last)
+            )
+            for who, why, found, mistaken in ways
+        ]
+
+
+async def examine(
+    name: str, engine: Engine, plan: Plan, probes: Sequence[Probe], dtype: str
+) -> Answers:
+    """Asks an engine for everything that its comparisons need."""
+    given = [
+        ScoreRequest(
+            tokens_T=probe.tokens_T,
+            start=probe.start,
+            temperatures=(
+                probe.temperature, plan.other(probe.temperature), UNSCALED, probe.temperature**2,
+            ),
+        )
+        for probe in probes
+    ]  # fmt: skip
+    one_by_one = [
+        ScoreRequest(
+            tokens_T=probe.tokens_T,
+            start=max(probe.start, len(probe.tokens_T) - REFERENCE_POSITIONS),
+            temperatures=(probe.temperature,),
+        )
+        for probe in probes
+    ]
+    given_scores, reference_scores, pairs = await asyncio.gather(
+        engine.score(given), engine.decode_score(one_by_one), _pair_differences(engine, plan)
+    )
+    prefill, at_other, unscaled, twice = (
+        [score.logprobs_by_temperature[k] for score in given_scores] for k in range(4)
+    )
+    return Answers(
+        name=name,
+        dtype=dtype,
+        probes=probes,
+        prefill=prefill,
+        at_other=at_other,
+        unscaled=unscaled,
+        twice=twice,
+        reference=[score.logprobs_by_temperature[0] for score in reference_scores],
+        pairs=pairs,
+    )
+
+
+async def _pair_differences(engine: Engine, plan: Plan) -> dict[float, FloatArray]:
+    """log p(a) - log p(b) after each prompt, at the plan's temperatures and at T = 1."""
+    temperatures = (*plan.temperatures, UNSCALED)
+    requests = [
+        ScoreRequest(
+            tokens_T=np.append(prompt_T, token), start=len(prompt_T), temperatures=temperatures
+        )
+        for token_of_pair in (0, 1)
+        for prompt_T, token in zip(plan.prompts, plan.pairs[token_of_pair], strict=True)
+    ]
+    scores = await engine.score(requests)
+    logprobs_NK = np.array([score.logprobs_by_temperature for score in scores])[:, :, 0]
+    a_NK, b_NK = np.split(logprobs_NK, 2)
+    return dict(zip(temperatures, (a_NK - b_NK).T, strict=True))

@@ -1,0 +1,404 @@
+"""From checked settings to Ray actors: where `ray.remote` meets the plain classes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.rollout.evaluator import Evaluator
+from actors.rollout.inside_file import problems_inside
+from cluster.config.checks import RolloutInputs, SupervisedInputs
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.supervised import SupervisedConfig
+from cluster.handles.local_actor import LocalActor
+from cluster.hosts.learner_actor import (
+    LearnerActor,
+    LearnerFollower,
+    TrainingLoop,
+    build_policy_loop,
+    build_supervised_loop,
+    policy_losses,
+    supervised_losses,
+)
+from cluster.hosts.rollout_actor import RolloutActor, build_worker
+from cluster.placement.placement_groups import Placement
+from cluster.placement.roles import (
+    EVALUATOR,
+    LEARNER,
+    POLICY,
+    QUEUE,
+    REFERENCE,
+    ROLLOUT,
+    learner_title,
+    teacher_roles,
+    worker_title,
+)
+from cluster.placement.shared_storage import this_node
+from cluster.queue.group_queue import GroupQueue, WorkerEnd
+from cluster.queue.ledger import LedgerSettings
+from cluster.queue.queue_actor import GroupQueueActor
+from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.run_directory import RunDirectory
+from cluster.supervision.supervise import (
+    HEALTH_GROUP,
+    Role,
+    aside_whereabouts_call,
+    health_call,
+    ready_call,
+    whereabouts_call,
+)
+from cluster.weights.collective import own_address
+from cluster.weights.publisher import PushSettings
+from distill.delivery import TrainedGroups
+from distill.envs.base import EnvStream
+from learner.checkpoint import Checkpoint
+from learner.config import LearnerConfig
+from learner.group import Membership, open_store
+from learner.worker import LossFunction
+
+# A thread of its own for heartbeats, which a long call would keep waiting.
+_ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
+# Ray makes it again, and repeats what was asked of it.
+_LASTING = {"max_restarts": -1, "max_task_retries": -1}
+# Problems that a message names.
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerActors:
+    """The learner's workers. The leader is asked for everything; the others `serve` it.
+
+    `meeting_point` is where they find one another; it lasts as long as this object.
+    """
+
+    leader: Any
+    followers: list[Any]
+    meeting_point: TCPStore | None
+
+    @property
+    def all(self) -> list[Any]:
+        return [self.leader, *self.followers]
+
+
+class RolloutCast:
+    """Makes the actors of an opd or rl run, each as often as it is needed."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        inputs: RolloutInputs,
+        directory: RunDirectory,
+        device: str,
+        placement: Placement,
+    ) -> None:
+        self._config, self._inputs, self._directory = config, inputs, directory
+        self._device, self._placement = device, placement
+        self._make = maker(config)
+
+    def _here(self) -> dict[str, Any]:
+        return {} if self._config.local else here()
+
+    def queue(self, trained: TrainedGroups) -> GroupQueue:
+        """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
+        config = self._config
+        options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
+        settings = LedgerSettings(
+            groups_per_step=config.prompts_per_step,
+            max_staleness=config.max_staleness,
+            total_groups=config.steps * config.prompts_per_step,
+            lease_s=config.lease_s,
+            max_failures=config.max_group_failures,
+        )
+        actor = self._make(
+            GroupQueueActor, self._here() | options,
+            secrets.token_hex(8), self._directory.run_id, trained, settings,
+            str(self._directory.ledger),
+        )  # fmt: skip
+        return GroupQueue(actor, timeout_s=config.deadline_s)
+
+    @property
+    def queue_role(self) -> Role:
+        healing = not self._config.local  # Ray makes it again
+        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=healing)
+
+    def evaluator_role(self) -> Role:
+        config, inputs = self._config, self._inputs
+        inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
+        title = config.problems_title(config.eval_prompts or config.prompts)
+
+        def create(_index: int, attempt: int) -> Any:
+            options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
+            return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer, inside)
+
+        def last_words() -> str:
+            lines = [str(inputs.held_out.line(p)) for p in problems_inside(inside)]
+            more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            noun = "problem" if len(lines) == 1 else "problems"
+            named = f"{noun} {', '.join(lines[:_SHOWN])}{more} of {title}"
+            return f", in the code of {named}" if lines else ""
+
+        return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
+
+    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
+        """Rollout workers. Their engines are told to them by `update`, before they `run`."""
+        config, inputs = self._config, self._inputs
+        dataset = EnvStream(
+            inputs.train,
+            group_size=config.group_size,
+            seed=config.seed,
+            title=config.problems_title(config.prompts),
+        )
+
+        def create(index: int, attempt: int) -> Any:
+            build = partial(
+                build_worker,
+                policy=POLICY,
+                teachers=teacher_roles(config),
+                reference=REFERENCE if config.scored_by_reference else None,
+                models=dict.fromkeys(config.env.asks, REFERENCE),
+                top_k=config.objective().asked_of_teacher,
+                sink=WorkerEnd(queue, worker_title(index)),
+                dataset=dataset,
+                sampling=config.train_sampling(),
+                seed=config.seed,
+                max_groups=max_groups(),
+            )
+            placed = config.rollout_cpus > 0
+            options = self._placement.options(ROLLOUT, index) if placed else self._here()
+            options |= _ASIDE | {"name": self._name(ROLLOUT, index, attempt)}
+            return self._make(RolloutActor, options, build, config.deadline_s)
+
+        placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
+        return self._role(ROLLOUT, worker_title, create, placed=placed)
+
+    def policy_role(self, model: str) -> Role:
+        """`model` is what the first ones start from; those made again start as the student."""
+        config = self._config
+
+        def engine(log_path: str, attempt: int) -> EngineConfig:
+            start = config.student if attempt else model
+            return config.policy_engine(start, self._device, log_path)
+
+        return self._engine_role(POLICY, engine)
+
+    def scorer_roles(self) -> list[Role]:
+        """Teachers and the reference."""
+        config, roles = self._config, []
+        if isinstance(config, OpdConfig):
+            for name, role in teacher_roles(config).items():
+
+                def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
+                    return config.teacher_engine(name, self._device, log_path)
+
+                roles.append(self._engine_role(role, teacher))
+        if config.reference is not None:
+            roles.append(
+                self._engine_role(
+                    REFERENCE, lambda log_path, _: config.reference_engine(self._device, log_path)
+                )
+            )
+        return roles
+
+    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> Role:
+        def create(index: int, attempt: int) -> Any:
+            log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
+            made = engine(log_path, attempt)
+            options = self._placement.options(role, index)
+            options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
+            return self._make(made.engine_class, options, **made.arguments())
+
+        return self._role(
+            role,
+            lambda index: f"{role} engine {index}",
+            create,
+            heartbeat=health_call,
+            placed=partial(self._placement.ready, role),
+            gated=True,
+        )
+
+    def _role(
+        self,
+        name: str,
+        title: Callable[[int], str],
+        create: Callable[[int, int], Any] | None,
+        heartbeat: Callable[[Any], Any] = ready_call,
+        **changes: Any,
+    ) -> Role:
+        return Role(
+            name=name,
+            title=title,
+            create=create,
+            heartbeat=heartbeat,
+            introduction=aside_whereabouts_call if heartbeat is ready_call else whereabouts_call,
+            start_deadline_s=self._config.start_deadline_s,
+            **changes,
+        )
+
+    def _name(self, role: str, index: int, attempt: int) -> str:
+        again = f"-again-{attempt}" if attempt else ""
+        return self._directory.actor_name(f"{role}-{index}{again}")
+
+    def learners(
+        self,
+        resume_from: Checkpoint | None,
+        queue: GroupQueue,
+        policies: Mapping[str, Any],
+        attempt: int,
+    ) -> LearnerActors:
+        """The learner's workers, from the run's start or from a checkpoint."""
+        config, device, directory = self._config, self._device, self._directory
+        learner_config = config.learner(
+            config.student,
+            device,
+            resume_from=resume_from,
+            updates_per_step=config.objective().num_substeps,
+        )
+        build = partial(
+            build_policy_loop,
+            config=config,
+            learner_config=learner_config,
+            inputs=self._inputs,
+            queue=queue,
+            policies=policies,
+            push=PushSettings(
+                choice=config.weights,
+                served=choose_engine(config.engine) == "sglang",
+                device=device,
+                directory=str(directory.path / "weights"),
+                model=config.student,
+                temperature=config.temperature,
+                learner_dtype=choose_dtype(config.learner_dtype, device),
+                probe_every=config.probe_every,
+                timeout_s=config.deadline_s,
+            ),
+            store=directory.store,
+            resume_from=resume_from,
+            dump_dir=str(directory.path / "failed"),
+            trace_path=directory.trace,
+            rollouts=RolloutLog(directory.rollouts, config.keep_rollouts_every),
+        )
+        losses = partial(policy_losses, config, device)
+        return make_learners(
+            config, learner_config, build, losses, directory, self._placement, attempt
+        )
+
+
+def _anywhere(_index: int) -> bool:
+    return True
+
+
+def supervised_learners(
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    """The learner's workers of an sft or dpo run."""
+    learner_config = config.learner(config.model, device, resume_from=resume_from)
+    build = partial(
+        build_supervised_loop,
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        directory=directory,
+        resume_from=resume_from,
+    )
+    losses = partial(supervised_losses, config)
+    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
+
+
+def make_learners(
+    config: CommonConfig,
+    learner_config: LearnerConfig,
+    build: Callable[..., TrainingLoop],
+    losses: Callable[[], Sequence[LossFunction]],
+    directory: RunDirectory,
+    placement: Placement,
+    attempt: int,
+) -> LearnerActors:
+    """The leader, whose loop `build` makes of its membership, and the workers beside it.
+
+    The followers have been told to serve.
+    """
+    workers = config.learner_workers
+    meeting_point, memberships = None, [None] * workers
+    if workers > 1:
+        address = own_address(len(ray.nodes()) == 1)
+        meeting_point = open_store(address, config.deadline_s)
+        memberships = [
+            Membership(
+                address=address,
+                port=meeting_point.port,
+                rank=rank,
+                size=workers,
+                timeout_s=config.deadline_s,
+            )
+            for rank in range(workers)
+        ]
+
+    def options(rank: int) -> dict[str, Any]:
+        name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
+        return placement.options(LEARNER, rank) | _ASIDE | {"name": name}
+
+    make = maker(config)
+    actors = LearnerActors(
+        leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
+        followers=[
+            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank])
+            for rank in range(1, workers)
+        ],
+        meeting_point=meeting_point,
+    )
+    for worker in actors.followers:
+        worker.serve.remote()
+    return actors
+
+
+def learner_role(config: CommonConfig) -> Role:
+    """Of the supervisor's: the loss of one learner worker is the loss of all."""
+    return Role(
+        name=LEARNER,
+        title=learner_title,
+        create=None,
+        heartbeat=ready_call,
+        introduction=aside_whereabouts_call,
+        vital=True,
+        start_deadline_s=config.deadline_s,
+    )
+
+
+def maker(config: CommonConfig) -> Callable[..., Any]:
+    """Makes an actor: of a plain class, Ray's options, and the arguments of the class."""
+    return _in_this_process if config.local else _on_ray
+
+
+def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
+    own = dict(options)
+    groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
+    remote: Any = ray.remote
+    actor_class = remote(concurrency_groups=groups)(plain) if groups else remote(plain)
+    return actor_class.options(**own).remote(*arguments, **settings)
+
+
+def _in_this_process(
+    plain: type, _options: Mapping[str, Any], *arguments: Any, **settings: Any
+) -> LocalActor:
+    return LocalActor(plain, *arguments, **settings)
+
+
+def here() -> dict[str, Any]:
+    """Options of an actor that takes nothing, on the node of whoever asks."""
+    strategy = NodeAffinitySchedulingStrategy(this_node(), soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": strategy}

@@ -1,0 +1,206 @@
+"""Engines behind Ray, as the `Engine` that actors expect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.supervision.failures import reason_of
+from distill.engine import (
+    EngineInfo,
+    GenerateRequest,
+    Sample,
+    Score,
+    ScoreRequest,
+    WeightSource,
+)
+from distill.errors import EngineError, EngineLost
+
+logger = logging.getLogger(__name__)
+
+# An engine that failed is left alone for so long, unless there is a new one in its place, seconds.
+_REST_S = 5.0
+_POLL_S = 0.1
+# An engine that does not tell its queue within this is judged by what was sent there from here.
+_TELL_S = 0.2
+# Of the system's: workers must not choose alike, whatever seeds an environment sets.
+_RANDOM = random.SystemRandom()
+# Answers that are wrong (not those that never come) are asked for so many times.
+_TRIES = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """An engine of a pool: what is under way there, and until when it is left alone."""
+
+    handle: Any
+    load: int = 0
+    requests: int = 0
+    rests_until: float = 0.0
+
+    @contextmanager
+    def carrying(self, weight: int) -> Iterator[None]:
+        self.load += weight
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.load -= weight
+            self.requests -= 1
+
+
+class EnginePool:
+    """One `Engine` made of several identical ones.
+
+    Each request goes to the better of two random ones by their own queues, which hold what other
+    copies of this pool sent, too: the busiest of n is then O(log log n) above the mean
+    (Mitzenmacher 2001), and no order of engines favours the first.
+
+    A request whose engine is lost goes to another, and waits for one where there is none; so
+    engines may die, come back and join while requests are under way. Pickles.
+    """
+
+    def __init__(self, name: str, members: Mapping[str, Any], patience_s: float = 0) -> None:
+        """
+        Args:
+            name: of the pool in messages, `policy` say.
+            members: Ray actor handles of plain engine classes, by the name to call each.
+            patience_s: longest a request waits for an engine that answers; 0 tries each once.
+        """
+        self._name, self._patience_s = name, patience_s
+        self._members: dict[str, _Member] = {}
+        self._left: list[tuple[str, _Member]] = []  # with requests that were under way
+        self.update(members)
+
+    def update(self, members: Mapping[str, Any]) -> None:
+        """These engines and no others, from now on; requests under way stay where they are."""
+        old = self._members
+        self._members = {
+            name: old[name] if name in old and old[name].handle == handle else _Member(handle)
+            for name, handle in members.items()
+        }
+        kept = self._members.values()
+        self._left = [m for m in (*self._left, *old.items()) if m[1].requests and m[1] not in kept]
+
+    def each(self) -> dict[str, EnginePool]:
+        """Every engine by itself, for what must not be left to one of them (the handshake)."""
+        return {
+            name: EnginePool(name, {name: member.handle}) for name, member in self._members.items()
+        }
+
+    @property
+    def under_way(self) -> dict[str, int]:
+        """Requests under way, by engine; those at engines that have left the pool, too."""
+        counts = dict.fromkeys(self._members, 0)
+        for name, member in (*self._members.items(), *self._left):
+            counts[name] = counts.get(name, 0) + member.requests
+        return counts
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        return await self._send("generate", request.num_samples, request)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._send("score", len(requests), list(requests))
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        return await self._send("decode_score", len(requests), list(requests))
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        return max(
+            [
+                await member.handle.load_weights.remote(weights, version)
+                for member in self._members.values()
+            ]
+        )
+
+    async def info(self) -> EngineInfo:
+        return await self._send("info", 0)
+
+    async def health(self) -> int:
+        return await self._send("health", 0)
+
+    async def queue_length(self) -> int:
+        return sum([await member.handle.queue_length.remote() for member in self._members.values()])
+
+    async def abort(self) -> int:
+        return sum([await member.handle.abort.remote() for member in self._members.values()])
+
+    async def _send(self, method: str, weight: int, *arguments: Any) -> Any:
+        deadline = time.monotonic() + self._patience_s
+        tried: set[int] = set()
+        wrong = 0
+        error: Exception | None = None
+        while True:
+            member = await self._pick(tried, deadline, error)
+            try:
+                with member.carrying(weight):
+                    return await getattr(member.handle, method).remote(*arguments)
+            except (RayError, EngineError) as raised:
+                error = raised
+                if not _is_loss(raised):
+                    wrong += 1
+                    last = wrong == _TRIES or not self._patience_s
+                    if last or not isinstance(raised, EngineError):
+                        raise
+                logger.warning("%s: %s again (%s)", self._name, method, reason_of(raised))
+                tried.add(id(member))
+                if not self._patience_s and len(tried) == len(self._members):
+                    raise
+                if _is_loss(raised) or len(self._members) > 1:
+                    member.rests_until = time.monotonic() + _REST_S
+
+    async def _pick(self, tried: set[int], deadline: float, error: Exception | None) -> _Member:
+        """An engine that did not fail lately: the less busy one of two.
+
+        Raises:
+            EngineLost: there is none until the deadline.
+        """
+        while True:
+            now = time.monotonic()
+            # Without patience every engine is asked once, whatever became of it lately.
+            able = [
+                member
+                for member in self._members.values()
+                if (member.rests_until <= now if self._patience_s else id(member) not in tried)
+            ]
+            if able:
+                return await _less_busy(_RANDOM.sample(able, min(2, len(able))))
+            if now >= deadline:
+                last = "" if error is None else f"; the last said: {reason_of(error)}"
+                raise EngineLost(
+                    f"no {self._name} engine answered within {self._patience_s:.0f} s "
+                    f"({len(self._members)} in the pool){last}"
+                ) from error
+            await asyncio.sleep(_POLL_S)
+
+
+async def _less_busy(members: Sequence[_Member]) -> _Member:
+    """By the engines' own queues; unless both tell them in time, by what went there from here."""
+    if len(members) == 1:
+        return members[0]
+    told = await asyncio.gather(*map(_queue_length, members))
+    if None in told:
+        return min(members, key=lambda member: member.load)
+    return min(zip(told, members, strict=True), key=lambda pair: pair[0] or 0)[1]
+
+
+async def _queue_length(member: _Member) -> int | None:
+    """None if it does not say in time, or has died: the request itself will find that out."""
+    try:
+        async with asyncio.timeout(_TELL_S):
+            return await member.handle.queue_length.remote()
+    except (TimeoutError, RayError):
+        return None
+
+
+def _is_loss(error: Exception) -> bool:
+    """Whether the engine is gone, as opposed to having answered badly."""
+    return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)

@@ -1,0 +1,229 @@
+"""What the learner's actor hosts: a training loop, built where it will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import chz
+import torch
+
+from actors.config import choose_dtype
+from cluster.config.checks import RolloutInputs, SupervisedInputs
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.queue.group_queue import GroupQueue
+from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.run_directory import RunDirectory
+from cluster.weights.publisher import Publisher, PushSettings
+from distill.models.loading import resolve_device
+from distill.objective.batching import TrainingRow
+from distill.types import FloatArray
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig
+from learner.dpo import PreferenceLoss, with_reference
+from learner.group import Membership, WorkerGroup
+from learner.learner import Learner
+from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.supervised import RowStream, SupervisedLoop
+from learner.teachers import FrozenReference, LocalTeachers
+from learner.trace import Tracing
+from learner.worker import LearnerWorker, LossFunction, follow
+
+# Of supervised rows beside rollouts.
+SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
+
+
+class TrainingLoop(Protocol):
+    """What the learner's actor hosts."""
+
+    learner: Learner
+
+    def step(self, waited_s: float) -> dict[str, float]: ...
+
+    def save(self) -> Checkpoint: ...
+
+
+class LearnerFollower:
+    """Hosts a worker that does not lead: it holds its share of the model and takes orders."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        build_losses: Callable[[], Sequence[LossFunction]],
+        membership: Membership,
+    ) -> None:
+        losses = build_losses()
+        self._group = WorkerGroup(membership, resolve_device(config.device))
+        self._worker = LearnerWorker(config, losses, self._group)
+
+    def serve(self) -> None:
+        """Ends when the leader does, with an error."""
+        follow(self._worker, self._group)
+
+
+class LearnerActor:
+    """Hosts a training loop in an actor of its own; the loop is built there, by `build`."""
+
+    def __init__(self, build: Callable[[], TrainingLoop]) -> None:
+        self._loop = build()
+
+    def step(self, waited_s: float) -> dict[str, float]:
+        return self._loop.step(waited_s)
+
+    def save(self) -> Checkpoint:
+        return self._loop.save()
+
+    def publish(self) -> str:
+        """Returns how weights reach which engine."""
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        self._loop.publish()
+        return publisher.describe()
+
+    def admit(self, engines: Mapping[str, Any]) -> None:
+        """Hands the present weights to policy engines that join, and every later version."""
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        publisher.admit(engines, *self._loop.weights())
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """These policy engines leave."""
+        self._publisher().dismiss(names)
+
+    def settle(self) -> float | None:
+        """The last weight probe's gap."""
+        return self._publisher().settle()
+
+    def _publisher(self) -> Publisher:
+        assert isinstance(self._loop, PolicyLoop)
+        assert isinstance(self._loop.publisher, Publisher)
+        return self._loop.publisher
+
+    def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return self._loop.learner.logprobs(rows_D)
+
+    def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        """The same by the copy of a teacher that the learner holds (estimator=full)."""
+        assert isinstance(self._loop, PolicyLoop) and self._loop.teachers is not None
+        return self._loop.teachers.logprobs(name, rows_D)
+
+
+def build_policy_loop(
+    *,
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    queue: GroupQueue,
+    policies: Mapping[str, Any],
+    push: PushSettings,
+    store: CheckpointStore,
+    resume_from: Checkpoint | None,
+    dump_dir: str,
+    trace_path: Path,
+    rollouts: RolloutLog,
+    membership: Membership | None,
+) -> PolicyLoop:
+    """Builds, in the learner's actor, the loop of an opd or rl run."""
+    losses = policy_losses(config, learner_config.device)
+    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
+    supervised = None
+    if inputs.sft_rows_D:
+        stream = RowStream(
+            inputs.sft_rows_D,
+            batch_size=config.sft_batch_size or SFT_BATCH_SIZE,
+            seed=config.seed,
+        )
+        supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
+    loss = losses[0]
+    assert isinstance(loss, PolicyObjectiveLoss)
+    rollouts.rewind(resume_from.step if resume_from else 0)
+    return PolicyLoop(
+        learner=learner,
+        tokenizer=inputs.tokenizer,
+        source=queue,
+        publish=Publisher(policies, queue, push, learner.logprobs),
+        store=store,
+        loss=loss,
+        groups_per_step=config.prompts_per_step,
+        teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
+        supervised=supervised,
+        # What an engine holds: rounding to it here is the same, and half the bytes.
+        push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
+        trace=Tracing(step=config.trace_step, path=trace_path),
+        keep=rollouts.keep,
+        base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
+        resume_from=resume_from,
+    )
+
+
+def policy_losses(config: RolloutConfig, device: str) -> tuple[LossFunction, ...]:
+    """The losses of an opd or rl run, with the teachers of estimator=full; on every worker."""
+    objective = config.objective()
+    teachers = None
+    if objective.estimator == "full":
+        teachers = LocalTeachers(
+            {name: teacher.model for name, teacher in config.teacher_models().items()},
+            dtype=getattr(torch, choose_dtype(config.dtype, device)),
+            device=device,
+        )
+    return PolicyObjectiveLoss(objective=objective, teachers=teachers), mixed_loss
+
+
+def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
+    """The loss of an sft or dpo run."""
+    if isinstance(config, DpoConfig):
+        return (PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef),)
+    return (cross_entropy_loss,)
+
+
+def reference_logprobs(
+    config: DpoConfig, learner: Learner, learner_config: LearnerConfig, *, resumed: bool
+) -> Callable[[Sequence[TrainingRow]], list[FloatArray]]:
+    """DPO's reference: by all workers where it is the learner's own model, else a frozen copy.
+
+    A copy is loaded when it is first asked, and only on the leader.
+    """
+    if config.reference is None and learner_config.lora is not None:
+        return learner.base_logprobs
+    if config.reference is None and not resumed:  # before its first step
+        return learner.logprobs
+    reference = chz.replace(learner_config, model=config.reference or config.model, lora=None)
+    copy = cache(lambda: FrozenReference(reference))
+    return lambda rows_D: copy().logprobs(rows_D)
+
+
+def build_supervised_loop(
+    *,
+    config: SupervisedConfig,
+    learner_config: LearnerConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    resume_from: Checkpoint | None,
+    membership: Membership | None,
+) -> SupervisedLoop:
+    """Builds, in the learner's actor, the loop of an sft or dpo run."""
+    dump_dir = str(directory.path / "failed")
+    losses = supervised_losses(config)
+    learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
+    rows_D, rows_per_unit = inputs.rows_D, 1
+    if isinstance(config, DpoConfig):
+        compute = reference_logprobs(
+            config, learner, learner_config, resumed=resume_from is not None
+        )
+        rows_D = with_reference(rows_D, directory.path / "reference_logprobs.npz", compute)
+        rows_per_unit = 2
+    return SupervisedLoop(
+        learner=learner,
+        tokenizer=inputs.tokenizer,
+        stream=RowStream(
+            rows_D, batch_size=config.batch_size, seed=config.seed, rows_per_unit=rows_per_unit
+        ),
+        loss=losses[0],
+        store=directory.store,
+        trace=Tracing(step=config.trace_step, path=directory.trace),
+        resume_from=resume_from,
+    )

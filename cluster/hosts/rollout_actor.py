@@ -1,0 +1,108 @@
+"""What a rollout worker's actor hosts: the worker, its pools of engines, and the driver's end.
+
+Such actors are many, and start while a run waits for them: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.rollout.worker import RolloutWorker, Stage
+from cluster.hosts.engine_pool import EnginePool
+
+# Handles by engine, by pool.
+Roster = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUnderWay:
+    """A group at a worker: where it has been for how long."""
+
+    group_id: int
+    stage: Stage
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """What a worker is doing. `requests` are those under way, by engine."""
+
+    groups: tuple[GroupUnderWay, ...]
+    requests: Mapping[str, int]
+    max_groups: int
+
+
+class RolloutActor:
+    """Hosts a `RolloutWorker` in an actor of its own."""
+
+    def __init__(
+        self, build: Callable[[Mapping[str, EnginePool]], RolloutWorker], patience_s: float
+    ) -> None:
+        """
+        Args:
+            build: makes the worker of its pools, by name; it knows which there are.
+            patience_s: longest a request waits for an engine that answers.
+        """
+        self._pools = _Pools(patience_s)
+        self._worker = build(self._pools)
+
+    async def run(self) -> None:
+        """Works until the queue closes or the worker is drained."""
+        await self._worker.run()
+
+    async def update(self, roster: Roster, max_groups: int, epoch: int) -> None:
+        """The engines that serve now, the most groups under way, and the queue's present epoch."""
+        for name, members in roster.items():
+            self._pools[name].update(members)
+        self._worker.max_groups = max_groups
+        self._worker.forget(epoch)
+
+    async def drain(self) -> None:
+        self._worker.drain()
+
+    async def status(self) -> WorkerStatus:
+        now = time.monotonic()
+        requests: dict[str, int] = {}
+        for pool in self._pools.values():
+            requests |= pool.under_way
+        return WorkerStatus(
+            groups=tuple(
+                GroupUnderWay(group.lease.group_id, group.stage, now - group.since)
+                for group in self._worker.under_way
+            ),
+            requests=requests,
+            max_groups=self._worker.max_groups,
+        )
+
+
+def build_worker(
+    pools: Mapping[str, EnginePool],
+    *,
+    policy: str,
+    teachers: Mapping[str, str],
+    reference: str | None,
+    models: Mapping[str, str],
+    **settings: Any,
+) -> RolloutWorker:
+    """In the worker's actor. `policy`, `reference` and the values of the others name pools."""
+    return RolloutWorker(
+        policy=pools[policy],
+        teachers={name: pools[role] for name, role in teachers.items()},
+        reference=None if reference is None else pools[reference],
+        models={name: pools[role] for name, role in models.items()},
+        **settings,
+    )
+
+
+class _Pools(dict[str, EnginePool]):
+    """Pools by name, each made when it is first asked for."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+
+    def __missing__(self, name: str) -> EnginePool:
+        self[name] = pool = EnginePool(name, {}, self._patience_s)
+        return pool

@@ -1,0 +1,1 @@
+"""Finished runs, read: audit, report, pictures, rollouts as data."""

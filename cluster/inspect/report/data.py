@@ -1,0 +1,262 @@
+"""What a report says of a run: facts, evaluations, curves and kept rollouts, ready for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
+from cluster.run_files.rollouts import KeptGroup, KeptSegment
+from distill.chat.token_text import token_texts
+from distill.errors import CheckpointError
+
+# Titles of charts, and what they show: metrics with their labels, or a family by its prefix.
+_CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
+    (
+        "Reverse KL per token, nats",
+        {"opd/reverse_kl": "to q at T", "opd/reverse_kl_vs_q1": "to q at 1"},
+    ),
+    ("Reverse KL by turn", "opd/reverse_kl/turn="),
+    ("Reverse KL by teacher", "opd/reverse_kl/teacher="),
+    ("Reverse KL by tag", "opd/reverse_kl/tag="),
+    ("Reward", {"reward/mean": "mean"}),
+    ("Reward by teacher", "reward/mean/teacher="),
+    ("Reward by tag", "reward/mean/tag="),
+    ("Eval accuracy", {"eval/accuracy": "mean"}),
+    ("Eval pass@k", "eval/pass@"),
+    ("Eval majority@k", "eval/majority@"),
+    ("Eval reverse KL, nats", {"eval/reverse_kl": "to q at T"}),
+    ("Eval response length", {"eval/response_length": "mean"}),
+    ("Eval share that ends", {"eval/eos_share": "mean"}),
+    ("Loss", {"train/loss": "mean"}),
+    ("Cross-entropy, nats", {"train/nll": "mean", "sft/nll": "supervised rows"}),
+    ("Log-prob gap, nats", {"train/logprob_gap": "server to learner"}),
+    ("Entropy, nats", {"train/entropy": "mean"}),
+    ("Gradient norm", {"train/grad_norm": "before clipping"}),
+    ("Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "max"}),
+    ("Response length, tokens", {"rollout/response_length": "mean"}),
+    ("Turns and segments", {"rollout/turns": "turns", "rollout/segments": "segments"}),
+    ("Why episodes end", "rollout/stop/"),
+    ("Tokens a second", {"tokens_per_s": "trained"}),
+)
+# What an environment measures is its own affair: a chart each, named as it names them.
+_OWN = "env/"
+# Drawn beside the value where a run has them.
+_LOW, _HIGH = "_low", "_high"
+# Longer runs are drawn by means of as many steps as it takes.
+_MAX_POINTS = 1000
+
+
+def report_data(run: Run, groups: int) -> dict[str, Any]:
+    """All that the page shows; at most so many of the kept groups, spread evenly over the run."""
+    tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
+    return {
+        "title": f"{run.recipe} {run.out.resolve().name}",
+        "facts": facts(run),
+        "evaluations": evaluations(run),
+        "charts": charts(run),
+        "kept": len(run.groups),
+        "note": complaint if run.groups else why_no_rollouts(run),
+        "groups": [group_data(group, tokenizer) for group in spread(run.groups, groups)],
+    }
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """The head of the page: what was run, and how it ended."""
+    settings, done = run.settings, int(run.metrics[-1]["step"])
+    teachers = settings.get("teachers") or {}
+    found = {
+        "recipe": run.recipe,
+        "status": run.summary.get("status", "running, or ended without a word"),
+        "reason": run.summary.get("reason"),
+        "steps": f"{done} of {settings['steps']}" if "steps" in settings else str(done),
+        "student": settings.get("student") or settings.get("model"),
+        "teacher": settings.get("teacher")
+        or ", ".join(f"{name}: {each['model']}" for name, each in teachers.items()),
+        "temperature": settings.get("temperature"),
+        "prompts": settings.get("prompts") or settings.get("data"),
+        "a step": _step_size(settings),
+        "learning rate": settings.get("lr"),
+        "trained tokens": run.summary.get("train_tokens"),
+        "directory": str(run.out.resolve()),
+    }
+    return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _step_size(settings: Mapping[str, Any]) -> str | None:
+    if "prompts_per_step" in settings and "group_size" in settings:
+        return f"{settings['prompts_per_step']} prompts x {settings['group_size']} samples"
+    return f"{settings['batch_size']} rows" if "batch_size" in settings else None
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def evaluations(run: Run) -> dict[str, Any] | None:
+    """A table of the first evaluation, the last, and the teachers'; None without any.
+
+    A cell is the value, and its interval's ends where there is one.
+    """
+    by_name = {
+        name.removeprefix("eval "): values
+        for name, values in run.summary.items()
+        if name.startswith("eval ") and isinstance(values, dict)
+    }
+    columns = [name for name in ("before", "after") if name in by_name]
+    columns += [name for name in by_name if not name.startswith("step ") and name not in columns]
+    metrics = dict.fromkeys(
+        metric
+        for name in columns
+        for metric in by_name[name]
+        if metric.startswith("eval/") and not metric.endswith((_LOW, _HIGH))
+    )
+    if not metrics:
+        return None
+    rows = [
+        [metric.removeprefix("eval/"), *(_cell(by_name[name], metric) for name in columns)]
+        for metric in metrics
+    ]
+    return {"columns": columns, "rows": rows}
+
+
+def _cell(values: Mapping[str, Any], metric: str) -> list[float] | None:
+    if _number(values, metric) is None:
+        return None
+    names = (metric, metric + _LOW, metric + _HIGH)
+    return [value for name in names if (value := _number(values, name)) is not None]
+
+
+def _number(values: Mapping[str, Any], name: str) -> float | None:
+    """Rounded to what a reader sees; None if it is absent, or not finite."""
+    value = values.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")
+
+
+def charts(run: Run) -> list[dict[str, Any]]:
+    """Charts with their lines; what the run lacks is left out."""
+    rows = list(_with_evaluations(run))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    made = []
+    own = ((name, {name: "mean"}) for name in names if name.startswith(_OWN))
+    for title, shown in (*_CHARTS, *own):
+        if isinstance(shown, str):
+            family = [name for name in names if name.startswith(shown)]
+            shown = {name: name.removeprefix(shown) for name in sorted(family, key=_natural)}
+        lines = [line for name, label in shown.items() if (line := _line(rows, name, label))]
+        if lines:
+            made.append({"title": title, "lines": lines})
+    return made
+
+
+def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
+    """The metrics of every step; those of the evaluations before the first and after the last."""
+    before, after = run.summary.get("eval before"), run.summary.get("eval after")
+    if isinstance(before, dict):
+        yield {**before, "step": 0}
+    yield from run.metrics
+    last = run.metrics[-1]
+    if isinstance(after, dict) and not after.keys() & last.keys():
+        yield {**after, "step": last["step"]}
+
+
+def _natural(name: str) -> tuple[str, float]:
+    head, _, tail = name.rpartition("=" if "=" in name else "@")
+    return (head, float(tail)) if tail.isdecimal() else (name, 0.0)
+
+
+def _line(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str, Any] | None:
+    found = [row for row in rows if _number(row, name) is not None]
+    if not found:
+        return None
+    ends = {
+        end: _thinned([_number(row, name + suffix) for row in found])
+        for end, suffix in (("low", _LOW), ("high", _HIGH))
+        if all(_number(row, name + suffix) is not None for row in found)
+    }
+    return {
+        "label": label,
+        "steps": _thinned([_number(row, "step") for row in found]),
+        "values": _thinned([_number(row, name) for row in found]),
+        **ends,
+    }
+
+
+def _thinned(values: Sequence[float | None]) -> list[float]:
+    known = [value for value in values if value is not None]
+    each = math.ceil(len(known) / _MAX_POINTS)
+    if each < 2:
+        return known
+    chunks = [known[i : i + each] for i in range(0, len(known), each)]
+    return [float(f"{sum(chunk) / len(chunk):.5g}") for chunk in chunks]
+
+
+def spread(groups: Sequence[KeptGroup], number: int) -> list[KeptGroup]:
+    """At most so many of the groups, the first and the last among them, at even distances."""
+    if len(groups) <= number:
+        return list(groups)
+    if number == 1:
+        return [groups[-1]]
+    return [groups[round(i * (len(groups) - 1) / (number - 1))] for i in range(number)]
+
+
+def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """The group with the texts of its tokens."""
+    special = set() if tokenizer is None else _special_ids(tokenizer)
+    return {
+        "step": group.step,
+        "group": group.group_id,
+        "version": group.version,
+        "teacher": group.teacher,
+        "tag": group.tag,
+        "temperature": group.temperature,
+        "metrics": _finite(group.metrics),
+        "members": [
+            {
+                "reward": _number({"reward": member.reward}, "reward"),
+                "stop": member.stop_reason,
+                "metrics": _finite(member.metrics),
+                "segments": [_segment(segment, tokenizer, special) for segment in member.segments],
+            }
+            for member in group.trajectories_G
+        ],
+    }
+
+
+def _segment(
+    segment: KeptSegment, tokenizer: PreTrainedTokenizerBase | None, special: set[int]
+) -> dict[str, Any]:
+    ids = list(segment.tokens_T)
+    return {
+        "ids": ids,
+        "texts": None if tokenizer is None else token_texts(tokenizer, ids),
+        "special": [t for t, token in enumerate(ids) if token in special],
+        "actions": segment.actions,
+        "student": segment.behaviour_logprobs_N,
+        "teacher": segment.teacher_logprobs_N,
+        "versions": segment.versions_N,
+        "advantages": segment.advantages_N,
+        "bonuses": segment.bonuses_N,
+    }
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name in metrics if (value := _number(metrics, name)) is not None}
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+
+def _tokenizer(run: Run) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """The run's tokenizer, or what to tell the reader of token ids."""
+    try:
+        return run_tokenizer(run), None
+    except CheckpointError as error:
+        return None, f"Tokens are shown by their ids: {error}."

@@ -1,0 +1,101 @@
+"""What a run wrote, read back: its settings, its metrics, its kept rollouts and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.jsonl_log import read_lines
+from cluster.run_files.rollouts import KeptGroup, read_rollouts
+from distill.errors import CheckpointError, ConfigError, DataError
+from distill.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run wrote. `settings` and `summary` are empty where it did not."""
+
+    out: Path
+    recipe: str
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    groups: Sequence[KeptGroup]
+
+
+def read_run(out: Path) -> Run:
+    """The run in `out`, finished or not.
+
+    Raises:
+        ConfigError: there is no such directory.
+        DataError: it has made no step, or something in it cannot be read.
+    """
+    if not out.is_dir():
+        raise ConfigError(f"out={out} is not a directory; give a run's directory")
+    metrics = read_lines(out / "metrics.jsonl", {"step"})
+    if not metrics:
+        raise DataError(
+            f"out={out} holds no metrics.jsonl with anything in it; give the directory of a run "
+            "that has made a step"
+        )
+    written, summary = _object(out / "config.json"), _object(out / "summary.json")
+    settings = written.get("settings")
+    return Run(
+        out=out,
+        recipe=str(written.get("recipe", "unknown")),
+        settings=settings if isinstance(settings, dict) else {},
+        summary=summary,
+        metrics=metrics,
+        groups=read_rollouts(out / "rollouts.jsonl"),
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); remove the file") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is no JSON object; remove the file")
+    return found
+
+
+def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
+    """The tokenizer that the run's token ids are of: beside its final weights, or the student's.
+
+    Raises:
+        CheckpointError: there is none, or none that can be read.
+    """
+    final, student = run.out / "final", run.settings.get("student")
+    tried = [str(final)] if final.is_dir() else []
+    tried += [student] if isinstance(student, str) else []
+    complaints = []
+    for path in tried:
+        try:
+            return load_tokenizer(path)
+        except CheckpointError as error:
+            complaints.append(str(error))
+    raise CheckpointError(
+        "; ".join(complaints)
+        or "the run's directory has no final/ yet and its config.json names no student"
+    )
+
+
+def why_no_rollouts(run: Run) -> str:
+    """What a reader without rollouts is told."""
+    if run.recipe in ("sft", "dpo"):
+        return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."
+    if run.settings.get("keep_rollouts_every") == 0:
+        return (
+            "This run kept no rollouts: keep_rollouts_every=0. Give keep_rollouts_every=10, say: "
+            "the same command resumes a run with another value."
+        )
+    return (
+        "This run kept no rollouts: there is no rollouts.jsonl in its directory, or nothing in it. "
+        "A run with keep_rollouts_every=N keeps the first group of every Nth step that trains."
+    )

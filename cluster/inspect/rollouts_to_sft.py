@@ -1,0 +1,170 @@
+"""`python -m cluster.rollouts_to_sft out=RUN data=FILE.jsonl`: kept rollouts for recipe=sft.
+
+Rejection sampling: of the rollouts that the run kept (keep_rollouts_every), the trajectories that
+earned `min_reward` are written down, to be learnt by imitation. Each of their segments is a row,
+
+    {"tokens": [...], "loss_mask": [[12, 40]], "tokenizer": "6b1f...", "text": "...",
+     "reward": 1.0, "step": 11, "group": 320}
+
+with the very ids that the policy saw and sampled: nothing is encoded again, and every sampled token
+is trained behind the context that it was sampled in. `only=condensed` takes the trajectories of
+several segments, such as readings of a long document whose every turn stands in a context of its
+own. `text`, `reward`, `step` and `group` are for people; recipe=sft does not read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+from rich.console import Console
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.command import run_command
+from cluster.inspect.report.run_files import Run, read_run, run_tokenizer, why_no_rollouts
+from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
+from distill.chat.token_text import decode
+from distill.errors import CheckpointError, ConfigError, DataError
+from distill.tokenizer import fingerprint
+
+
+@chz.chz
+class RolloutsToSftConfig:
+    """Turns a run's kept rollouts into rows for recipe=sft."""
+
+    out: str = chz.field(doc="the run's directory")
+    data: str = chz.field(doc="the file to write, .jsonl; one that is there already is replaced")
+    min_reward: float = chz.field(
+        default=1.0, doc="what a trajectory must have earned; kept rewards have four digits"
+    )
+    only: Literal["all", "condensed"] = chz.field(
+        default="all", doc="all, or condensed: only trajectories of more than one segment"
+    )
+
+    @chz.validate
+    def _data_is_jsonl(self) -> None:
+        if Path(self.data).suffix != ".jsonl":
+            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object a line")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Taken:
+    """A trajectory that qualifies, and the group that it was kept with."""
+
+    group: KeptGroup
+    member: KeptTrajectory
+
+
+def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
+    """Reads the run and writes the file.
+
+    Raises:
+        ConfigError: no such run, or the file cannot be written.
+        DataError: the run kept no rollouts, none of them qualifies, or they cannot be read.
+        CheckpointError: the run's tokenizer is gone.
+    """
+    run, data = read_run(Path(config.out)), Path(config.data)
+    if data.resolve() == (run.out / "rollouts.jsonl").resolve():
+        raise ConfigError(f"data={data} holds the rollouts themselves; name another file")
+    taken = _qualifying(run, config)
+    rows = list(_rows(taken, _tokenizer(run)))
+    _write(data, rows)
+    console.print(_summary(run, taken, rows, data), highlight=False, markup=False)
+
+
+def _qualifying(run: Run, config: RolloutsToSftConfig) -> list[_Taken]:
+    if not run.groups:
+        raise DataError(f"out={run.out}: {why_no_rollouts(run)}")
+    least_segments = 2 if config.only == "condensed" else 1
+    long = [
+        _Taken(group=group, member=member)
+        for group in run.groups
+        for member in group.trajectories_G
+        if len(member.segments) >= least_segments
+    ]
+    if not long:
+        raise DataError(
+            f"out={run.out}: none of {_number_kept(run)} kept trajectories has more than one "
+            "segment; leave out only=condensed"
+        )
+    taken = [each for each in long if each.member.reward >= config.min_reward]
+    if not taken:
+        best = max(each.member.reward for each in long)
+        raise DataError(
+            f"out={run.out}: none of {len(long)} kept trajectories has a reward of at least "
+            f"min_reward={config.min_reward:g}, and the highest is {best:g}; lower min_reward"
+        )
+    return taken
+
+
+def _number_kept(run: Run) -> int:
+    return sum(len(group.trajectories_G) for group in run.groups)
+
+
+def _tokenizer(run: Run) -> PreTrainedTokenizerBase:
+    try:
+        return run_tokenizer(run)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"out={run.out}: whose token ids these are cannot be told: {error}; put the tokenizer "
+            "that the run used where it was"
+        ) from error
+
+
+def _rows(taken: Sequence[_Taken], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    """A row a segment. What was sampled twice in the same way is one row, the first."""
+    vocab_hash = fingerprint(tokenizer).vocab_hash
+    written: set[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = set()
+    for each in taken:
+        for segment in each.member.segments:
+            key = (tuple(segment.tokens_T), tuple(segment.actions))
+            if key in written:
+                continue
+            written.add(key)
+            yield {
+                **_trained(segment),
+                "tokenizer": vocab_hash,
+                "text": decode(tokenizer, list(segment.tokens_T)),
+                "reward": each.member.reward,
+                "step": each.group.step,
+                "group": each.group.group_id,
+            }
+
+
+def _trained(segment: KeptSegment) -> dict[str, Any]:
+    return {"tokens": list(segment.tokens_T), "loss_mask": [list(run) for run in segment.actions]}
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"data={path} cannot be written: {error}") from error
+
+
+def _summary(run: Run, taken: Sequence[_Taken], rows: Sequence[dict[str, Any]], data: Path) -> str:
+    tokens = sum(len(row["tokens"]) for row in rows)
+    trained = sum(stop - start for row in rows for start, stop in row["loss_mask"])
+    duplicates = sum(len(each.member.segments) for each in taken) - len(rows)
+    left_out = f" ({duplicates} duplicates left out)" if duplicates else ""
+    return (
+        f"{len(taken)} of {_number_kept(run)} kept trajectories are in {data}: {len(rows)} rows"
+        f"{left_out}, {tokens:,} tokens, {trained:,} of them trained"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(RolloutsToSftConfig, rollouts_to_sft, argv)

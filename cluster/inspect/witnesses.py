@@ -1,0 +1,86 @@
+"""What else in `out/` tells of a run's steps: config.json, metrics.jsonl and the checkpoints.
+
+Each is written by another process than the ledger's, so a ledger that is another run's, lacks its
+end, or was edited is contradicted by them. What is missing contradicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from cluster.jsonl_log import read_lines
+from distill.delivery import TrainedGroups
+from distill.errors import DataError
+from learner.checkpoint import CheckpointStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witnesses:
+    """What they say.
+
+    Attributes:
+        run_id: config.json's; "" where there is none.
+        ends: the watermark after each step, by metrics.jsonl.
+        saved: what the weights of each checkpoint account for, by step.
+    """
+
+    run_id: str
+    ends: Mapping[int, int]
+    saved: Mapping[int, TrainedGroups]
+
+    @classmethod
+    def beside(cls, journal: Path) -> Witnesses:
+        """Of the directory that the journal is in.
+
+        Raises:
+            DataError, CheckpointError: one of them is unreadable.
+        """
+        out = journal.parent
+        metrics = read_lines(out / "metrics.jsonl", {"step"})
+        checkpoints = CheckpointStore(out / "checkpoints", keep=1).complete()
+        return cls(
+            run_id=_run_id(out / "config.json"),
+            ends={m["step"]: m["groups/last"] + 1 for m in metrics if "groups/last" in m},
+            saved={each.step: TrainedGroups.from_json(each.delivery) for each in checkpoints},
+        )
+
+    def contradict(
+        self, run_id: str, ends: Mapping[int, int], set_aside: Mapping[int, str]
+    ) -> Iterator[str]:
+        """Complaints of a ledger that says otherwise.
+
+        Args:
+            run_id: the ledger's; "" if it does not say.
+            ends: the watermark after each step, by the ledger.
+            set_aside: ids that its steps did not train, and why.
+        """
+        if run_id and self.run_id and run_id != self.run_id:
+            yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"
+        for step, end in self.ends.items():
+            if ends.get(step) != end:
+                yield _otherwise(f"metrics.jsonl: step {step} ends", end, ends.get(step))
+        for step, trained in self.saved.items():
+            end = ends.get(step)
+            if end != trained.watermark:
+                yield _otherwise(
+                    f"the checkpoint of step {step} accounts for groups", trained.watermark, end
+                )
+            elif trained.set_aside != {i: r for i, r in set_aside.items() if i < trained.watermark}:
+                yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
+
+
+def _otherwise(what: str, end: int, ledgers: int | None) -> str:
+    knows = "knows no such step" if ledgers is None else f"says below {ledgers}"
+    return f"{what} below {end}, and the ledger {knows}"
+
+
+def _run_id(config: Path) -> str:
+    try:
+        written = orjson.loads(config.read_bytes()) if config.is_file() else {}
+        return written.get("run_id", "")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{config} is unreadable: {error}") from error

@@ -1,0 +1,319 @@
+"""Where a run's actors go: a bundle of resources for each, reserved before any of them is created.
+
+    placement = Placement(roles, strategy="pack", name=...)
+    placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
+    actor_class.options(**placement.options("policy", 0))  into its bundle
+    index = placement.add("policy")                        one more, perhaps on a node to come
+    placement.ready("policy", index)
+    placement.remove("policy", index)
+    placement.release()
+
+A member that restarts goes back into its bundle. Ray moves the bundles of a lost node to another
+node that has room, and restarts their members there. Between the loss and Ray's noticing it, a new
+member would be sent to the dead node, and die with it: give it restarts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement.connect import autoscales
+from distill.errors import ConfigError
+
+Strategy = Literal["pack", "spread"]
+Resources = Mapping[str, float]
+
+_POLL_S = 0.5
+# Between two of `say`'s lines while nothing changes, seconds.
+_SAY_EVERY_S = 10.0
+# Resources are multiples of a ten-thousandth in Ray; sums of floats are not.
+_CLOSE = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them."""
+
+    name: str
+    count: int
+    resources: Resources
+
+    @property
+    def needed(self) -> dict[str, float]:
+        return {name: amount for name, amount in self.resources.items() if amount}
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.count} x {describe(self.resources)})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A bundle of a group."""
+
+    group: PlacementGroup
+    bundle: int
+
+
+class Placement:
+    """The bundles of one run.
+
+    A role's initial members are placed together: all or none. They are packed on few nodes, or
+    spread over many; either is a wish that Ray fulfils as far as there is room. Roles in `colocate`
+    share bundles: their members of one index are on one node.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        *,
+        strategy: Strategy,
+        colocate: Sequence[str] = (),
+        name: str,
+    ) -> None:
+        self._roles = {role.name: role for role in roles}
+        unknown = [role for role in colocate if role not in self._roles]
+        assert len(self._roles) == len(roles) and not unknown, (list(self._roles), unknown)
+        self._strategy = strategy.upper()
+        self._colocate = [role.name for role in roles if role.name in colocate and role.needed]
+        self._name = name
+        self._groups: dict[str, PlacementGroup] = {}
+        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._next_index = {role.name: role.count for role in roles}
+
+    def reserve(
+        self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
+    ) -> None:
+        """Reserves every initial member's bundle.
+
+        `say` gets a line about what is waited for; `poll` is called twice a second and may raise.
+        Nothing stays reserved unless all is.
+
+        Raises:
+            ConfigError: the cluster can never hold the roles, or did not within the deadline.
+        """
+        try:
+            self._require_possible()
+            for name, bundles in self._planned().items():
+                self._groups[name] = self._create(name, bundles)
+            self._take_seats()
+            self._wait(deadline_s, say, poll)
+        except BaseException:
+            self.release()
+            raise
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """For `actor_class.options`: what the member takes, and its bundle."""
+        resources = dict(self._roles[role].resources)
+        options: dict[str, Any] = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+        }
+        if resources:
+            options["resources"] = resources
+        if self._roles[role].needed:
+            seat = self._seats[role, index]
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=seat.group, placement_group_bundle_index=seat.bundle
+            )
+        return options
+
+    def add(self, role: str) -> int:
+        """One more member, in a group of its own, which is not waited for; returns its index."""
+        index = self._next_index[role]
+        self._next_index[role] += 1
+        if needed := self._roles[role].needed:
+            name = f"{role}-{index}"
+            self._groups[name] = self._create(name, [needed])
+            self._seats[role, index] = _Seat(self._groups[name], 0)
+        return index
+
+    def ready(self, role: str, index: int) -> bool:
+        """Whether the member's bundle has a node; a lost node's has none until it is moved."""
+        if not self._roles[role].needed:
+            return True
+        seat = self._seats.get((role, index))
+        return seat is not None and _is_placed(seat.group, seat.bundle)
+
+    def nodes(self, *roles: str) -> list[str]:
+        """Ids of the nodes that hold bundles of these roles."""
+        found: set[str] = set()
+        for (role, _), seat in self._seats.items():
+            if role in roles:
+                nodes = placement_group_table(seat.group)["bundles_to_node_id"]
+                found |= {nodes[seat.bundle]} - {""}
+        return sorted(found)
+
+    def remove(self, role: str, index: int) -> None:
+        """Frees an added member's bundle, and kills the member if it still runs there.
+
+        A role's initial members share a group, and Ray frees groups only whole: their bundles stay
+        reserved until `release`, and `options` puts a later member of the same index there again.
+        """
+        if (group := self._groups.pop(f"{role}-{index}", None)) is not None:
+            del self._seats[role, index]
+            remove_placement_group(group)
+
+    def release(self) -> None:
+        """Frees everything, and kills what still runs there."""
+        groups, self._groups = self._groups, {}
+        self._seats.clear()
+        for group in groups.values():
+            remove_placement_group(group)
+
+    def _create(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+        return placement_group(bundles, strategy=self._strategy, name=f"{self._name}/{name}")
+
+    def _planned(self) -> dict[str, list[dict[str, float]]]:
+        """Bundles of the initial members, by group."""
+        planned: dict[str, list[dict[str, float]]] = {}
+        for role in self._roles.values():
+            if role.count and role.needed and role.name not in self._colocate:
+                planned[role.name] = [role.needed] * role.count
+        together = [self._roles[name] for name in self._colocate]
+        most = max((role.count for role in together), default=0)
+        if most:
+            planned["+".join(self._colocate)] = [
+                _sum(role.needed for role in together if i < role.count) for i in range(most)
+            ]
+        return planned
+
+    def _take_seats(self) -> None:
+        shared = self._groups.get("+".join(self._colocate)) if self._colocate else None
+        for role in self._roles.values():
+            if not role.needed:
+                continue
+            group = shared if role.name in self._colocate else self._groups.get(role.name)
+            for index in range(role.count):
+                assert group is not None
+                self._seats[role.name, index] = _Seat(group, index)
+
+    def _wait(
+        self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
+    ) -> None:
+        started = time.monotonic()
+        said_at, said = float("-inf"), ""
+        while unplaced := [name for name, group in self._groups.items() if not _is_placed(group)]:
+            poll()
+            waited = time.monotonic() - started
+            line = f"waiting for {self._who(unplaced)}: {_what_there_is()}"
+            if waited > deadline_s:
+                raise ConfigError(
+                    f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
+                    "each, add nodes, wait until others have ended, or raise the deadline"
+                )
+            if line != said or waited - said_at >= _SAY_EVERY_S:
+                say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
+                said_at, said = waited, line
+            time.sleep(_POLL_S)
+
+    def _who(self, groups: Iterable[str]) -> str:
+        """Roles of these groups, with what they need."""
+        shared = "+".join(self._colocate)
+        names: list[str] = []
+        for group in groups:
+            names += self._colocate if group == shared else [group]
+        return ", ".join(str(self._roles[name]) for name in names)
+
+    def _require_possible(self) -> None:
+        """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""
+        planned = self._planned()
+        nodes = [node["Resources"] for node in _nodes()]
+        lacking = _lacking(planned, nodes)
+        if not lacking or autoscales():
+            return
+        who = self._who(planned if lacking == list(planned) else lacking)
+        raise ConfigError(
+            f"the Ray cluster cannot hold {who}: {_what_there_is()}, and it has no autoscaler. "
+            f"The run needs {describe(_sum(chain(*planned.values())))} in all, and what one "
+            "member needs on one node. Ask for fewer members or less for each (dry_run=True "
+            "shows them), or add nodes"
+        )
+
+
+def describe(resources: Resources) -> str:
+    """'1 CPU, 0.5 GPU'; 'nothing' where nothing is needed."""
+    order = sorted(resources.items(), key=lambda item: (item[0] not in ("CPU", "GPU"), item[0]))
+    return ", ".join(f"{amount:g} {name}" for name, amount in order if amount) or "nothing"
+
+
+def _lacking(planned: Mapping[str, Sequence[Resources]], nodes: Sequence[Resources]) -> list[str]:
+    """Groups that certainly do not fit on these nodes, idle, beside the groups before them.
+
+    Certain: the nodes hold too few such bundles, or the sum exceeds the cluster. Whether bundles of
+    many sizes can be packed in any other case is for Ray to find out.
+    """
+    total, spent = _sum(nodes), {}
+    lacking = []
+    for name, bundles in planned.items():
+        spent = _sum([spent, *bundles])
+        smallest = _common(bundles)
+        places = sum(_times(node, smallest) for node in nodes)
+        too_large = not all(any(_holds(node, bundle) for node in nodes) for bundle in bundles)
+        if too_large or places < len(bundles) or not _holds(total, spent):
+            lacking.append(name)
+    return lacking
+
+
+def _common(bundles: Sequence[Resources]) -> dict[str, float]:
+    """What every one of the bundles takes at least."""
+    return {
+        name: min(bundle.get(name, 0) for bundle in bundles)
+        for name in bundles[0]
+        if all(bundle.get(name) for bundle in bundles)
+    }
+
+
+def _times(node: Resources, bundle: Resources) -> float:
+    """How many such bundles the node holds."""
+    if not bundle:
+        return float("inf")
+    return min((node.get(name, 0) + _CLOSE) // amount for name, amount in bundle.items())
+
+
+def _holds(room: Resources, wanted: Resources) -> bool:
+    return all(room.get(name, 0) + _CLOSE > amount for name, amount in wanted.items())
+
+
+def _sum(parts: Iterable[Resources]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0) + amount
+    return total
+
+
+def _is_placed(group: PlacementGroup, bundle: int | None = None) -> bool:
+    """Whether the bundle has a node, or all of the group's have."""
+    table = placement_group_table(group)
+    if bundle is None or table.get("state") != "RESCHEDULING":
+        return table.get("state") == "CREATED"
+    return bool(table["bundles_to_node_id"][bundle])
+
+
+def _nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _what_there_is() -> str:
+    nodes = _nodes()
+    total = _sum(node["Resources"] for node in nodes)
+    free = ray.available_resources()
+    has = ", ".join(f"{total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    idle = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU") if total.get(name))
+    return (
+        f"the cluster has {has} on {len(nodes)} node{'s' * (len(nodes) != 1)}, "
+        f"{idle or 'nothing'} free"
+    )

@@ -1,0 +1,220 @@
+"""Who is in a run: the roles, how many of each, what one takes, and what they are called."""
+
+from __future__ import annotations
+
+import ray
+import torch
+
+from actors.config import EngineConfig, choose_dtype
+from actors.sglang.external import is_url
+from actors.sglang.flags import tensor_parallel_size
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.placement.placement_groups import Role
+from cluster.placement.resource_plan import (
+    Layout,
+    RolePlan,
+    engine_memory,
+    learner_memory,
+    push_line,
+    render,
+)
+from distill.errors import ConfigError
+from distill.models.loading import resolve_device as device_here
+from learner.config import TOKEN_BUDGET
+from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
+
+POLICY, REFERENCE, ROLLOUT = "policy", "reference", "rollout"
+LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
+
+
+def teacher_role(teacher: str) -> str:
+    """The role, and the pool, of a teacher by its name."""
+    return f"teacher {teacher}" if teacher else "teacher"
+
+
+def teacher_roles(config: RolloutConfig) -> dict[str, str]:
+    """The role of each teacher, by its name."""
+    return {name: teacher_role(name) for name in config.teacher_models()}
+
+
+def learner_title(index: int) -> str:
+    return f"learner worker {index}" if index else "learner"
+
+
+def worker_title(index: int) -> str:
+    return f"rollout worker {index}"
+
+
+def placed_roles(config: CommonConfig, device: str) -> list[Role]:
+    """What every role of the run takes, at its smallest size."""
+    compute = _compute(config, device)
+    roles = [Role(name=LEARNER, count=config.learner_workers, resources=compute)]
+    if not isinstance(config, RolloutConfig):
+        return roles
+    bounds = pool_bounds(config)
+    for role, engine in _engines(config, device).items():
+        count = bounds[role][0] if role in bounds else 1
+        roles.append(Role(name=role, count=count, resources=_engine_resources(config, engine)))
+    if config.rollout_cpus:
+        resources = {"CPU": config.rollout_cpus}
+        roles.append(Role(name=ROLLOUT, count=config.rollout_workers, resources=resources))
+    return roles
+
+
+def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
+    """What the engines of each role are made of."""
+    engines = {POLICY: config.policy_engine(config.student, device, "")}
+    if isinstance(config, OpdConfig):
+        for name, role in teacher_roles(config).items():
+            engines[role] = config.teacher_engine(name, device, "")
+    if config.reference is not None:
+        engines[REFERENCE] = config.reference_engine(device, "")
+    return engines
+
+
+def colocated(config: CommonConfig) -> tuple[str, ...]:
+    """The roles whose members share places one by one."""
+    shares = isinstance(config, RolloutConfig) and config.colocate
+    return (LEARNER, POLICY) if shares else ()
+
+
+def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest size of each pool, by its role."""
+    bounds = {
+        POLICY: (config.policy_engines, config.policy_engines_max or config.policy_engines),
+        ROLLOUT: (config.rollout_workers, config.rollout_workers_max or config.rollout_workers),
+    }
+    if isinstance(config, OpdConfig):
+        largest = config.teacher_engines_max or config.teacher_engines
+        for role in teacher_roles(config).values():
+            bounds[role] = (config.teacher_engines, largest)
+    return bounds
+
+
+def cpus_at_most(config: CommonConfig) -> float:
+    """The CPUs that a run takes when every pool is as large as it may be."""
+    largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
+    return sum(
+        largest.get(role.name, role.count) * role.resources.get("CPU", 0)
+        for role in placed_roles(config, "cpu")
+    )
+
+
+def _bounds_of(config: CommonConfig) -> dict[str, tuple[int, int]]:
+    return pool_bounds(config) if isinstance(config, RolloutConfig) else {}
+
+
+def resolve_device(config: CommonConfig) -> str:
+    """cpu or cuda, by what the connected Ray cluster, or this process, has.
+
+    Raises:
+        ConfigError: cuda was asked for and the cluster has no GPU.
+    """
+    gpus = torch.cuda.device_count() if config.local else ray.cluster_resources().get("GPU", 0)
+    if config.device == "cuda" and not gpus:
+        where = "this machine" if config.local else "the Ray cluster"
+        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
+    if not gpus or config.device == "cpu":
+        for name in ("offload_optimizer", "liger"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name}=True is for CUDA, and the learner is on a CPU; leave it out"
+                )
+        return "cpu"
+    if config.learner_workers > 1 and config.gpus_per_actor < 1:
+        raise ConfigError(
+            f"gpus_per_actor={config.gpus_per_actor} with learner_workers="
+            f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
+        )
+    return "cuda"
+
+
+def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
+    """A server somewhere else takes nothing here; a tensor-parallel one takes whole GPUs."""
+    if engine.external:
+        return {}
+    resources = _compute(config, engine.device)
+    ranks = tensor_parallel_size(engine.server_flags)
+    if engine.kind == "sglang" and engine.device == "cuda" and ranks > 1:
+        resources["GPU"] = ranks
+    return resources
+
+
+def _compute(config: CommonConfig, device: str) -> dict[str, float]:
+    return {"CPU": 1.0, "GPU": config.gpus_per_actor} if device == "cuda" else {"CPU": 1.0}
+
+
+def describe_layout(config: CommonConfig) -> str:
+    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing."""
+    device = device_here(config.device)
+    largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
+    plans = []
+    for role in placed_roles(config, device):
+        memory, note = _memory(config, role.name, device)
+        plans.append(
+            RolePlan(
+                name=role.name,
+                count=role.count,
+                most=largest.get(role.name, role.count),
+                cpus=role.resources.get("CPU", 0),
+                gpus=role.resources.get("GPU", 0),
+                memory=memory,
+                note=note,
+            )
+        )
+    push = ""
+    if isinstance(config, RolloutConfig):
+        dtype = choose_dtype(config.dtype, device)
+        push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
+    return render(
+        Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
+    )
+
+
+def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
+    """The checkpoints that each role loads, by the setting that names them."""
+    if not isinstance(config, RolloutConfig):
+        assert isinstance(config, SupervisedConfig)
+        reference = config.reference if isinstance(config, DpoConfig) else None
+        named = {"model": config.model, "reference": reference, "lora_adapter": config.lora_adapter}
+        return {LEARNER: {name: path for name, path in named.items() if path is not None}}
+    student = {"student": config.student}
+    adapter = {"lora_adapter": config.lora_adapter} if config.lora_adapter else {}
+    teachers = {
+        teacher_role(name): {f"teachers.{name}" if name else "teacher": teacher.model}
+        for name, teacher in config.teacher_models().items()
+        if not is_url(teacher.model)
+    }
+    learner = student | adapter
+    if config.objective().estimator == "full":
+        learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
+    reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
+    return {LEARNER: learner, POLICY: student} | teachers | reference
+
+
+def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
+    """Bytes of one member, as far as they are known before it starts, and of what."""
+    if role == LEARNER:
+        model, workers = _trained_model(config), config.learner_workers
+        estimate = estimate_memory(model, TRAINED if config.lora() is None else FROZEN)
+        dtype = choose_dtype(config.learner_dtype, device)
+        passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
+        budget = config.token_budget or TOKEN_BUDGET[device]
+        note = passes and passes.describe(budget, config.gradient_checkpointing)
+        return learner_memory(estimate, workers), f"and {note or 'activations'}"
+    engine = _engines(config, device).get(role) if isinstance(config, RolloutConfig) else None
+    if engine is None:
+        return 0, ""
+    if engine.external:
+        return 0, "a server that runs elsewhere"
+    ranks = tensor_parallel_size(engine.server_flags) if device == "cuda" else 1
+    return engine_memory(estimate_memory(engine.model), engine.dtype, ranks), "and caches"
+
+
+def _trained_model(config: CommonConfig) -> str:
+    if isinstance(config, RolloutConfig):
+        return config.student
+    assert isinstance(config, SupervisedConfig)
+    return config.model

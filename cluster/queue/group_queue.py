@@ -1,0 +1,254 @@
+"""The queue between rollout workers and learner: credit, order and exactly once, in a Ray actor.
+
+    worker   lease -> (rollout, score) -> put or fail     waits for credit; unblocked by `publish`
+    learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
+    driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
+
+It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
+learner. Groups come out in order of id whatever order they arrive in, so fast (short) groups do not
+crowd out slow ones; a repeated `put` or `take` changes nothing.
+
+The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
+with its ledger, from the journal, and without payloads: groups that were delivered and not yet
+published are leased again. Every wait is a row of short polls, so a call that Ray repeats hangs
+nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import GetTimeoutError
+
+from cluster.handles import calls
+from cluster.queue.codec import pack, unpack
+from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
+from distill.delivery import Lease, Taken, TrainedGroups
+from distill.errors import DataError
+from distill.types import TrajectoryGroup
+
+# Longest a call waits in the actor, seconds.
+_POLL_S = 2.0
+# How much longer a call may take, beyond the caller's deadline: the actor may be restarting.
+_RESTART_S = 60.0
+# Puts that go in one call: as many as wait, up to this size.
+_MAX_PUT_BYTES = 64 << 20
+
+
+class QueueClosed(RuntimeError):
+    """The run is ending; there is nothing more to take."""
+
+
+class QueueTimeout(RuntimeError):
+    """A deadline passed. The message says who waited on whom, and for what."""
+
+
+class GroupQueue:
+    """The learner's and the driver's end of the queue. Pickles: every end holds the same queue."""
+
+    def __init__(self, actor: Any, *, timeout_s: float) -> None:
+        """
+        Args:
+            actor: handle of a `GroupQueueActor`.
+            timeout_s: how long any end waits for another.
+        """
+        self.actor, self.timeout_s = actor, timeout_s
+        self._epoch: int | None = None
+
+    # the learner's end
+
+    def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
+        """The next `num_groups` groups after what `trained` accounts for, and what they skip.
+
+        The same question gets the same answer, until `publish` says that weights contain it.
+
+        Raises:
+            QueueClosed.
+            QueueTimeout: names the groups that are missing.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            answer: TakeAnswer = self._get(self.actor.take.remote(trained, num_groups, poll_s))
+            if answer.closed:
+                raise QueueClosed("the queue was closed")
+            if answer.payloads is not None:
+                self._epoch = answer.epoch
+                groups_P = [unpack(payload) for payload in answer.payloads]
+                return Taken(groups_P=groups_P, set_aside=answer.set_aside)
+            if time.monotonic() >= deadline:
+                raise QueueTimeout(
+                    f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
+                    "rollout workers"
+                )
+
+    def publish(self, version: int, watermark: int) -> None:
+        """Weights that account for everything below `watermark` are on every policy engine.
+
+        Frees their slots and drops their payloads. After a rewind, what a lost learner published
+        changes nothing.
+        """
+        self._get(self.actor.publish.remote(version, watermark, self._epoch))
+
+    # the driver's end: references, for it looks after everyone while it waits
+
+    def poll(self, watermark: int, num_groups: int) -> Any:
+        """To True once a `take` would not wait; to False after 2 s, or when closed."""
+        return self.actor.poll.remote(watermark, num_groups, _POLL_S)
+
+    def forfeit(self, worker: str, reason: str) -> Any:
+        """The worker died: to the ids that are to be leased again."""
+        return self.actor.forfeit.remote(worker, reason)
+
+    def expire_now(self, ids: Sequence[int] | None, reason: str) -> Any:
+        """Gives groups under way (None: all of them) to others; to the ids of those that were."""
+        return self.actor.expire_now.remote(ids, reason)
+
+    def renew(self, ids: Sequence[int]) -> None:
+        """These groups get on: their leases begin anew."""
+        self.actor.renew.remote(ids)
+
+    def rewind(self, trained: TrainedGroups, reason: str) -> Any:
+        """The learner went back to a checkpoint, which accounts for `trained`; to the new epoch."""
+        return self.actor.rewind.remote(trained, reason)
+
+    def commit(self, step: int, watermark: int) -> Any:
+        """A checkpoint that accounts for everything below `watermark` is on disk; to None."""
+        return self.actor.commit.remote(step, watermark)
+
+    def status(self) -> Any:
+        """To a `QueueStatus`."""
+        return self.actor.status.remote()
+
+    def close(self) -> Any:
+        """Ends every wait: leases come back empty, takes raise QueueClosed, polls say False."""
+        return self.actor.close.remote()
+
+    def _get(self, reference: Any) -> Any:
+        seconds = self.timeout_s + _RESTART_S
+        try:
+            return calls.get(reference, timeout=seconds)
+        except GetTimeoutError:
+            raise _silent(seconds) from None
+
+
+def _silent(seconds: float) -> QueueTimeout:
+    return QueueTimeout(
+        f"the queue did not answer for {seconds:.0f} s: its actor hangs, or its node is gone"
+    )
+
+
+class WorkerEnd:
+    """A rollout worker's end of a `GroupQueue`, all waits asynchronous. Pickles before its use.
+
+    Puts that are made while one is under way travel together.
+    """
+
+    def __init__(self, queue: GroupQueue, worker: str) -> None:
+        """`worker` is the name that the driver forfeits it by."""
+        self._queue = queue
+        self._worker = worker
+        self._token = ""
+        self._requests = 0
+        self._outbox: list[tuple[Lease, bytes, asyncio.Future[None]]] = []
+        self._sender: asyncio.Task[None] | None = None
+
+    async def lease(self, max_groups: int) -> list[Lease]:
+        """Up to `max_groups` groups to work on, at least one; none once the queue is closed.
+
+        Waits for credit while every group is leased, since one may have to be leased again.
+
+        Raises:
+            QueueTimeout: groups of the run have yet to start, and no weights were published for
+                `timeout_s`.
+        """
+        timeout_s = self._queue.timeout_s
+        deadline, progress = time.monotonic() + timeout_s, None
+        while True:
+            poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            asked = self._queue.actor.lease.remote(
+                self._worker, max_groups, self._request(), poll_s
+            )
+            try:
+                answer: LeaseAnswer = await self._call(asked)
+            except asyncio.CancelledError:
+                await self._give_back(asked)
+                raise
+            if answer.leases or answer.closed:
+                return answer.leases
+            if answer.all_started or progress not in (None, answer.progress):
+                deadline = time.monotonic() + timeout_s
+            progress = answer.progress
+            if time.monotonic() >= deadline:
+                raise QueueTimeout(
+                    f"waited {timeout_s:.0f} s for the learner to publish and free slots"
+                )
+
+    async def _give_back(self, asked: Any) -> None:
+        """The queue leases to a call that is not awaited any more, too."""
+        answer: LeaseAnswer = await self._call(asked)
+        if ids := [lease.group_id for lease in answer.leases]:
+            await self._call(self._queue.expire_now(ids, f"{self._worker} left"))
+
+    def _request(self) -> str:
+        """Names a call, so that Ray's repetition of it leases nothing more."""
+        self._token = self._token or secrets.token_hex(4)
+        self._requests += 1
+        return f"{self._token}-{self._requests}"
+
+    async def put(self, lease: Lease, group: TrajectoryGroup) -> None:
+        """Returns once the queue has it, or has dropped it as a repeat.
+
+        Raises:
+            DataError: not a group, or not the one that was leased.
+            QueueTimeout: the queue does not answer.
+        """
+        if not isinstance(group, TrajectoryGroup):
+            raise DataError(f"the queue carries TrajectoryGroup, not {type(group).__name__}")
+        if group.group_id != lease.group_id:
+            raise DataError(f"group {group.group_id} was put on the lease of {lease.group_id}")
+        payload = pack(group)
+        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox.append((lease, payload, arrived))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        await arrived
+
+    async def _send(self) -> None:
+        while self._outbox:
+            batch, size = [], 0
+            while self._outbox and (not batch or size + len(self._outbox[0][1]) <= _MAX_PUT_BYTES):
+                batch.append(self._outbox.pop(0))
+                size += len(batch[-1][1])
+            leases, payloads, waiting = zip(*batch, strict=True)
+            try:
+                await self._call(self._queue.actor.deliver.remote(self._worker, leases, *payloads))
+            except Exception as error:  # it belongs to those who put
+                for arrived in _not_cancelled(waiting):
+                    arrived.set_exception(error)
+            for arrived in _not_cancelled(waiting):
+                arrived.set_result(None)
+
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """The group's own rollout failed; it is tried again, or set aside."""
+        await self._call(self._queue.actor.fail.remote(self._worker, lease, reason))
+
+    async def inside(self, problems: Mapping[int, str]) -> None:
+        """These groups alone are in an environment's or a reward's code: if the worker dies, they
+        are suspects. Returns once the queue knows."""
+        await self._call(self._queue.actor.inside.remote(self._worker, problems))
+
+    async def _call(self, reference: Any) -> Any:
+        seconds = self._queue.timeout_s + _RESTART_S
+        try:
+            return await asyncio.wait_for(reference, seconds)
+        except TimeoutError:
+            raise _silent(seconds) from None
+
+
+def _not_cancelled(futures: Sequence[asyncio.Future[None]]) -> list[asyncio.Future[None]]:
+    return [future for future in futures if not future.done()]

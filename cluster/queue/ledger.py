@@ -1,0 +1,578 @@
+"""Credit, order and fate of prompt groups: who may start, and which groups make the next step.
+
+No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
+happens to it is written down by cluster/queue/journal.py, from which it can be made again.
+
+    not yet leased -> leased -> delivered -> below the published watermark
+                      |    ^
+                      v    |
+                     pending -> set aside         failed too often
+
+Steps take live groups (those not set aside) in order of id. A group holds a slot from its lease
+until the weights that its step produced are on every policy engine, and there are
+(max_staleness + 1) * groups_per_step slots: so a group leased at weight version v is trained at
+version v + max_staleness at the latest. One that is leased again keeps its slot. For each group set
+aside the run has one more.
+
+A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
+reported to be in an environment's or a reward's code are suspects; so is each that is there at a
+second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
+its own. If the group arrives, it is a suspect no more. So a group that kills every worker is set
+aside, after `max_failures + 2` deaths as a rule, and none is for what another did.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distill.delivery import Lease, TrainedGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSettings:
+    """What a run's ledger goes by.
+
+    Attributes:
+        total_groups: live groups of the whole run, those trained before included.
+        lease_s: how long a group may be without progress before it is leased to another.
+        max_failures: failures of its own after which a group is set aside.
+        max_deaths: the same for leases that ran out. More than failures, because what hangs may be
+            an engine.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    total_groups: int
+    lease_s: float
+    max_failures: int = 3
+    max_deaths: int = 10
+
+    def __post_init__(self) -> None:
+        assert self.groups_per_step > 0 and self.max_staleness >= 0
+        assert self.max_failures > 0 and self.max_deaths > 0
+
+    @property
+    def window(self) -> int:
+        """Most groups between their lease and published weights that contain them."""
+        return self.groups_per_step * (self.max_staleness + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The ids of a step in order, and the reasons of those between them that were set aside."""
+
+    group_ids: list[int]
+    set_aside: dict[int, str]
+
+    @property
+    def end(self) -> int:
+        """The watermark of weights that contain this step."""
+        return self.group_ids[-1] + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """What goes on between the rollout workers and the learner.
+
+    Attributes:
+        depth: groups delivered and not yet in published weights.
+        leased: worker, attempt and age in seconds of every group under way, by id.
+        pending: ids waiting to be leased again.
+        missing: ids that the next step waits for, lowest first.
+        credit: groups that may start now, beside the pending ones.
+        set_aside: groups set aside since the start of the run.
+        re_leases: leases of groups that had been leased before.
+        delivered: groups that arrived and were wanted.
+        duplicates: groups that arrived and were not: again, or too late.
+        consecutive_set_aside: groups set aside since the last delivery.
+        last_reason: of the newest failure, death or expiry; "" before the first.
+        published: the watermark of the weights on the engines.
+        exhausted: nothing is left to be started, again or for the first time.
+        epoch: see `Lease`.
+        starved_s: for so long, of the `age_s` seconds since the queue was made, nothing might
+            start and fewer groups were under way than finished. (Some credit is always with groups
+            that are being trained: workers that lack it for a moment are not too many.)
+    """
+
+    depth: int
+    leased: Mapping[int, tuple[str, int, float]]
+    pending: list[int]
+    missing: list[int]
+    credit: int
+    set_aside: int
+    re_leases: int
+    delivered: int
+    duplicates: int
+    consecutive_set_aside: int
+    last_reason: str
+    published: int
+    exhausted: bool
+    epoch: int
+    starved_s: float
+    age_s: float
+
+
+# Of a group's suspicion: that of one death inside its environment, or of two elsewhere.
+_SUSPECT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    worker: str
+    attempt: int
+    since: float
+
+
+def _unrecorded(event: str, **fields: Any) -> None:
+    pass
+
+
+class Ledger:
+    """The groups of one run. Every change is given to `record` as an event, before it is answered.
+
+    Calls repeated by Ray after the queue's death change nothing the second time.
+    """
+
+    def __init__(
+        self,
+        settings: LedgerSettings,
+        trained: TrainedGroups,
+        *,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+        record: Callable[..., None] = _unrecorded,
+    ) -> None:
+        """
+        Args:
+            trained: what the starting weights account for.
+            clock: seconds, for the age of leases.
+            record: called with an event's name and its fields.
+        """
+        self.record = record
+        self.epoch = epoch
+        self.version: int | None = None
+        self._clock = clock
+        self._settings = settings
+        self._failures: Counter[int] = Counter()
+        self._deaths: Counter[int] = Counter()
+        self._suspicion: Counter[int] = Counter()
+        # Of each worker: what it was given and has not returned, whether or not the lease is over;
+        # and what runs an environment's code there by its own report, with what problem that is.
+        self._at: defaultdict[str, set[Lease]] = defaultdict(set)
+        self._inside: dict[str, Mapping[int, str]] = {}
+        self._set_aside: dict[int, str] = {}
+        self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
+        self._last_reason = ""
+        self._made_at = self._metered_at = clock()
+        self._starved, self._starved_s = False, 0.0
+        self._start_from(trained)
+
+    def _start_from(self, trained: TrainedGroups) -> None:
+        self._published = self._next = trained.watermark
+        self._trained = len(trained)  # live ids below the published watermark
+        above = {i: r for i, r in self._set_aside.items() if i >= trained.watermark}
+        self._set_aside = {**trained.set_aside, **above}
+        # Each live id that was started and is not published is in exactly one of these.
+        self._pending: set[int] = set()
+        self._leased: dict[int, _Held] = {}
+        self._delivered: set[int] = set()
+        self._attempts: Counter[int] = Counter()
+        self._answers: dict[str, tuple[str, list[Lease]]] = {}
+        self._taken: dict[int, Step] = {}
+
+    # the workers' end
+
+    def lease(self, worker: str, max_groups: int, request: str = "") -> list[Lease]:
+        """Groups to work on: pending ones first, lowest first, then as many new as credit allows.
+
+        A suspect comes first and alone, to a worker that has nothing; beside it there is nothing.
+
+        Args:
+            request: names the call. The worker's last call, repeated, gets the same answer again,
+                less what it holds no longer.
+        """
+        answered, leases = self._answers.get(worker, ("", []))
+        if request and request == answered:
+            return [lease for lease in leases if self._is_held(lease)]
+        leases = [
+            self._lease_one(group_id, worker) for group_id in self._startable(worker, max_groups)
+        ]
+        if leases:
+            self._answers[worker] = (request, leases)
+            self._at[worker] |= set(leases)
+            self.record(
+                "lease",
+                ids=[lease.group_id for lease in leases],
+                attempts=[lease.attempt for lease in leases],
+                worker=worker,
+                epoch=self.epoch,
+                request=request,
+            )
+            self._meter()
+        return leases
+
+    def _startable(self, worker: str, max_groups: int) -> list[int]:
+        suspects = {i for i, count in self._suspicion.items() if count >= _SUSPECT}
+        if suspects:
+            held = {i for i, held in self._leased.items() if held.worker == worker}
+            if held & suspects:
+                return []
+            if not held and (waiting := suspects & self._pending):
+                return [min(waiting)]
+        ids = heapq.nsmallest(max_groups, self._pending - suspects)
+        last = len(ids) + min(max_groups - len(ids), self.credit)
+        while len(ids) < last:
+            if self._next not in self._set_aside:  # after a rewind it may be
+                ids.append(self._next)
+            self._next += 1
+        return ids
+
+    @property
+    def has_suspects(self) -> bool:
+        """Groups may wait for a worker that has nothing."""
+        return bool(self._suspicion)
+
+    def _lease_one(self, group_id: int, worker: str) -> Lease:
+        self._pending.discard(group_id)
+        self._attempts[group_id] += 1
+        attempt = self._attempts[group_id]
+        self._re_leases += attempt > 1
+        self._leased[group_id] = _Held(worker, attempt, self._clock())
+        return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
+
+    def _is_held(self, lease: Lease) -> bool:
+        held = self._leased.get(lease.group_id)
+        return lease.epoch == self.epoch and held is not None and held.attempt == lease.attempt
+
+    def deliver(self, lease: Lease, worker: str = "") -> bool:
+        """True the first time a group arrives in this epoch; False for what is to be dropped.
+
+        A lease that expired still delivers, if it comes first: the data is as good.
+        """
+        group_id = lease.group_id
+        self._at[worker].discard(lease)
+        fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
+        if why := self._why_late(lease):
+            self._duplicates += 1
+            self.record("late", **fields, reason=why)
+            return False
+        if group_id < self._published or group_id in self._delivered:
+            self._duplicates += 1
+            self.record("dup", **fields)
+            return False
+        self._pending.discard(group_id)
+        self._leased.pop(group_id, None)
+        self._delivered.add(group_id)
+        self._suspicion.pop(group_id, None)
+        self._arrived += 1
+        self._consecutive_set_aside = 0
+        self.record("put", **fields)
+        self._meter()
+        return True
+
+    def _why_late(self, lease: Lease) -> str:
+        if lease.epoch != self.epoch:
+            return f"epoch {lease.epoch} is over"
+        if lease.group_id in self._set_aside:
+            return f"it was set aside: {self._set_aside[lease.group_id]}"
+        if lease.group_id >= self._published and lease.attempt > self._attempts[lease.group_id]:
+            # Its lease was lost: the disk was full when it was written, and then the queue died.
+            return "no such lease is known"
+        return ""
+
+    def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
+        """The group's own rollout failed. Of a lease that is over, this says nothing new."""
+        if not self._is_held(lease):
+            return
+        group_id = lease.group_id
+        self._at[worker].discard(lease)
+        self._last_reason = reason
+        self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
+        self._blame(group_id, reason)
+        self._meter()
+
+    def _blame(self, group_id: int, reason: str) -> None:
+        """A failure of its own."""
+        del self._leased[group_id]
+        self._failures[group_id] += 1
+        failures = self._failures[group_id]
+        if failures >= self._settings.max_failures:
+            self._put_aside(group_id, f"failed {failures} times: {reason}")
+        else:
+            self._pending.add(group_id)
+
+    def inside(self, worker: str, problems: Mapping[int, str]) -> None:
+        """These of the worker's groups, and at most these, run their environment's or reward's code
+        until it says otherwise. Not written down: a queue that is made again suspects them all."""
+        self._inside[worker] = problems
+
+    # the driver's end
+
+    def forfeit(self, worker: str, reason: str) -> list[int]:
+        """The worker died: what it had under way is leased again. Returns those ids."""
+        ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
+        self._answers.pop(worker, None)
+        inside = self._inside.pop(worker, dict.fromkeys(ids, ""))
+        at = {lease.group_id for lease in self._at.pop(worker, ())}
+        if ids or at:
+            self._last_reason = reason
+            inside = {i: problem for i, problem in inside.items() if i in ids}
+            self.record("forfeit", worker=worker, ids=ids, inside=_by_text(inside), reason=reason)
+            if at == set(ids) and len(ids) == 1:
+                self._suspicion[ids[0]] = _SUSPECT
+                self._blame(ids[0], _killed(inside.get(ids[0], ""), reason))
+            else:
+                for group_id in ids:
+                    del self._leased[group_id]
+                    self._suspicion[group_id] += _SUSPECT if group_id in inside else 1
+                self._pending.update(ids)
+            self._meter()
+        return ids
+
+    def forfeit_unreported(self, worker: str, reason: str) -> None:
+        """`forfeit` as earlier releases wrote it down: it counted against every group."""
+        self._answers.pop(worker, None)
+        self._last_reason = reason
+        self._lose(sorted(i for i, h in self._leased.items() if h.worker == worker), reason)
+
+    def expire(self, now: float) -> list[int]:
+        """Ends the leases not renewed for `lease_s`, as if their workers had died."""
+        lease_s = self._settings.lease_s
+        late = [i for i, held in self._leased.items() if now - held.since > lease_s]
+        return self.release(late, f"without progress for more than {lease_s:g} s")
+
+    def renew(self, ids: Iterable[int]) -> None:
+        """These get on: their leases begin anew. Not written down, for leases that live on when the
+        queue is made again begin anew as well."""
+        now = self._clock()
+        for group_id in self._leased.keys() & set(ids):
+            held = self._leased[group_id]
+            self._leased[group_id] = _Held(held.worker, held.attempt, now)
+
+    def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
+        """Ends the leases of `ids` (None: of all) early; returns those that were leased."""
+        leased = sorted(self._leased if ids is None else self._leased.keys() & set(ids))
+        if leased:
+            self._last_reason = reason
+            self.record("expire", ids=leased, reason=reason)
+            self._lose(leased, reason)
+        return leased
+
+    def _lose(self, ids: list[int], reason: str) -> None:
+        for group_id in ids:
+            del self._leased[group_id]
+            self._deaths[group_id] += 1
+            deaths = self._deaths[group_id]
+            if deaths >= self._settings.max_deaths:
+                self._put_aside(group_id, f"{deaths} workers died or hung with it: {reason}")
+            else:
+                self._pending.add(group_id)
+        self._meter()
+
+    def _put_aside(self, group_id: int, reason: str) -> None:
+        self._set_aside[group_id] = reason
+        self._consecutive_set_aside += 1
+        self._last_reason = reason
+        self.record("set_aside", id=group_id, reason=reason)
+
+    def rewind(self, trained: TrainedGroups, reason: str) -> None:
+        """The learner went back to a checkpoint: what is above its watermark starts anew.
+
+        Groups that were set aside stay so, and failures still count: poison is poison.
+        """
+        self.epoch += 1
+        self._last_reason = reason
+        self._start_from(trained)
+        self.record(
+            "rewind",
+            epoch=self.epoch,
+            watermark=trained.watermark,
+            set_aside=_by_text(trained.set_aside),
+            reason=reason,
+        )
+        self._meter()
+
+    def commit(self, step: int, watermark: int) -> None:
+        """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
+        for counts in (self._failures, self._deaths, self._suspicion):
+            for group_id in [i for i in counts if i < watermark]:
+                del counts[group_id]
+        self.record("commit", step=step, watermark=watermark)
+
+    # the learner's end
+
+    def ready(self, watermark: int, num_groups: int) -> Step | None:
+        """The next `num_groups` live groups from `watermark` on, if all of them are delivered.
+
+        Raises:
+            AssertionError: they are in published weights.
+        """
+        assert watermark >= self._published, (
+            f"groups from {watermark} on are asked for, and those below {self._published} are in "
+            "published weights: they would be trained twice"
+        )
+        ids: list[int] = []
+        skipped: dict[int, str] = {}
+        group_id = watermark
+        while len(ids) < num_groups:
+            if (reason := self._set_aside.get(group_id)) is not None:
+                skipped[group_id] = reason
+            elif group_id in self._delivered:
+                ids.append(group_id)
+            else:
+                return None
+            group_id += 1
+        return Step(group_ids=ids, set_aside=skipped)
+
+    def take(self, watermark: int, num_groups: int) -> Step | None:
+        """`ready`, remembered: `publish` will account for exactly these."""
+        step = self.ready(watermark, num_groups)
+        if step is not None and self._taken.get(watermark) != step:
+            self._taken[watermark] = step
+            self.record(
+                "take", **{"from": watermark, "to": step.end}, skipped=_by_text(step.set_aside)
+            )
+        return step
+
+    def missing(self, watermark: int, num_groups: int) -> list[int]:
+        """Those of the next `num_groups` live ids from `watermark` on that have not arrived."""
+        missing: list[int] = []
+        live, group_id = 0, watermark
+        while live < num_groups:
+            if group_id not in self._set_aside:
+                live += 1
+                if group_id not in self._delivered:
+                    missing.append(group_id)
+            group_id += 1
+        return missing
+
+    def publish(self, version: int, watermark: int, epoch: int | None = None) -> None:
+        """Weights that account for everything below `watermark` are on every engine.
+
+        Frees the slots of what they contain. A repeat changes nothing, nor does a call of an
+        `epoch` that is over: those weights are lost.
+        """
+        if epoch is not None and epoch != self.epoch:
+            return
+        self.version = version
+        if watermark <= self._published:
+            return
+        first = self._published
+        skipped = self._account(watermark)
+        self.record(
+            "train", version=version, **{"from": first, "to": watermark}, skipped=_by_text(skipped)
+        )
+        self._meter()
+
+    def _account(self, watermark: int) -> dict[int, str]:
+        """Moves the published watermark; returns what was set aside on the way.
+
+        What the learner took counts. Since then the queue may have died, had those groups made
+        again, and set one aside that the weights contain.
+        """
+        skipped = {i: r for i, r in self._set_aside.items() if self._published <= i < watermark}
+        for first, step in self._taken.items():
+            if step.end <= watermark:
+                skipped = {i: r for i, r in skipped.items() if not first <= i < step.end}
+                skipped |= step.set_aside
+        below = range(self._published, watermark)
+        for group_id in below:
+            if group_id not in skipped:
+                self._set_aside.pop(group_id, None)
+            self._pending.discard(group_id)
+            self._leased.pop(group_id, None)
+            self._delivered.discard(group_id)
+            self._attempts.pop(group_id, None)
+        self._trained += len(below) - len(skipped)
+        self._taken = {first: step for first, step in self._taken.items() if step.end > watermark}
+        self._published = watermark
+        self._next = max(self._next, watermark)
+        return dict(sorted(skipped.items()))
+
+    # the queue's own
+
+    def recover(self) -> None:
+        """The queue died and its payloads with it: what was delivered is to be made again.
+
+        Leases live on, and so do their workers, who will deliver.
+        """
+        now = self._clock()
+        self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
+        self._pending |= self._delivered
+        lost = sorted(self._delivered)
+        self._delivered = set()
+        above = {i: r for i, r in self._set_aside.items() if i >= self._published}
+        self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
+        self._meter()
+
+    def _meter(self) -> None:
+        """After every change: how long it was as it was, and how it is now."""
+        now = self._clock()
+        if self._starved:
+            self._starved_s += now - self._metered_at
+        self._metered_at = now
+        may_start = self.credit or self._pending
+        self._starved = not may_start and len(self._delivered) > len(self._leased)
+
+    @property
+    def credit(self) -> int:
+        """How many new groups may start."""
+        started = len(self._pending) + len(self._leased) + len(self._delivered)
+        left = self._settings.total_groups - self._trained - started
+        return max(0, min(self._settings.window - started, left))
+
+    @property
+    def all_started(self) -> bool:
+        """Every group of the run was leased at least once."""
+        started = len(self._pending) + len(self._leased) + len(self._delivered)
+        return self._trained + started >= self._settings.total_groups
+
+    @property
+    def published(self) -> int:
+        """The watermark of the weights on the engines."""
+        return self._published
+
+    def status(self) -> QueueStatus:
+        self._meter()
+        now = self._clock()
+        left = self._settings.total_groups - self._trained
+        next_step = min(self._settings.groups_per_step, left)
+        return QueueStatus(
+            depth=len(self._delivered),
+            leased={
+                i: (held.worker, held.attempt, now - held.since)
+                for i, held in sorted(self._leased.items())
+            },
+            pending=sorted(self._pending),
+            missing=self.missing(self._published, next_step),
+            credit=self.credit,
+            set_aside=len(self._set_aside),
+            re_leases=self._re_leases,
+            delivered=self._arrived,
+            duplicates=self._duplicates,
+            consecutive_set_aside=self._consecutive_set_aside,
+            last_reason=self._last_reason,
+            published=self._published,
+            exhausted=self.all_started and not self._pending,
+            epoch=self.epoch,
+            starved_s=self._starved_s,
+            age_s=now - self._made_at,
+        )
+
+
+def _killed(problem: str, reason: str) -> str:
+    """Why a group failed that had a worker to itself, and what to do."""
+    where = f", in the code of {problem}" if problem else ""
+    return (
+        f"its worker died while it ran this group alone{where} ({reason}); make its environment "
+        "and reward raise instead of ending or holding up their process, or take the problem out"
+    )
+
+
+def _by_text(reasons: Mapping[int, str]) -> dict[str, str]:
+    return {str(group_id): reason for group_id, reason in reasons.items()}

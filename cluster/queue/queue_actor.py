@@ -1,0 +1,226 @@
+"""The actor behind `GroupQueue`: a `Ledger`, its journal, and the payloads of delivered groups."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from cluster.queue.journal import Journal, replay
+from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
+from distill.delivery import Lease, TrainedGroups
+
+# How often leases are looked over, seconds.
+_EXPIRE_EVERY_S = 1.0
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAnswer:
+    """`progress` changes whenever weights are published or lost; see `WorkerEnd.lease`."""
+
+    leases: list[Lease]
+    closed: bool
+    all_started: bool
+    progress: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeAnswer:
+    """`payloads` is None if the step is not ready."""
+
+    payloads: list[bytes] | None
+    set_aside: dict[int, str]
+    missing: list[int]
+    closed: bool
+    epoch: int
+
+
+class GroupQueueActor:
+    """A `Ledger`, and the groups that are parked until weights contain them. A plain class."""
+
+    def __init__(
+        self, run: str, run_id: str, trained: TrainedGroups, settings: LedgerSettings, journal: str
+    ) -> None:
+        """
+        Args:
+            run: names this queue: a journal that ends with it is this one's, and is continued.
+            run_id: the run's own name, which its journal bears; "": it has none.
+            trained: what the starting weights account for.
+            journal: path of the ledger's journal, on storage that the actor's node reaches.
+        """
+        before = replay(journal)
+        self._journal = Journal(journal)
+        self._closed = False
+        if before.run == run and before.ledger is not None:
+            self._ledger, self._closed = before.ledger, before.ended
+            self._ledger.record = self._journal.record
+            self._ledger.recover()
+        else:
+            epoch = before.epoch + 1
+            names = {"run": run} | ({"run_id": run_id} if run_id else {})
+            self._journal.record(
+                "start", **names, epoch=epoch, settings=asdict(settings), **trained.to_json()
+            )
+            self._journal.sync()
+            self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
+        self._payloads: dict[int, bytes] = {}
+        self._deaths: Counter[str] = Counter()
+        # Leases become possible, or a step ready: two crowds, woken apart.
+        self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
+        self._looked_over = time.monotonic()
+
+    # the workers' end
+
+    async def lease(self, worker: str, max_groups: int, request: str, poll_s: float) -> LeaseAnswer:
+        await self._expire()
+        deaths = self._deaths[worker]  # one that dies meanwhile leaves this call behind
+        leases = await _until(
+            self._may_start,
+            lambda: (
+                self._closed
+                or self._deaths[worker] > deaths
+                or self._ledger.lease(worker, max_groups, request)
+            ),
+            poll_s,
+        )
+        return LeaseAnswer(
+            leases=leases if isinstance(leases, list) else [],
+            closed=self._closed,
+            all_started=self._ledger.all_started,
+            progress=(self._ledger.epoch, self._ledger.published),
+        )
+
+    async def deliver(self, worker: str, leases: Sequence[Lease], *payloads: bytes) -> None:
+        # Arguments of their own: each of at most 100 kB travels in the call, without the store.
+        suspects = self._ledger.has_suspects
+        with self._journal.together():
+            for lease, payload in zip(leases, payloads, strict=True):
+                if self._ledger.deliver(lease, worker):
+                    self._payloads[lease.group_id] = payload
+        await _wake(self._may_train)
+        if suspects:  # a worker that has nothing now may start what it could not before
+            await _wake(self._may_start)
+
+    async def inside(self, worker: str, problems: dict[int, str]) -> None:
+        self._ledger.inside(worker, problems)
+
+    async def fail(self, worker: str, lease: Lease, reason: str) -> None:
+        self._ledger.fail(lease, reason, worker)
+        await self._wake_all()
+
+    # the learner's end
+
+    async def take(self, trained: TrainedGroups, num_groups: int, poll_s: float) -> TakeAnswer:
+        await self._expire()
+        watermark = trained.watermark
+        await _until(
+            self._may_train,
+            lambda: self._closed or self._ledger.ready(watermark, num_groups),
+            poll_s,
+        )
+        step = None if self._closed else self._ledger.take(watermark, num_groups)
+        return TakeAnswer(
+            payloads=[self._payloads[group_id] for group_id in step.group_ids] if step else None,
+            set_aside=step.set_aside if step else {},
+            missing=[] if step else self._ledger.missing(watermark, num_groups),
+            closed=self._closed,
+            epoch=self._ledger.epoch,
+        )
+
+    async def publish(self, version: int, watermark: int, epoch: int | None) -> None:
+        self._ledger.publish(version, watermark, epoch)
+        self._drop_payloads()
+        await _wake(self._may_start)
+
+    def _drop_payloads(self) -> None:
+        for group_id in [i for i in self._payloads if i < self._ledger.published]:
+            del self._payloads[group_id]
+
+    # the driver's end
+
+    async def poll(self, watermark: int, num_groups: int, poll_s: float) -> bool:
+        await self._expire()
+        await _until(
+            self._may_train,
+            lambda: self._closed or self._ledger.ready(watermark, num_groups),
+            poll_s,
+        )
+        return not self._closed and self._ledger.ready(watermark, num_groups) is not None
+
+    async def forfeit(self, worker: str, reason: str) -> list[int]:
+        self._deaths[worker] += 1
+        ids = self._ledger.forfeit(worker, reason)
+        await self._wake_all()
+        return ids
+
+    async def expire_now(self, ids: Sequence[int] | None, reason: str) -> list[int]:
+        expired = self._ledger.release(ids, reason)
+        await self._wake_all()
+        return expired
+
+    async def renew(self, ids: Sequence[int]) -> None:
+        self._ledger.renew(ids)
+
+    async def rewind(self, trained: TrainedGroups, reason: str) -> int:
+        self._ledger.rewind(trained, reason)
+        self._payloads.clear()
+        await self._wake_all()
+        return self._ledger.epoch
+
+    async def commit(self, step: int, watermark: int) -> None:
+        self._ledger.commit(step, watermark)
+        self._journal.sync()
+
+    async def status(self) -> QueueStatus:
+        await self._expire()
+        return self._ledger.status()
+
+    async def close(self) -> None:
+        """Ends every wait. What is put afterwards is still written down."""
+        if not self._closed:
+            self._closed = True
+            self._journal.record("end")
+            self._journal.sync()
+        await self._wake_all()
+
+    async def _expire(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_over < _EXPIRE_EVERY_S:
+            return
+        self._looked_over = now
+        if self._ledger.expire(now):
+            await self._wake_all()
+
+    async def _wake_all(self) -> None:
+        await _wake(self._may_start)
+        await _wake(self._may_train)
+
+
+async def _until(
+    changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
+) -> Value | None:
+    """What `ready` returns once it is true; None if that takes longer than `poll_s`."""
+    if found := ready():
+        return found
+    found_later: list[Value] = []  # kept even if the deadline passes at the same moment
+
+    def look() -> bool:
+        if found := ready():
+            found_later.append(found)
+        return bool(found_later)
+
+    async with changed:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait_for(look), poll_s)
+    return found_later[0] if found_later else None
+
+
+async def _wake(changed: asyncio.Condition) -> None:
+    async with changed:
+        changed.notify_all()

@@ -1,0 +1,1 @@
+"""What `out/` holds: the run's directory, kept rollouts, progress and tracking."""

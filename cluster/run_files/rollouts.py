@@ -1,0 +1,259 @@
+"""Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object a group.
+
+    {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "temperature": 0.7,
+     "metrics": {...},
+     "trajectories": [
+       {"reward": 1, "stop_reason": "eos", "metrics": {...},
+        "segments": [
+          {"tokens": [...], "actions": [[12, 40]],
+           "behaviour_logprobs": [...], "teacher_logprobs": [...], "versions": [...],
+           "advantages": [...], "bonuses": null}]}]}
+
+`actions` are the runs of tokens that the policy sampled, [start, stop), a turn each; the lists
+after it have an entry for each of those tokens alone. The learner's leader writes the file, and
+nobody else: it alone has a step's groups and what they were trained with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.jsonl_log import LineFile, read_lines
+from distill.errors import CheckpointError, DataError
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import rows_by_group
+from distill.types import BoolArray, Segment, Trajectory, TrajectoryGroup
+
+
+class RolloutLog:
+    """Keeps the first group of the first step and of every `every`th step after it; 0 keeps none.
+
+    A step whose groups were all filtered out trained on none, and keeps none.
+    """
+
+    def __init__(self, path: str | Path, every: int) -> None:
+        self._lines = LineFile(path)
+        self._every = every
+
+    def keep(
+        self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
+    ) -> None:
+        """Shown what `step` trained on. On a full disk the line waits in memory: see LineFile."""
+        if self._every == 0 or (step - 1) % self._every or not groups_P:
+            return
+        group, rows = next(rows_by_group(groups_P, rows_D))
+        self._lines.append(json.dumps(_group(step, group, rows), separators=(",", ":")).encode())
+
+    def rewind(self, step: int) -> None:
+        """Drops the groups of later steps, which are done again. Takes no room on the disk.
+
+        Raises:
+            CheckpointError: the file cannot be read, or not be written.
+        """
+        self._lines.close()
+        path, kept = self._lines.path, 0
+        try:
+            if not path.exists():
+                return
+            with path.open("rb") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or _step_of(line) > step:
+                        break
+                    kept += len(line)
+            os.truncate(path, kept)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be taken back to step {step}: {error}; remove the file, or give "
+                "this user the right to write it"
+            ) from error
+
+
+def _step_of(line: bytes) -> float:
+    """The line's step; a line that is none belongs to no step that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _group(step: int, group: TrajectoryGroup, rows: Sequence[TrainingRow]) -> dict[str, Any]:
+    remaining = iter(rows)
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "version": step - 1,  # of the weights that the step began with
+        "teacher": group.teacher,
+        "tag": group.tag,
+        "temperature": group.temperature,
+        "metrics": _metrics(group.metrics),
+        "trajectories": [
+            _trajectory(member, [next(remaining) for _ in member.segments])
+            for member in group.trajectories_G
+        ],
+    }
+
+
+def _trajectory(member: Trajectory, rows: Sequence[TrainingRow]) -> dict[str, Any]:
+    return {
+        "reward": _significant(member.reward),
+        "stop_reason": member.stop_reason.value,
+        "metrics": _metrics(member.metrics),
+        "segments": [
+            _segment(segment, row) for segment, row in zip(member.segments, rows, strict=True)
+        ],
+    }
+
+
+def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
+    mask_T = segment.action_mask_T
+    teacher_T, bonuses_T = segment.teacher_logprobs_T, segment.bonuses_T
+    return {
+        "tokens": segment.tokens_T.tolist(),
+        "actions": _runs(mask_T),
+        "behaviour_logprobs": _nats(segment.behaviour_logprobs_T[mask_T]),
+        "teacher_logprobs": None if teacher_T is None else _nats(teacher_T[mask_T]),
+        "versions": segment.versions_T[mask_T].tolist(),
+        "advantages": [_significant(value) for value in row.weights_T[mask_T]],
+        "bonuses": None
+        if bonuses_T is None
+        else [_significant(value) for value in bonuses_T[mask_T]],
+    }
+
+
+def _runs(mask_T: BoolArray) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(mask_T.astype(np.int8), prepend=0, append=0))
+    return edges.reshape(-1, 2).tolist()
+
+
+def _nats(logprobs_N: np.ndarray) -> list[float]:
+    """Four decimals: a KL is a difference of two, whose error must not grow with their size."""
+    return np.round(logprobs_N.astype(np.float64), 4).tolist()
+
+
+def _significant(value: float) -> float:
+    """Four digits, however small an advantage is."""
+    return float(f"{value:.4g}")
+
+
+def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: _significant(value) for name, value in metrics.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSegment:
+    """A segment as it was kept. `actions` are [start, stop) of each turn; `_N` are its actions."""
+
+    tokens_T: Sequence[int]
+    actions: Sequence[tuple[int, int]]
+    behaviour_logprobs_N: Sequence[float]
+    teacher_logprobs_N: Sequence[float] | None
+    versions_N: Sequence[int]
+    advantages_N: Sequence[float]
+    bonuses_N: Sequence[float] | None
+
+    def __post_init__(self) -> None:
+        if min(self.tokens_T, default=0) < 0:
+            raise ValueError(f"a negative token id, {min(self.tokens_T)}")
+        edges = [0, *(edge for run in self.actions for edge in run), len(self.tokens_T)]
+        if edges != sorted(edges):
+            raise ValueError(f"actions {self.actions} are no runs of {len(self.tokens_T)} tokens")
+        actions = sum(stop - start for start, stop in self.actions)
+        for name in ("behaviour_logprobs", "teacher_logprobs", "versions", "advantages", "bonuses"):
+            values = getattr(self, f"{name}_N")
+            if values is not None and len(values) != actions:
+                raise ValueError(f"{name} has {len(values)} entries for {actions} actions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTrajectory:
+    """One member of a kept group."""
+
+    reward: float
+    stop_reason: str
+    metrics: Mapping[str, float]
+    segments: Sequence[KeptSegment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptGroup:
+    """A group that `step` trained on, beginning with the weights of `version`."""
+
+    step: int
+    group_id: int
+    version: int
+    teacher: str
+    tag: str | None
+    temperature: float
+    metrics: Mapping[str, float]
+    trajectories_G: Sequence[KeptTrajectory]
+
+
+def read_rollouts(path: Path) -> list[KeptGroup]:
+    """The groups of a rollouts.jsonl, in order; none where there is no such file.
+
+    Raises:
+        DataError: names the line that is no group.
+    """
+    groups = []
+    for number, row in enumerate(read_lines(path, {"step", "group_id", "trajectories"}), 1):
+        try:
+            groups.append(_kept_group(row))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{path}:{number} is no kept group ({type(error).__name__}: {error}); remove the "
+                "line"
+            ) from error
+    return groups
+
+
+def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
+    return KeptGroup(
+        step=int(row["step"]),
+        group_id=int(row["group_id"]),
+        version=int(row["version"]),
+        teacher=str(row["teacher"]),
+        tag=None if row["tag"] is None else str(row["tag"]),
+        temperature=float(row["temperature"]),
+        metrics=_numbers(row["metrics"]),
+        trajectories_G=[
+            KeptTrajectory(
+                reward=float(member["reward"]),
+                stop_reason=str(member["stop_reason"]),
+                metrics=_numbers(member["metrics"]),
+                segments=[_kept_segment(segment) for segment in member["segments"]],
+            )
+            for member in row["trajectories"]
+        ],
+    )
+
+
+def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
+    teacher, bonuses = row["teacher_logprobs"], row["bonuses"]
+    return KeptSegment(
+        tokens_T=_integers(row["tokens"]),
+        actions=[(int(start), int(stop)) for start, stop in row["actions"]],
+        behaviour_logprobs_N=_floats(row["behaviour_logprobs"]),
+        teacher_logprobs_N=None if teacher is None else _floats(teacher),
+        versions_N=_integers(row["versions"]),
+        advantages_N=_floats(row["advantages"]),
+        bonuses_N=None if bonuses is None else _floats(bonuses),
+    )
+
+
+def _integers(values: Iterable[Any]) -> list[int]:
+    return [int(value) for value in values]
+
+
+def _floats(values: Iterable[Any]) -> list[float]:
+    return [float(value) for value in values]
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items()}

@@ -1,0 +1,310 @@
+"""The run's directory: what is in it, whether it can be resumed, and what is written when.
+
+out/config.json      settings, data, versions     out/metrics.jsonl   an object per optimizer step
+out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
+out/calibration.json the handshake               out/final/          the trained model
+out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
+out/rollouts.jsonl   a group every few steps     (written by the learner;
+                     cluster/run_files/rollouts.py)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from cluster.config.common import CommonConfig
+from cluster.jsonl_log import LineFile, read_lines
+from cluster.queue.journal import replay
+from distill.errors import CheckpointError, ConfigError, DataError
+from distill.lookup import current_name
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.digests import digest, digests, disk_remedy, sync_directory, sync_tree
+
+logger = logging.getLogger(__name__)
+
+# Settings that a resumed run may change: none of them alters what a step computes.
+_MAY_CHANGE = {
+    "steps", "checkpoint_every", "keep_checkpoints", "wandb", "device", "gpus_per_actor", "threads",
+    "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
+    "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
+    "weights", "probe_every", "gradient_checkpointing", "learner_workers",
+    "compile", "liger", "offload_optimizer", "trace_step", "hang_after_s", "max_restarts",
+    "placement", "placement_deadline_s", "policy_engines_max", "teacher_engines_max",
+    "rollout_workers_max", "rollout_cpus", "colocate", "lease_s", "max_group_failures",
+    "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
+    "keep_rollouts_every", "reward_timeout_s", "local",
+}  # fmt: skip
+
+
+# Settings that name files of rows. What is in them must stay; they may move.
+_DATA = ("prompts", "eval_prompts", "sft_data", "data")
+
+# What a run writes into its directory.
+_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs")
+_FILES = (
+    "config.json", "summary.json", "calibration.json", "metrics.jsonl", "events.jsonl",
+    "ledger.jsonl", "rollouts.jsonl", ".lock",
+)  # fmt: skip
+
+
+class RunDirectory:
+    """`out/` of one run."""
+
+    def __init__(self, recipe: str, config: CommonConfig) -> None:
+        self.path = Path(config.out).resolve()
+        self._recipe = recipe
+        self._attempt = secrets.token_hex(3)
+        self._config = config
+        self.store = CheckpointStore(self.path / "checkpoints", config.keep_checkpoints)
+        self._metrics = LineFile(self.path / "metrics.jsonl")
+        self._events = LineFile(self.path / "events.jsonl")
+
+    def actor_name(self, role: str) -> str:
+        """A name no other run on the cluster uses, this directory's earlier runs included."""
+        return f"{self._recipe}-{self._attempt}/{role}"
+
+    def log(self, name: str) -> str:
+        """Where a process of this run, a server for example, keeps what it prints."""
+        return str(self.path / "logs" / f"{name}.log")
+
+    @property
+    def run_id(self) -> str:
+        """The run's own name, kept over every resume; written by `start`."""
+        return json.loads((self.path / "config.json").read_text())["run_id"]
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
+        """The checkpoint to resume from, or None for a fresh start. Writes nothing.
+
+        `say` is told of damaged checkpoints that are passed over.
+
+        Raises:
+            ConfigError: the directory holds another run, or cannot be written.
+            CheckpointError: it holds a run whose checkpoints are all broken.
+            DataError: a line of metrics, events or ledger is damaged, by a crash or by hand.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"out={self.path} is a file; give a directory")
+        parent = next(path for path in (self.path, *self.path.parents) if path.exists())
+        for path in (parent, *(self.path / name for name in (*_DIRECTORIES, *_FILES))):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError(f"out={self.path} cannot be written (no permission in {path})")
+        for name in _DIRECTORIES:
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ConfigError(f"{self.path / name} is no directory; remove it")
+        if not (self.path / "config.json").is_file():
+            if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name != ".lock"):
+                raise ConfigError(
+                    f"out={self.path} is not empty and holds no isotherm run; choose another out="
+                )
+            return None
+        self._check_same_run()
+        self._check_lines()
+        return self.store.latest(say)
+
+    def _check_lines(self) -> None:
+        """What the run will read again or add to; a last line that a crash cut short is well."""
+        for line in read_lines(self._metrics.path, {"step"}):
+            if not isinstance(line["step"], int):
+                raise DataError(f"{self._metrics.path}: {line} has no number of a step; remove it")
+        read_lines(self._events.path, {"t", "event"})
+        of = replay(self.ledger).run_id
+        if of not in ("", self.run_id) and self.store.complete():
+            raise ConfigError(
+                f"{self.ledger} is of run {of}, and {self.path} holds run {self.run_id}; put its "
+                "own ledger back, or move this one away: the audit then proves nothing of what "
+                "came before"
+            )
+
+    def _check_same_run(self) -> None:
+        try:
+            written = json.loads((self.path / "config.json").read_text())
+            recipe, settings = str(written["recipe"]), _current(dict(written["settings"]))
+            data, _ = dict(written.get("data", {})), str(written["run_id"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.path / 'config.json'} is unreadable ({error}); choose another out="
+            ) from error
+        if recipe != self._recipe:
+            raise ConfigError(
+                f"out={self.path} holds a run of recipe={recipe}; choose another out="
+            )
+        now = _settings(self._config)
+        # The end of a schedule shapes every step of it.
+        fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
+        moved = {name for name in _DATA if name in data and data[name] == self._data.get(name)}
+        for name in sorted((settings.keys() | now.keys()) - (_MAY_CHANGE - fixed) - moved):
+            if settings.get(name) != now.get(name):
+                raise ConfigError(
+                    f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "
+                    f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"
+                )
+
+        for name in sorted(data.keys() - moved):
+            raise ConfigError(
+                f"{name}={now.get(name)} is not the file that the run in out={self.path} began "
+                f"with: its sha256 is {self._data.get(name)} and was {data[name]}, and a group's "
+                "number says which of its rows it is. Put the file back as it was, or choose "
+                "another out="
+            )
+
+    @cached_property
+    def _data(self) -> dict[str, str]:
+        """SHA-256 of each file of rows, by the setting that names it."""
+        paths = {name: getattr(self._config, name, None) for name in _DATA}
+        return {name: digest(path) for name, path in paths.items() if path and Path(path).is_file()}
+
+    def is_finished(self) -> bool:
+        """Whether the last run here got to its end."""
+        summary = self.path / "summary.json"
+        try:
+            return json.loads(summary.read_text())["status"] == "finished"
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return False  # no summary, or one cut short: the checkpoints tell the rest
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the directory for this process; two runs never write to one `out/`."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ConfigError(
+                    f"out={self.path} is in use by a running job; wait for it, or choose another"
+                ) from error
+            yield
+
+    def start(self, resume_from: Checkpoint | None) -> None:
+        """Writes config.json; drops the metrics of steps that the checkpoint does not contain."""
+        run_id = self.run_id if resume_from else secrets.token_hex(4)
+        packages = ("isotherm", "ray", "torch", "transformers")
+        self.write_json(
+            "config.json",
+            {
+                "recipe": self._recipe,
+                "run_id": run_id,
+                "settings": _settings(self._config),
+                "data": self._data,
+                "versions": {name: _version(name) for name in packages},
+            },
+        )
+        (self.path / "summary.json").unlink(missing_ok=True)
+        self.rewind_metrics(resume_from.step if resume_from else 0)
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""
+        self.store.set_aside_after(step)
+        self._metrics.flush()
+        self._metrics.close()
+        path = self._metrics.path
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        _replace(path, "".join(line + "\n" for line in kept))
+
+    def append_metrics(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.append(json.dumps(dict(metrics)).encode())
+
+    def append_event(self, event: str, **fields: Any) -> None:
+        """A line of events.jsonl: what happened, when (unix seconds), and to whom."""
+        line = {"t": time.time(), "event": event, **fields}
+        self._events.append(json.dumps(line).encode())
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        _replace(self.path / name, json.dumps(dict(value), indent=1) + "\n")
+
+    def finish(self, checkpoint: Checkpoint) -> None:
+        """Copies the last checkpoint's model to `final/`, and its adapter, if it has one, to
+        `adapter/`; each whole or not at all."""
+        if Path(checkpoint.adapter_dir).is_dir():
+            _copy(checkpoint.adapter_dir, self.path / "adapter")
+        _copy(checkpoint.model_dir, self.final)
+
+
+def _copy(source: str, target: Path) -> None:
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        copied = sync_tree(partial)
+        for name, expected in digests(Path(source), copied).items():
+            if copied[name] != expected:
+                raise OSError(f"{name} was read as sha256 {expected} and written as {copied[name]}")
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {target}: {error}. The model is safe in {source}. {disk_remedy(error)}"
+        ) from error
+
+
+def _settings(config: CommonConfig) -> dict[str, Any]:
+    """The settings, each object's class beside its fields: an environment is told by both."""
+    settings = chz.asdict(config, include_type=True)
+    settings.pop("__chz_type__")
+    return _current(json.loads(json.dumps(settings)))
+
+
+def _current(settings: Any) -> Any:
+    """Settings with every class and function by the present path of its module."""
+    if isinstance(settings, dict):
+        return {name: _current(value) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [_current(value) for value in settings]
+    return current_name(settings) if isinstance(settings, str) else settings
+
+
+def _step_of(line: str) -> float:
+    """The line's step; a line cut short by a crash belongs to no step that is kept."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,175 @@
+"""What a run says while it works: a progress bar on a terminal, plain lines in a log, W&B."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cluster.run_files.run_directory import RunDirectory
+from distill.errors import ConfigError
+from distill.handshake.comparison import CalibrationReport
+
+# Shown in progress lines, in this order, where a step has them.
+_SHOWN = {
+    "opd/reverse_kl": "reverse KL",
+    "train/nll": "nll",
+    "train/loss": "loss",
+    "reward/mean": "reward",
+    "train/grad_norm": "grad norm",
+    "staleness/max": "stale",
+    "time/step": "s/step",
+    "time/wait": "s wait",
+    "tokens_per_s": "tok/s",
+}
+
+# Steps of tiny models come by the dozen a second; metrics.jsonl has every one of them.
+_LINE_INTERVAL_S = 1.0
+
+
+class Progression:
+    """Reports steps: a short live line on a terminal, printed lines elsewhere, one a second."""
+
+    def __init__(self, console: Console, first_step: int, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._printed = -_LINE_INTERVAL_S
+        self._bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16),
+            TimeRemainingColumn(), TextColumn("{task.description}"), console=console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("starting", total=steps, completed=first_step)
+
+    def __enter__(self) -> Progression:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        shown = [
+            f"{label} {_number(metrics[name])}" for name, label in _SHOWN.items() if name in metrics
+        ]
+        step = int(metrics["step"])
+        if self._console.is_terminal:
+            self._bar.update(
+                self._task, completed=step, description="  ".join([shown[0], *shown[-1:]])
+            )
+        elif step == self._steps or time.monotonic() - self._printed >= _LINE_INTERVAL_S:
+            self._printed = time.monotonic()
+            self._console.print(f"step {step}/{self._steps}  " + "  ".join(shown), highlight=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def make_console() -> Console:
+    """Wide enough never to wrap a log line; a terminal keeps its own width."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(file=cast(IO[str], _Output()), width=200, soft_wrap=True)
+
+
+class _Output:
+    """sys.stdout, whose disk may be full for a while: what is printed then is lost, no more.
+
+    The files in `out/` lose nothing: see cluster/jsonl_log.py.
+    """
+
+    def write(self, text: str) -> int:
+        with _room_or_not():
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _room_or_not():
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+@contextmanager
+def _room_or_not() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def agreement_table(report: CalibrationReport) -> Table:
+    """The handshake as a table anyone can read."""
+    table = Table(title="log-prob agreement, nats")
+    for header in ("party", "compared with"):
+        table.add_column(header)
+    for header in ("T", "tokens", "max gap", "mean gap", "allowed max, mean", "verdict"):
+        table.add_column(header, justify="right")
+    for c in report.comparisons:
+        verdict = "[green]agrees[/]" if c.agrees else "[red]DISAGREES[/]"
+        if c.must_differ:
+            verdict = "[green]differs[/]" if c.agrees else "[red]THE SAME[/]"
+        table.add_row(
+            c.party, c.reference, f"{c.temperature:g}", str(c.num_tokens), f"{c.max_gap:.1e}",
+            f"{c.mean_gap:.1e}",
+            f"{'> ' if c.must_differ else ''}{c.tolerance:.2g}, {c.mean_tolerance:.2g}", verdict,
+        )  # fmt: skip
+    for difference in report.differences:
+        table.add_row(difference, *[""] * 6, "[red]DIFFERS[/]")
+    return table
+
+
+class WandbTracker:
+    """Weights & Biases, or nothing at all when `mode` is off."""
+
+    def __init__(self, mode: str, run: RunDirectory, settings: Mapping[str, Any]) -> None:
+        self._run = None
+        if mode == "off":
+            return
+        wandb = _import_wandb(mode)
+        self._run = wandb.init(
+            project="isotherm",
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.path),
+            mode=mode,
+            config=dict(settings),
+        )
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        if self._run is not None:
+            self._run.log(dict(metrics), step=int(metrics["step"]))
+
+    def finish(self, exit_code: int) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=exit_code)
+
+
+def _import_wandb(mode: str) -> Any:
+    try:
+        import wandb  # optional, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            f"wandb={mode} needs the wandb package: pip install 'isotherm[wandb]', or wandb=off"
+        ) from error
+    return wandb
+
+
+def check_wandb(mode: str) -> None:
+    """Raises ConfigError if tracking was asked for and cannot be had; before anything starts."""
+    if mode != "off":
+        _import_wandb(mode)

@@ -1,0 +1,1 @@
+"""The driver's loop: steps, membership, the learner's seat, stalls, scaling."""

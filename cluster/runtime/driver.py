@@ -1,0 +1,304 @@
+"""The driver: drives the learner step by step, keeps everyone alive, tells the truth at the end.
+
+prompts --> rollout workers --> policy engines         each group: sampled, scored, queued
+                  |        \\--> teacher engines
+                  v
+            GroupQueue (bounded by credit)
+                  |
+                  v
+driver --> learner.step: take -> loss -> optimizer -> publish to policy engines -> free slots
+   |
+   +--> metrics.jsonl, progress, W&B, checkpoints, evaluation
+
+driver    waits for: the step's groups         unblocked by: the rollout workers' puts
+          waits for: the learner's step        unblocked by: the learner, or its death
+
+Between two steps the learner is idle: only then are engines admitted, which need its weights. While
+the driver waits, for whatever it is, the supervisor looks at everyone
+(cluster/supervision/supervise.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
+
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from cluster.handles import calls
+from cluster.queue.group_queue import QueueClosed
+from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
+from cluster.supervision.supervise import ActorLost, LearnerLost, Overdue, RunFailed, Supervisor
+from distill.errors import CheckpointError, EngineLost, IsothermError
+from learner.checkpoint import Checkpoint
+
+# How often a wait looks at signals and actors, seconds.
+_POLL_S = 0.5
+# A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
+_SAME_SIGNAL_S = 1.0
+_ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
+# A checkpoint that cannot be written is tried again between steps: so often, and so much later.
+_SAVE_TRIES = 10
+_SAVE_PAUSE_S = 3.0
+
+
+class Interrupted(Exception):
+    """The user (SIGINT) or the scheduler (SIGTERM) asked the run to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+class Signals:
+    """Remembers the first SIGINT or SIGTERM, for the driver to act on between waits."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._received_at = 0.0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install after `ray.init`, which takes SIGTERM itself. A second signal ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # handlers can be set in the main thread only; a test's thread goes without
+            return
+        previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal has come in."""
+        if self.received is not None:
+            raise Interrupted(self.received)
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signum, now
+            # Not print: a handler may run in the middle of one.
+            os.write(2, f"{signal.Signals(signum).name}: {_ENDING}\n".encode())
+        elif now - self._received_at > _SAME_SIGNAL_S:
+            raise KeyboardInterrupt
+
+
+class Driver:
+    """Waits for actor calls while watching signals and every actor's life.
+
+    Args:
+        deadline_s: longest any one call may take.
+        idle: called now and then while a call is waited for; may raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        supervisor: Supervisor,
+        signals: Signals,
+        deadline_s: float,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._supervisor, self._signals = supervisor, signals
+        self._deadline_s, self._idle = deadline_s, idle
+
+    def look(self) -> None:
+        """What every wait does now and then. Raises as `call` does."""
+        self._signals.check()
+        self._supervisor.tick()
+        self._idle()
+
+    def ask_learner(self, what: str, reference: Any) -> Any:
+        """The value of a call of the learner; if it dies or hangs, that is LearnerLost."""
+        return self.call(what, reference, lost=LearnerLost)
+
+    def call(self, what: str, reference: Any, lost: type[ActorLost] = ActorLost) -> Any:
+        """The value of an actor call.
+
+        Raises:
+            Interrupted: a signal came in while waiting. The call goes on.
+            ActorLost: the actor died; Overdue: it hangs.
+            LearnerLost: a learner worker died meanwhile.
+            RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
+        """
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            self.look()
+            ready, _ = calls.wait([reference], timeout=_POLL_S)
+            if ready:
+                return self.value(what, reference, lost=lost)
+            if time.monotonic() > deadline:
+                late = Overdue if lost is ActorLost else lost
+                raise late(f"{what} did not end within {self._deadline_s:.0f} s")
+
+    def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
+        """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""
+        deadline = time.monotonic() + deadline_s
+        while not ready():
+            self.look()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
+            time.sleep(0.05)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, and looks after everyone meanwhile; raises as `call` does."""
+        end = time.monotonic() + seconds
+        self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
+
+    def run(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The value of a coroutine that awaits actor calls; raises as `call` does."""
+        try:
+            return asyncio.run(asyncio.wait_for(coroutine, self._deadline_s))
+        except TimeoutError as error:
+            raise RunFailed(f"{what} did not end within {self._deadline_s:.0f} s") from error
+        except RayError as error:
+            raise self._explained(what, error, ActorLost) from error
+
+    def value(
+        self,
+        what: str,
+        reference: Any,
+        timeout: float | None = None,
+        lost: type[ActorLost] = ActorLost,
+    ) -> Any:
+        """The value of a finished call; see `call` for what it raises."""
+        try:
+            return calls.get(reference, timeout=timeout)
+        except GetTimeoutError as error:
+            raise RunFailed(f"{what} did not answer within {timeout:.0f} s") from error
+        except RayError as error:
+            raise self._explained(what, error, lost) from error
+
+    def _explained(self, what: str, error: RayError, lost: type[ActorLost]) -> Exception:
+        if is_death(error):
+            return lost(f"{what} failed because its actor died ({reason_of(error)})")
+        cause = root_cause(error)
+        if isinstance(cause, IsothermError):
+            return cause
+        # What is left of a broken connection is explained by who is at its other end.
+        if dead := dead_among(self._supervisor.vital()):
+            return LearnerLost(f"{what} failed because {', '.join(dead)} died")
+        if isinstance(cause, RayError | EngineLost):
+            return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
+        return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
+
+
+class Trainee(Protocol):
+    """The run that `drive` drives."""
+
+    @property
+    def learner(self) -> Any:
+        """The learner's actor, the present one."""
+        ...
+
+    def before_step(self) -> float:
+        """Waits until a step has what it needs; returns the seconds it waited."""
+        ...
+
+    def on_step(self, metrics: dict[str, float]) -> None: ...
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None: ...
+
+    def on_unsaved(self, error: CheckpointError) -> None:
+        """A checkpoint could not be written; it is tried again after the next step."""
+        ...
+
+    def recover(self, lost: LearnerLost) -> int:
+        """Brings the learner back; returns the step at which it stands. Raises RunFailed if not."""
+        ...
+
+    def end_waits(self) -> None:
+        """Ends what the learner waits for."""
+        ...
+
+
+def drive(
+    run: Trainee, driver: Driver, *, first_step: int, steps: int, checkpoint_every: int
+) -> Checkpoint:
+    """Runs the learner's steps and checkpoints; returns the last checkpoint.
+
+    On a signal: ends the learner's waits, saves a checkpoint of the last whole step, and raises
+    Interrupted. A lost learner is brought back, and the steps since its checkpoint are done again.
+    """
+    saving = _Saving(run, driver, checkpoint_every, steps)
+    step, pending = first_step, None
+    try:
+        while True:
+            try:
+                while step < steps:
+                    waited = run.before_step()
+                    pending = run.learner.step.remote(waited)
+                    metrics = driver.ask_learner("the learner's step", pending)
+                    step, pending = int(metrics["step"]), None
+                    run.on_step(metrics)
+                    saving.after(step)
+                return saving.last()
+            except LearnerLost as lost:
+                pending = None
+                step = _recovered(run, lost)
+    except Interrupted:
+        run.end_waits()
+        if pending is not None and (metrics := _let_end(pending)):
+            run.on_step(metrics)
+        saved = driver.value("saving a checkpoint", run.learner.save.remote(), timeout=600)
+        run.on_checkpoint(saved)
+        raise
+
+
+def _recovered(run: Trainee, lost: LearnerLost) -> int:
+    while True:
+        try:
+            return run.recover(lost)
+        except LearnerLost as again:
+            lost = again
+
+
+class _Saving:
+    """Checkpoints when they are due. A disk that is full is given time."""
+
+    def __init__(self, run: Trainee, driver: Driver, every: int, steps: int) -> None:
+        self._run, self._driver, self._every, self._steps = run, driver, every, steps
+        self._failures = 0
+        self._not_before = 0.0
+
+    def after(self, step: int) -> None:
+        due = step % self._every == 0 or self._failures
+        if step < self._steps and due and time.monotonic() >= self._not_before:
+            self._save()
+
+    def last(self) -> Checkpoint:
+        while (saved := self._save()) is None:
+            self._driver.pause(_SAVE_PAUSE_S)
+        return saved
+
+    def _save(self) -> Checkpoint | None:
+        """None if it could not be written, and may be the next time."""
+        try:
+            saved = self._driver.ask_learner("saving a checkpoint", self._run.learner.save.remote())
+        except CheckpointError as error:
+            self._failures += 1
+            if self._failures > _SAVE_TRIES:
+                raise
+            self._not_before = time.monotonic() + _SAVE_PAUSE_S
+            self._run.on_unsaved(error)
+            return None
+        self._failures = 0
+        self._run.on_checkpoint(saved)
+        return saved
+
+
+def _let_end(pending: Any) -> dict[str, float] | None:
+    """Waits for an interrupted step. It trained, and counts; or it found no groups: None."""
+    try:
+        return calls.get(pending, timeout=600)
+    except (QueueClosed, RayActorError):
+        return None

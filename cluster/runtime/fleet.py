@@ -1,0 +1,454 @@
+"""The actors of an opd or rl run, kept alive: who serves whom, who joins, who leaves.
+
+    a rollout worker dies     its groups are leased again at once; it is made again
+    an engine dies            requests under way go to another; it is made again and, while the
+                              learner is idle, given the present weights, examined, and announced
+    an engine leaves          no worker gives it anything new; it goes once it is idle
+    the learner dies          see `recover`: back to its checkpoint, and the queue with it
+
+Only the driver knows everyone. Workers are told of the engines that serve (`RolloutActor.update`),
+the learner of the policy engines that join and leave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.config.on_policy import RolloutConfig
+from cluster.handles import calls
+from cluster.hosts.build import RolloutCast, learner_role
+from cluster.hosts.engine_pool import EnginePool
+from cluster.hosts.rollout_actor import Roster, WorkerStatus
+from cluster.placement.placement_groups import Placement
+from cluster.placement.roles import (
+    EVALUATOR,
+    LEARNER,
+    POLICY,
+    QUEUE,
+    ROLLOUT,
+    pool_bounds,
+    worker_title,
+)
+from cluster.queue.group_queue import GroupQueue
+from cluster.queue.ledger import QueueStatus
+from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.runtime.scaling import Scaling
+from cluster.runtime.seat import LearnerSeat
+from cluster.runtime.watchdog import Watchdog, quiet_s
+from cluster.supervision.failures import reason_of
+from cluster.supervision.supervise import (
+    LearnerLost,
+    Member,
+    Role,
+    RunFailed,
+    State,
+    Supervisor,
+)
+from distill.delivery import TrainedGroups
+from distill.errors import EngineError
+from distill.handshake.comparison import CalibrationReport
+from learner.checkpoint import Checkpoint
+
+# Examines engines that join, policies and scorers by name; the report says whether they agree.
+Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
+
+_STATUS_EVERY_S = 1.0
+_CLOSE_S = 5.0
+
+
+class Fleet:
+    """Everyone of a run but its driver.
+
+    Args:
+        examine: the handshake of some engines with the learner.
+        say: prints a line for people.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RolloutConfig,
+        cast: RolloutCast,
+        placement: Placement,
+        directory: RunDirectory,
+        signals: Signals,
+        examine: Examine,
+        say: Callable[[str], None],
+        trained: TrainedGroups,
+        start_model: str,
+    ) -> None:
+        self._config, self._placement, self._directory = config, placement, directory
+        self._examine, self._say = examine, say
+        self.supervisor = Supervisor(
+            say=say,
+            record=directory.append_event,
+            buried=self._buried,
+            hang_after_s=config.hang_after_s,
+            max_restarts=config.max_restarts,
+        )
+        self.driver = Driver(
+            supervisor=self.supervisor,
+            signals=signals,
+            deadline_s=config.deadline_s,
+            idle=self.look,
+        )
+        self._evaluator_calls = EvaluatorCalls(
+            self.supervisor,
+            self.driver,
+            say=say,
+            prepare=self.admit_waiting,
+            deadline_s=config.deadline_s,
+        )
+        self.queue: GroupQueue = cast.queue(trained)
+        self.bounds = pool_bounds(config)
+        self._roles: dict[str, Role] = {POLICY: cast.policy_role(start_model)}
+        self._roles |= {role.name: role for role in cast.scorer_roles()}
+        self._engine_roles = list(self._roles)
+        self._roles[ROLLOUT] = cast.worker_role(self.queue, self._groups_a_worker)
+        self._roles[EVALUATOR] = cast.evaluator_role()
+        self._seat = LearnerSeat(
+            lambda checkpoint, attempt: cast.learners(
+                checkpoint, self.queue, self._policies(), attempt
+            ),
+            learner_role(config),
+            self.supervisor,
+            directory,
+        )
+        self._queue_role = cast.queue_role
+        self._working = False
+        self._announced = -1
+        self._epoch = 0
+        self._runs: dict[Any, Member] = {}
+        self._asked: dict[Any, str] = {}
+        self._asked_at = 0.0
+        self.statuses: dict[str, WorkerStatus] = {}
+        self._queue_asked: Any = None
+        self._queue_status: QueueStatus | None = None
+        self.scaling = Scaling(
+            self,
+            directory,
+            say,
+            up_after_s=config.scale_up_after_s,
+            down_after_s=config.scale_down_after_s,
+            steps_in_flight=config.max_staleness + 1,
+        )
+        self._watchdog = Watchdog(self, say, config.stall_after_s, config.deadline_s)
+        # Statuses older than the last announcement do not tell whether an engine is idle.
+        self._fresh: set[str] = set()
+
+    # who there is
+
+    @property
+    def learner(self) -> Any:
+        return self._seat.leader
+
+    @property
+    def evaluator(self) -> Any:
+        [evaluator] = self.supervisor.serving(EVALUATOR).values()
+        return evaluator
+
+    def pool(self, role: str, patience_s: float = 0) -> EnginePool:
+        """The engines of a role that serve now."""
+        return EnginePool(role, self.supervisor.serving(role), patience_s)
+
+    @property
+    def scorers(self) -> list[str]:
+        """Roles of teachers and the reference."""
+        return [role for role in self._engine_roles if role != POLICY]
+
+    @property
+    def roster(self) -> Roster:
+        return {role: self.supervisor.serving(role) for role in self._engine_roles}
+
+    def _policies(self) -> dict[str, Any]:
+        """Those that a new learner pushes weights to; the others are admitted later."""
+        if self._working:
+            return self.supervisor.serving(POLICY)
+        return {member.name: member.handle for member in self.supervisor.members(POLICY)}
+
+    def _size(self, role: str) -> int:
+        return self.bounds.get(role, (1, 1))[0]
+
+    def _groups_a_worker(self) -> int:
+        window = self._config.prompts_per_step * (self._config.max_staleness + 1)
+        workers = self.supervisor.expected(ROLLOUT) if self._working else self._size(ROLLOUT)
+        return -(-window // max(1, workers))
+
+    # start and end
+
+    def start(self, resume_from: Checkpoint | None) -> None:
+        """Makes everyone and waits until all have answered. Nobody works yet.
+
+        Raises:
+            RunFailed: an actor did not start.
+        """
+        self.supervisor.adopt(self._queue_role, 0, self.queue.actor)
+        for name, role in self._roles.items():
+            for index in range(self._size(name)):
+                self.supervisor.add(role, index)
+        self._seat.fill(resume_from)
+        self.driver.until("the actors to start", self._started, self._config.deadline_s)
+        self.supervisor.under_way = True
+        for role in self._engine_roles:  # what they hold is for the first handshake to say
+            for member in self.supervisor.members(role, State.READY):
+                self.supervisor.admit(member)
+
+    def _started(self) -> bool:
+        roles = [QUEUE, LEARNER, *self._roles]
+        return not any(self.supervisor.members(role, State.STARTING) for role in roles)
+
+    def work(self) -> None:
+        """Rollouts begin."""
+        self._working = True
+        self.look()
+
+    def close(self) -> None:
+        """Ends everyone."""
+        try:
+            calls.get(self.queue.close(), timeout=_CLOSE_S)
+        except RayError as error:  # it is dead or hangs: its journal lacks no more than the end
+            self._directory.append_event("unclosed", why=reason_of(error))
+        self.supervisor.end_all()
+
+    # while the driver waits
+
+    def look(self) -> None:
+        """Tells everyone of changes, and notices workers that ended. Waits for nothing."""
+        if not self._working:
+            return
+        if self._announced != self.supervisor.changes:
+            self._announce()
+        self._collect_runs()
+        self._collect_statuses()
+
+    def _announce(self) -> None:
+        self._announced = self.supervisor.changes
+        self._fresh.clear()
+        running = list(self._runs.values())
+        for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
+            member.handle.update.remote(self.roster, self._groups_a_worker(), self._epoch)
+            if member not in running:
+                self._runs[member.handle.run.remote()] = member
+
+    def _collect_runs(self) -> None:
+        ended = calls.wait(list(self._runs), num_returns=len(self._runs), timeout=0)[0]
+        for run in ended:
+            member = self._runs.pop(run)
+            try:
+                calls.get(run)
+            except RayTaskError as error:
+                raise RunFailed(f"{member.name} failed: {reason_of(error)}") from error
+            except RayError:
+                continue  # it died, as its heartbeat will tell
+            if member in self.supervisor.members(ROLLOUT, State.DRAINING):
+                self._dismiss(member)
+
+    def _collect_statuses(self) -> None:
+        done = calls.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]
+        for reference in done:
+            name = self._asked.pop(reference)
+            try:
+                self.statuses[name] = calls.get(reference)
+                self._fresh.add(name)
+            except RayError:
+                self.statuses.pop(name, None)
+        if self._queue_asked is not None and calls.wait([self._queue_asked], timeout=0)[0]:
+            asked, self._queue_asked = self._queue_asked, None
+            with suppress(RayError):  # the next one answers
+                status: Any = calls.get(asked)
+                self._queue_status = status
+                self._check_set_aside(status)
+                self._renew_leases(status)
+                self.scaling.look(status)
+        now = time.monotonic()
+        if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
+            self._asked_at = now
+            workers = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
+            self._asked = {m.handle.status.remote(): m.name for m in workers}
+            if self._queue_asked is None:
+                self._queue_asked = self.queue.status()
+            names = {member.name for member in workers}
+            self.statuses = {n: s for n, s in self.statuses.items() if n in names}
+
+    def _dismiss(self, member: Member) -> None:
+        self.supervisor.dismiss(member)
+        self._give_back_place(member.role.name, member.index)
+
+    def _give_back_place(self, role: str, index: int) -> None:
+        if self._has_place(role):
+            self._placement.remove(role, index)
+
+    def _has_place(self, role: str) -> bool:
+        return role != ROLLOUT or self._config.rollout_cpus > 0
+
+    def _buried(self, member: Member, why: str) -> None:
+        if member.role.name == ROLLOUT:
+            self.queue.forfeit(worker_title(member.index), why)
+            self._runs = {run: m for run, m in self._runs.items() if m is not member}
+        if member.role.name == EVALUATOR:
+            self._evaluator_calls.buried(member)
+
+    # while the learner is idle
+
+    def wait_for_groups(self, watermark: int) -> float:
+        """Returns once the next step's groups are there; the seconds that took.
+
+        Raises:
+            RunFailed: too many groups were set aside, or none arrived for too long.
+        """
+        started = time.monotonic()
+        self.scaling.waiting()
+        try:
+            while True:
+                self.admit_waiting()
+                self.let_go()
+                ready = self.queue.poll(watermark, self._config.prompts_per_step)
+                if self.driver.call("groups", ready):
+                    return time.monotonic() - started
+                if self._queue_status is not None:
+                    self._watchdog.look(
+                        self._queue_status, self.statuses, self.supervisor.still_s()
+                    )
+        finally:
+            self.scaling.waited()
+
+    def re_lease(self, ids: list[int], reason: str) -> None:
+        """Groups under way are given to other workers, too."""
+        self.queue.expire_now(ids, reason)
+
+    def bury(self, name: str, why: str) -> None:
+        """Ends an actor that hangs; it is made again."""
+        for role in (*self._engine_roles, ROLLOUT):
+            for member in self.supervisor.members(role, State.SERVING):
+                if member.name == name:
+                    self.supervisor.bury(member, why)
+
+    def _renew_leases(self, status: QueueStatus) -> None:
+        """Of groups that are half through their leases, and get on."""
+        half_s = self._config.lease_s / 2
+        quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
+        old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
+        moving = [i for i in old if quiet.get(i, half_s) < half_s]
+        if moving:
+            self.queue.renew(moving)
+
+    def _check_set_aside(self, status: QueueStatus) -> None:
+        """Raises RunFailed if so many groups fail that it is not their own fault."""
+        config = self._config
+        in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
+        if in_a_row or status.set_aside > config.max_set_aside:
+            raise RunFailed(
+                f"{status.set_aside} prompt groups were set aside (max_set_aside="
+                f"{config.max_set_aside}), {status.consecutive_set_aside} of them in a row; the "
+                f"last because of: {status.last_reason}"
+            )
+
+    def admit_waiting(self) -> None:
+        """Admits engines that are ready: present weights, then the handshake, then it is announced.
+
+        One that fails any of it is buried.
+        """
+        waiting = [m for m in self.supervisor.waiting() if m.role.name in self._engine_roles]
+        policies = [m for m in waiting if m.role.name == POLICY]
+        scorers = [m for m in waiting if m not in policies]
+        for member in policies:
+            self._admit(member)
+        for member in scorers:
+            if self.supervisor.serving(POLICY):  # else there is nobody whose samples it may score
+                self._admit(member)
+
+    def _admit(self, member: Member) -> None:
+        joining = {member.name: member.handle}
+        pool = EnginePool(member.role.name, joining).each()
+        try:
+            if member.role.name == POLICY:
+                admitted = self.learner.admit.remote(joining)
+                self.driver.ask_learner(f"pushing weights to {member.name}", admitted)
+                examined = self._examine(pool, {})
+            else:
+                name, policy = next(iter(self.supervisor.serving(POLICY).items()))
+                examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
+            report: CalibrationReport = self.driver.run(f"the handshake of {member.name}", examined)
+        except LearnerLost:
+            raise
+        except (RunFailed, EngineError) as error:
+            self._refuse(member, str(error))
+            return
+        if not report.agrees and self._config.require_handshake:
+            self._refuse(member, report.complaint())
+            return
+        self.supervisor.admit(member)
+        self._say(f"{member.name} joins: its handshake agrees to {report.largest_gap:.1e} nats")
+
+    def _refuse(self, member: Member, why: str) -> None:
+        self.supervisor.tick()  # it may be the learner that died
+        if member in self.supervisor.waiting():
+            self.supervisor.bury(member, f"it was not admitted: {why}")
+
+    def let_go(self) -> None:
+        """Ends engines that were to leave and where nothing is under way any more."""
+        workers = {m.name for m in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)}
+        if not workers <= self._fresh:
+            return
+        for role in self._engine_roles:
+            for member in self.supervisor.members(role, State.DRAINING):
+                if any(status.requests.get(member.name) for status in self.statuses.values()):
+                    continue
+                if role == POLICY:
+                    left = self.learner.dismiss.remote([member.name])
+                    self.driver.ask_learner(f"letting {member.name} go", left)
+                self._dismiss(member)
+
+    def recover(self, lost: LearnerLost) -> Checkpoint | None:
+        """A new learner, from the newest checkpoint, and the queue back where it stands."""
+        since = time.monotonic()
+        checkpoint = self._seat.recover(lost, self.driver, self._say)
+        self.driver.until("the learner to start", self._seat.started, self._config.deadline_s)
+        self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
+        # Only now: what is leased from here on must not be sampled from weights that are lost.
+        rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
+        self._epoch = self.driver.call("taking the queue back", rewound)
+        if self._working:
+            self._announce()
+        self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
+        self._seat.recovered(time.monotonic() - since)
+        return checkpoint
+
+    # pools that change their size
+
+    def grow(self, role: str) -> None:
+        """One more member, in a place of its own on the cluster."""
+        if self._has_place(role):
+            index = self._placement.add(role)
+        else:
+            taken = self.supervisor.indices(role)
+            index = next(i for i in range(len(taken) + 1) if i not in taken)
+        self.supervisor.add(self._roles[role], index)
+
+    def shrink(self, role: str) -> None:
+        """One that is dead is not made again; else the newest member leaves once it is idle."""
+        if (index := self.supervisor.give_up_restart(role)) is not None:
+            self._give_back_place(role, index)
+            return
+        member = self.supervisor.members(role, State.SERVING, State.STARTING, State.READY)[-1]
+        if member.state is not State.SERVING:  # it never worked
+            self._dismiss(member)
+            return
+        self.supervisor.drain(member)
+        if role == ROLLOUT:
+            member.handle.drain.remote()
+
+    def persist(self, what: str, ask: Callable[[], Any]) -> Any:
+        """The value of a call of the evaluator; see `EvaluatorCalls`."""
+        return self._evaluator_calls.persist(what, ask)
+
+
+def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:
+    return TrainedGroups.from_json(checkpoint.delivery) if checkpoint else TrainedGroups()

@@ -1,0 +1,227 @@
+"""Autoscaling at work: watches a run window by window, and has its pools grow and shrink.
+
+cluster/runtime/autoscale.py decides. Growing means one more actor in a placement group of its own:
+a cluster that has no room for it adds a node, if Ray's autoscaler runs there. Shrinking drains an
+actor and gives its place back; Ray's autoscaler removes nodes that stay empty.
+
+A window is made of whole steps: it ends when a step's groups are there, and the next begins. Then
+the share of it that the learner waited is that of its steps, however long they are. The first
+begins with the first step's groups: before, a pool of any size would keep the learner waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import ray
+
+from cluster.placement.roles import POLICY, ROLLOUT
+from cluster.queue.ledger import QueueStatus
+from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName
+from cluster.supervision.supervise import State
+
+if TYPE_CHECKING:
+    from cluster.runtime.fleet import Fleet  # which owns this
+
+# Least length of a window.
+_WINDOW_S = 5.0
+# A size that was too small is not tried again for so many times `down_after_s`: 30 min, of 120 s.
+_MEMORY = 15
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A moment of a window: groups by where they are."""
+
+    sampling: float
+    environment: float
+    scoring: float
+
+
+class Scaling:
+    """Call `look` often; `waiting` and `waited` around the learner's waits for groups.
+
+    Args:
+        up_after_s, down_after_s: see `Autoscaler`.
+        steps_in_flight: steps whose groups are under way or finished at the same time. For so many
+            windows after a change of members, groups were made in part by those of before.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        directory: RunDirectory,
+        say: Callable[[str], None],
+        *,
+        up_after_s: float,
+        down_after_s: float,
+        steps_in_flight: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet, self._directory, self._say, self._clock = fleet, directory, say, clock
+        self._roles: dict[PoolName, list[str]] = {"policy": [POLICY], "rollout": [ROLLOUT]}
+        if teachers := [role for role in fleet.bounds if role not in (POLICY, ROLLOUT)]:
+            self._roles["teacher"] = teachers
+        pools = [
+            Pool(
+                name=name,
+                minimum=sum(fleet.bounds[role][0] for role in roles),
+                maximum=sum(fleet.bounds[role][1] for role in roles),
+            )
+            for name, roles in self._roles.items()
+        ]
+        window_s = min(_WINDOW_S, up_after_s / 2)
+        self._elastic = any(pool.maximum > pool.minimum for pool in pools)
+        self._autoscaler = Autoscaler(
+            [pool for pool in pools if pool.maximum > pool.minimum],
+            up_after_s=up_after_s,
+            down_after_s=max(up_after_s, down_after_s),
+            cooldown_s=2 * up_after_s,
+            memory_s=_MEMORY * max(up_after_s, down_after_s),
+            settling_windows=steps_in_flight,
+        )
+        self._window_s = window_s
+        self._began: float | None = None
+        self._wait_began = 0.0
+        self._waited_s = 0.0
+        self._ended: tuple[float, float] | None = None  # seconds of a window, and of its waits
+        self._samples: list[_Sample] = []
+        self._before: QueueStatus | None = None  # the window began
+        self._recorded: dict[str, object] = {}
+
+    def waiting(self) -> None:
+        """The learner begins to wait for a step's groups."""
+        self._wait_began = self._clock()
+
+    def waited(self) -> None:
+        """They are there."""
+        now = self._clock()
+        if self._began is None:
+            self._began = now
+            return
+        self._waited_s += now - self._wait_began
+        if now - self._began >= self._window_s:
+            self._ended = now - self._began, self._waited_s
+            self._began, self._waited_s = now, 0.0
+
+    def look(self, status: QueueStatus) -> None:
+        """Takes a sample; after a window's end decides and acts."""
+        self._record_sizes()
+        self._record_nodes()
+        self._samples.append(self._sample())
+        if self._before is None or self._began is None:
+            self._before = status
+        if self._ended is None:
+            return
+        observation = self._observe(self._before, status, *self._ended)
+        self._ended, self._samples, self._before = None, [], status
+        self._directory.append_event(
+            "window",
+            learner_wait=observation.learner_wait,
+            credit_starved=observation.credit_starved,
+            queue_depth=observation.queue_depth,
+            sampling=observation.sampling,
+            environment=observation.environment,
+            scoring=observation.scoring,
+        )
+        if self._elastic:
+            self._act(observation)
+
+    def _sample(self) -> _Sample:
+        workers = self._fleet.statuses.values()
+        stages = [group.stage for worker in workers for group in worker.groups]
+        return _Sample(
+            sampling=stages.count("sampling"),
+            environment=stages.count("environment"),
+            scoring=stages.count("scoring"),
+        )
+
+    def _observe(
+        self, before: QueueStatus, status: QueueStatus, seconds: float, waited_s: float
+    ) -> Observation:
+        columns = zip(*map(astuple, self._samples), strict=True)
+        sampling, environment, scoring = map(fmean, columns)
+        # Measured in the queue (a new one counts from 0): samples are taken in step with steps.
+        passed_s = status.age_s - before.age_s
+        starved_s = status.starved_s - before.starved_s
+        return Observation(
+            seconds=seconds,
+            learner_wait=min(1.0, waited_s / seconds),
+            credit_starved=min(1.0, max(0.0, starved_s / passed_s)) if passed_s > 0 else 0.0,
+            sampling=sampling,
+            environment=environment,
+            scoring=scoring,
+            queue_depth=status.depth,
+            sizes={name: self._size(roles) for name, roles in self._roles.items()},
+            ready={
+                name: sum(len(self._fleet.supervisor.serving(role)) for role in roles)
+                for name, roles in self._roles.items()
+            },
+            exhausted=status.exhausted,
+        )
+
+    def _act(self, observation: Observation) -> None:
+        decision = self._autoscaler.observe(observation)
+        for name, target in decision.targets.items():
+            now = self._size(self._roles[name])
+            if target == now:
+                continue
+            reason = decision.reasons.get(name, "")
+            self._say(f"{name} pool: {now} -> {target} ({reason})")
+            self._directory.append_event(
+                "scale", pool=name, **{"from": now, "to": target}, reason=reason
+            )
+            for _ in range(abs(target - now)):
+                self._step(name, target > now)
+
+    def _step(self, pool: PoolName, grows: bool) -> None:
+        """One member more or less: of several teachers, at the busiest or the idlest."""
+        load = {role: self._load(role) for role in self._roles[pool]}
+        if grows:
+            below = [role for role in load if self._size([role]) < self._fleet.bounds[role][1]]
+            self._fleet.grow(max(below, key=load.__getitem__))
+        else:
+            above = [role for role in load if self._size([role]) > self._fleet.bounds[role][0]]
+            self._fleet.shrink(min(above, key=load.__getitem__))
+
+    def _load(self, role: str) -> float:
+        """Requests under way a member."""
+        workers = self._fleet.statuses.values()
+        requests = sum(
+            count
+            for worker in workers
+            for engine, count in worker.requests.items()
+            if engine.startswith(f"{role} engine ")
+        )
+        return requests / max(1, self._size([role]))
+
+    def _size(self, roles: list[str]) -> int:
+        return sum(self._fleet.supervisor.expected(role) for role in roles)
+
+    def _record_nodes(self) -> None:
+        alive = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
+        if self._recorded.get("nodes") != alive:
+            self._recorded["nodes"] = alive
+            self._directory.append_event("nodes", alive=alive)
+
+    def _record_sizes(self) -> None:
+        """Events of pools that have changed."""
+        members = self._fleet.supervisor.members
+        for pool, roles in self._roles.items():
+            states: Mapping[str, tuple[State, ...]] = {
+                "ready": (State.SERVING,),
+                "starting": (State.STARTING, State.READY),
+                "draining": (State.DRAINING,),
+            }
+            sizes = {
+                name: sum(len(members(role, *wanted)) for role in roles)
+                for name, wanted in states.items()
+            }
+            if self._recorded.get(pool) != sizes:
+                self._recorded[pool] = sizes
+                self._directory.append_event("size", pool=pool, **sizes)

@@ -1,0 +1,171 @@
+"""Stall detection: logs the wait graph, re-leases groups, then restarts actors.
+
+    stall_after_s without progress       says who waits for whom; leases the late groups again
+    twice as long                        ends the actors that hold them; they are made again
+    deadline_s                           fails the run, with the same report
+
+Progress is a group that arrives, a group that gets on to its next stage, and work done by an engine
+at which a group waits: an engine that generates for hours is let be. Heartbeats find what is dead
+or frozen. This finds what answers them, and does nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.queue.ledger import QueueStatus
+from cluster.supervision.supervise import RunFailed
+
+_SHOWN = 8
+
+
+class Patients(Protocol):
+    """Whom the watchdog acts upon."""
+
+    def re_lease(self, ids: list[int], reason: str) -> None: ...
+
+    def bury(self, name: str, why: str) -> None: ...
+
+
+class Watchdog:
+    """Looks at the queue while the learner waits for groups."""
+
+    def __init__(
+        self,
+        patients: Patients,
+        say: Callable[[str], None],
+        stall_after_s: float,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._patients, self._say, self._clock = patients, say, clock
+        self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
+        self._delivered = -1
+        self._since = clock()
+        self._looked = self._since
+        self._stalls = 0
+
+    def look(
+        self,
+        status: QueueStatus,
+        workers: Mapping[str, WorkerStatus],
+        still_s: Mapping[str, float],
+    ) -> None:
+        """Call again and again while groups are waited for.
+
+        Args:
+            still_s: seconds since each engine last got on with its work, by name.
+
+        Raises:
+            RunFailed: nothing got on within the deadline.
+        """
+        now = self._clock()
+        # Time in which nobody looked is time in which the learner worked.
+        if status.delivered != self._delivered or now - self._looked > self._stall_after_s / 4:
+            self._delivered, self._since, self._stalls = status.delivered, now, 0
+        self._looked = now
+        idle_s = now - self._since
+        quiet = quiet_s(status, workers, still_s)
+        missing = [quiet[i] for i in status.missing if i in quiet]
+        # The run is over when no group gets on; an actor is looked into when one does not.
+        if min([idle_s, *missing]) > self._deadline_s:
+            raise RunFailed(who_waits(status, workers, idle_s))
+        stalled_s = min(idle_s, max(missing, default=idle_s))
+        if stalled_s < self._stall_after_s:
+            self._stalls = 0
+        if stalled_s < self._stall_after_s * (self._stalls + 1):
+            return
+        self._stalls += 1
+        self._say(who_waits(status, workers, idle_s))
+        late = [
+            i
+            for i, (_, _, age_s) in status.leased.items()
+            if quiet.get(i, age_s) >= self._stall_after_s
+        ]
+        if self._stalls > 1:
+            for name in sorted(suspects(status, workers, still_s, self._stall_after_s)):
+                self._patients.bury(name, f"nothing came of its work for {stalled_s:.0f} s")
+        if late:
+            self._patients.re_lease(late, f"no progress for {stalled_s:.0f} s")
+
+
+def quiet_s(
+    status: QueueStatus, workers: Mapping[str, WorkerStatus], still_s: Mapping[str, float]
+) -> dict[int, float]:
+    """Seconds without progress of every group that a worker has, by id.
+
+    A group in its environment's hands gets on by stages. One at engines gets on with any of them at
+    which its worker waits: whose request is whose is known to the engines alone.
+    """
+    return {
+        group.group_id: min(
+            [group.seconds, *(still_s.get(engine, math.inf) for engine in _engines(worker, group))]
+        )
+        for name, worker in workers.items()
+        for group in worker.groups
+        if status.leased.get(group.group_id, ("", 0, 0.0))[0] == name
+    }
+
+
+def suspects(
+    status: QueueStatus,
+    workers: Mapping[str, WorkerStatus],
+    still_s: Mapping[str, float],
+    longer_than_s: float,
+) -> set[str]:
+    """Actors at which groups that are waited for have been for too long, and that do not get on."""
+    found: set[str] = set()
+    for group_id in status.missing:
+        name, _, _ = status.leased.get(group_id, ("", 0, 0.0))
+        worker = workers.get(name)
+        if worker is None:
+            continue
+        for group in worker.groups:
+            if group.group_id != group_id or group.seconds < longer_than_s:
+                continue
+            engines = _engines(worker, group)
+            at = engines if group.stage in ("sampling", "scoring") else {name}
+            found |= {each for each in at if still_s.get(each, math.inf) >= longer_than_s}
+    return found
+
+
+def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
+    """Those at which the group may wait."""
+    asked = {engine for engine, requests in worker.requests.items() if requests}
+    match group.stage:
+        case "sampling":
+            return {engine for engine in asked if engine.startswith("policy")}
+        case "scoring":
+            return {engine for engine in asked if not engine.startswith("policy")}
+        case _:
+            return set()
+
+
+def who_waits(status: QueueStatus, workers: Mapping[str, WorkerStatus], idle_s: float) -> str:
+    """A report for people: what the learner waits for, where it is, and what everyone does."""
+    missing = status.missing[:_SHOWN]
+    lines = [f"no prompt group arrived for {idle_s:.0f} s; the learner waits for {missing}"]
+    for group_id in missing:
+        if group_id not in status.leased:
+            lines.append(f"  group {group_id}: waits for a worker with room")
+            continue
+        name, attempt, age_s = status.leased[group_id]
+        worker = workers.get(name)
+        groups = [] if worker is None else [g for g in worker.groups if g.group_id == group_id]
+        stage = f"{groups[0].stage} for {groups[0].seconds:.0f} s" if groups else "not heard of"
+        lines.append(f"  group {group_id}: {name}, attempt {attempt}, {age_s:.0f} s: {stage}")
+    for name, worker in workers.items():
+        stages = Counter(group.stage for group in worker.groups)
+        doing = ", ".join(f"{count} {stage}" for stage, count in stages.items()) or "nothing"
+        asked = ", ".join(f"{engine} ({n})" for engine, n in worker.requests.items() if n)
+        lines.append(f"  {name}: {doing}; waits for {asked or 'no engine'}")
+    lines.append(
+        f"  queue: {status.depth} groups, credit for {status.credit} more, {len(status.pending)} "
+        f"to be leased again; last trouble: {status.last_reason or 'none'}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Who is alive: failures understood, heartbeats, deaths and restarts."""

@@ -1,0 +1,430 @@
+"""Who is alive: the actors of a run, their heartbeats, their deaths and what comes after.
+
+    STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
+        \\____________________\\_______________\\_________________\\
+                                 a death: buried; after a back-off, within a budget, made again
+
+The driver owns every actor and calls `tick` wherever it waits. A tick waits for nothing. A
+heartbeat is a call that a healthy actor answers whatever else it does. One that has not answered
+for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
+
+An engine serves only once it is admitted: by then it holds the present weights and has passed its
+handshake (cluster/recipes/on_policy.py). Learner workers are not made again one by one: the loss of
+one is the loss of all, and is raised as `LearnerLost` for the driver to go back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import ray
+import ray._private.state
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.handles import calls
+from cluster.supervision.failures import reason_of
+from distill.errors import IsothermError
+
+HEALTH_GROUP = "health"  # a concurrency group of its own: heartbeats overtake long calls
+_BEAT_S = 2.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
+_WINDOW_S = 3600.0
+# Deaths this near to one another make the next restart wait longer.
+_QUIET_S = 120.0
+
+
+class RunFailed(RuntimeError):
+    """The run ended early. The message says which part failed and what to do."""
+
+
+class ActorLost(RunFailed):
+    """An actor died in the middle of something that can be done again."""
+
+
+class Overdue(ActorLost):
+    """An actor lives, and did not end a call within the deadline."""
+
+
+class LearnerLost(ActorLost):
+    """A learner worker died: the learner goes back to its last checkpoint."""
+
+
+class State(Enum):
+    STARTING = auto()
+    READY = auto()
+    SERVING = auto()
+    DRAINING = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """How the actors of one kind are made.
+
+    Attributes:
+        name: `policy`, `teacher maths`, `rollout`, ...
+        title: what messages call the one with this index.
+        create: makes the one with this index; the second number counts how often it was made
+            before. None for those that are made elsewhere and adopted.
+        heartbeat: asks an actor whether it is healthy.
+        introduction: asks it for its process and its node.
+        gated: it serves only once it is admitted; the others at their first heartbeat.
+        vital: its death ends the call that the driver waits for; it is not made again here.
+        healing: Ray makes it again by itself, and its handle stays good; only a hang is ended here.
+            Its heartbeat says which process it is.
+        last_words: what one that is being buried was at, for the message of its end.
+        placed: whether there is a place for the one with this index on the cluster.
+        start_deadline_s: longest from there to its first heartbeat.
+    """
+
+    name: str
+    title: Callable[[int], str]
+    create: Callable[[int, int], Any] | None
+    heartbeat: Callable[[Any], Any]
+    introduction: Callable[[Any], Any]
+    placed: Callable[[int], bool] = lambda _index: True
+    last_words: Callable[[], str] = lambda: ""
+    gated: bool = False
+    vital: bool = False
+    healing: bool = False
+    start_deadline_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One actor of a role.
+
+    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer, and
+    `moved` when that last differed from the one before.
+    """
+
+    role: Role
+    index: int
+    handle: Any
+    attempt: int
+    state: State = State.STARTING
+    beat: Any = None
+    asked: float = 0.0
+    said: Any = None
+    moved: float = field(default_factory=time.monotonic)
+    died: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.role.title(self.index)
+
+
+@dataclass(slots=True)
+class Budget:
+    """Restarts of one actor: how long the next one waits, and when there are too many."""
+
+    max_restarts: int
+    _deaths: deque[float] = field(default_factory=deque)
+
+    def delay(self, now: float) -> float | None:
+        """Seconds before the restart after a death now; None if the hour's budget is spent."""
+        while self._deaths and self._deaths[0] < now - _WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        if len(self._deaths) > self.max_restarts:
+            return None
+        recent = sum(death > now - _QUIET_S for death in self._deaths)
+        return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (recent - 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Restart:
+    role: Role
+    index: int
+    attempt: int
+    died: float
+    due: float
+
+
+class Supervisor:
+    """Keeps the actors of a run alive.
+
+    Args:
+        say: prints a line for people.
+        record: writes an event: its kind and fields.
+        buried: told of every death, after the actor is gone from its role.
+        hang_after_s: an actor that answers no heartbeat for so long is ended.
+        max_restarts: of one actor within an hour; the next death ends the run.
+    """
+
+    def __init__(
+        self,
+        *,
+        say: Callable[[str], None],
+        record: Callable[..., None],
+        buried: Callable[[Member, str], None],
+        hang_after_s: float,
+        max_restarts: int,
+    ) -> None:
+        self._say, self._record, self._buried = say, record, buried
+        self._hang_after_s, self._max_restarts = hang_after_s, max_restarts
+        self._members: list[Member] = []
+        self._restarts: list[_Restart] = []
+        self._introductions: dict[Any, Member] = {}
+        self._budgets: dict[tuple[str, int], Budget] = {}
+        self.changes = 0  # of who serves; whoever keeps a list compares it
+        # Before everyone has started once, an actor that does not is an error of the run.
+        self.under_way = False
+
+    def add(self, role: Role, index: int) -> Member:
+        """Makes an actor."""
+        return self._create(role, index, attempt=0)
+
+    def adopt(self, role: Role, index: int, handle: Any, attempt: int = 0) -> Member:
+        """Watches over an actor that is there already."""
+        member = Member(role=role, index=index, handle=handle, attempt=attempt)
+        self._members.append(member)
+        return member
+
+    def members(self, role: str, *states: State) -> list[Member]:
+        """Those of a role, in order of index; of some states only, if any are given."""
+        found = [m for m in self._members if m.role.name == role]
+        return sorted((m for m in found if not states or m.state in states), key=lambda m: m.index)
+
+    def serving(self, role: str) -> dict[str, Any]:
+        """Handles of those that serve, by the name to call each."""
+        return {m.name: m.handle for m in self.members(role, State.SERVING)}
+
+    def still_s(self) -> dict[str, float]:
+        """Seconds since each one's heartbeat last said something new, by name."""
+        now = time.monotonic()
+        return {member.name: now - member.moved for member in self._members}
+
+    def waiting(self) -> list[Member]:
+        """Those that could serve and have not been admitted."""
+        return [m for m in self._members if m.state is State.READY]
+
+    def _create(self, role: Role, index: int, attempt: int) -> Member:
+        assert role.create is not None
+        return self.adopt(role, index, role.create(index, attempt), attempt)
+
+    def expected(self, role: str) -> int:
+        """How many there are or will be again, those that drain not counted."""
+        alive = [m for m in self.members(role) if m.state is not State.DRAINING]
+        return len(alive) + sum(restart.role.name == role for restart in self._restarts)
+
+    def indices(self, role: str) -> set[int]:
+        """Of those that there are or will be again."""
+        coming = {restart.index for restart in self._restarts if restart.role.name == role}
+        return coming | {member.index for member in self.members(role)}
+
+    def vital(self) -> dict[str, Any]:
+        """Those without which the learner cannot go on, by name."""
+        return {member.name: member.handle for member in self._members if member.role.vital}
+
+    def admit(self, member: Member) -> None:
+        """It serves from now on."""
+        assert member.state in (State.STARTING, State.READY)
+        member.state = State.SERVING
+        self.changes += 1
+        if member.died is not None:
+            seconds = time.monotonic() - member.died
+            self._say(f"{member.name} serves again, {seconds:.1f} s after its death")
+            self._record("restart", who=member.name, seconds=seconds)
+            member.died = None
+
+    def drain(self, member: Member) -> None:
+        """It is given nothing new; `dismiss` it once it is idle."""
+        member.state = State.DRAINING
+        self.changes += 1
+
+    def dismiss(self, member: Member) -> None:
+        """Ends an actor that is not needed any more."""
+        self._members.remove(member)
+        self._budgets.pop((member.role.name, member.index), None)
+        self.changes += 1
+        calls.kill(member.handle)
+
+    def give_up_restart(self, role: str) -> int | None:
+        """The index of one that is now not made again; None if none of the role was to be."""
+        coming = [restart for restart in self._restarts if restart.role.name == role]
+        if not coming:
+            return None
+        self._restarts.remove(coming[-1])
+        return coming[-1].index
+
+    def dismiss_all(self, role: str) -> None:
+        """Ends all of a role, and forgets those that were to be made again."""
+        for member in self.members(role):
+            self.dismiss(member)
+        self._restarts = [restart for restart in self._restarts if restart.role.name != role]
+
+    def tick(self) -> None:
+        """Looks at everyone's heartbeat and makes again what is due.
+
+        Raises:
+            LearnerLost: a vital actor died.
+            RunFailed: an actor died at the run's start, or too often.
+        """
+        now = time.monotonic()
+        self._listen()
+        if self._introductions:
+            self._introduce()
+        self._ask(now)
+        due = [restart for restart in self._restarts if restart.due <= now]
+        for restart in due:
+            self._restarts.remove(restart)
+            member = self._create(restart.role, restart.index, restart.attempt)
+            member.died = restart.died
+
+    def _listen(self) -> None:
+        beats = {member.beat: member for member in self._members if member.beat is not None}
+        done = calls.wait(list(beats), num_returns=len(beats), timeout=0)[0] if beats else []
+        for reference in done:
+            member = beats[reference]
+            if member not in self._members:
+                continue  # buried in this very round, with another
+            member.beat = None
+            try:
+                said = calls.get(reference)
+            except RayError as error:
+                self.bury(member, reason_of(error), error)
+                continue
+            if member.role.healing and said != member.said is not None:
+                self._healed(member)
+            if said != member.said:
+                member.moved = time.monotonic()
+            member.said = said
+            if member.state is State.STARTING:
+                member.state = State.READY
+                self._introductions[member.role.introduction(member.handle)] = member
+                if not member.role.gated:
+                    self.admit(member)
+
+    def _introduce(self) -> None:
+        """Writes down where an actor runs, once it has said so."""
+        asked = list(self._introductions)
+        for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
+            member = self._introductions.pop(reference)
+            with suppress(RayError):  # it died meanwhile, as its heartbeat will tell
+                pid, node = calls.get(reference)
+                self._record("start", who=member.name, pid=pid, node=node)
+
+    def _ask(self, now: float) -> None:
+        for member in list(self._members):
+            starting = member.state is State.STARTING
+            comes_back = member.role.healing and member.died is not None
+            slow = starting or comes_back
+            limit = member.role.start_deadline_s if slow else self._hang_after_s
+            if member.beat is None:
+                placed = not starting or member.role.placed(member.index)
+                if placed and now - member.asked >= _BEAT_S:
+                    member.asked, member.beat = now, member.role.heartbeat(member.handle)
+            elif member.role.healing and self._is_healing(member, now):
+                continue
+            elif now - member.asked > limit:
+                what = "did not start" if slow else "gave no sign of life"
+                self.bury(member, f"it {what} within {limit:.0f} s")
+
+    def bury(self, member: Member, why: str, error: RayError | None = None) -> None:
+        """Ends an actor that is dead or as good as dead, and plans its restart; raises as `tick`.
+
+        Args:
+            error: what its heartbeat or another call raised, if that is how it was noticed.
+        """
+        now = time.monotonic()
+        why += member.role.last_words()
+        self._record("death", who=member.name, why=why)
+        if member.role.healing:
+            self._heal(member, why, hangs=error is None)
+            return
+        self._members.remove(member)
+        self.changes += 1
+        calls.kill(member.handle)
+        self._buried(member, why)
+        if not self.under_way and member.state is State.STARTING:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
+                raise error.cause
+            raise RunFailed(f"{member.name} died at its start ({why})")
+        if member.role.vital:
+            raise LearnerLost(f"{member.name} died ({why})")
+        delay = self.allow(member.role.name, member.index, f"{member.name} died ({why})")
+        self._say(f"{member.name} died ({why}); it is made again in {delay:.1f} s")
+        self._restarts.append(
+            _Restart(
+                role=member.role,
+                index=member.index,
+                attempt=member.attempt + 1,
+                died=now if member.died is None else member.died,
+                due=now + delay,
+            )
+        )
+
+    def allow(self, role: str, index: int, what: str) -> float:
+        """Counts a death; seconds before the restart. Raises RunFailed if there were too many."""
+        budget = self._budgets.setdefault((role, index), Budget(self._max_restarts))
+        delay = budget.delay(time.monotonic())
+        if delay is None:
+            limit = f"more than {self._max_restarts} times in an hour (max_restarts)"
+            raise RunFailed(f"{what}, {limit}")
+        return delay
+
+    def _is_healing(self, member: Member, now: float) -> bool:
+        """Whether Ray is making it again just now: the heartbeat then counts from here."""
+        state = ray._private.state.actors(member.handle._actor_id.hex()).get("State")
+        if state == "ALIVE":
+            return False
+        member.asked = now
+        return True
+
+    def _healed(self, member: Member) -> None:
+        """Ray made it again, between two heartbeats perhaps: another process answers."""
+        now = time.monotonic()
+        if member.died is None:
+            self._record("death", who=member.name, why="Ray made it again")
+            self.allow(member.role.name, member.index, f"{member.name} died")
+        seconds = now - (member.asked if member.died is None else member.died)
+        self._say(f"{member.name} is back after {seconds:.1f} s")
+        self._record("restart", who=member.name, seconds=seconds)
+        self._introductions[member.role.introduction(member.handle)] = member
+        member.died = None
+
+    def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
+        self.allow(member.role.name, member.index, f"{member.name} died ({why})")
+        self._say(f"{member.name} died ({why}); Ray makes it again")
+        if hangs:
+            calls.kill(member.handle, no_restart=False)
+        member.beat = None
+        member.died = time.monotonic() if member.died is None else member.died
+
+    def end_all(self) -> None:
+        """Ends every actor; nothing is made again."""
+        self._restarts.clear()
+        for member in self._members:
+            calls.kill(member.handle)
+        self._members.clear()
+
+
+def ready_call(actor: Any) -> Any:
+    """A heartbeat of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    return actor.__ray_ready__.options(concurrency_group=HEALTH_GROUP).remote()
+
+
+def whereabouts_call(actor: Any) -> Any:
+    """(process id, address of its node) of an asynchronous actor."""
+    return actor.__ray_call__.remote(_whereabouts)
+
+
+def aside_whereabouts_call(actor: Any) -> Any:
+    """The same of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    return actor.__ray_call__.options(concurrency_group=HEALTH_GROUP).remote(_whereabouts)
+
+
+def _whereabouts(_actor: object) -> tuple[int, str]:
+    return os.getpid(), ray.util.get_node_ip_address()
+
+
+def health_call(engine: Any) -> Any:
+    """A heartbeat of an engine: whether it would answer requests, and how far it has got."""
+    return engine.health.remote()

@@ -1,0 +1,257 @@
+"""Weights by a collective group: the learner is rank 0, the ranks of SGLang servers are the others.
+
+Once, and again after a failure:
+
+    learner   asks every engine for its ranks (`weight_ranks`, which checks names and shapes), opens
+              a TCPStore, and joins as rank 0 while the engines join
+    engine    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
+
+Each push, after the same call `load_weights(GroupBroadcast, version)` to every engine:
+
+    1  engine    checks names and shapes once more; pauses generation; /begin_weight_update
+    2  engine    sets `ready_key(version)` in the store
+    3  learner   waits for the keys of all engines, or for the first of them that refuses: what an
+                 engine refuses, it refuses before rank 0 has sent anything
+    4  both      one broadcast a bucket, in order; /update_weights_from_distributed receives one
+    5  engine    with the last bucket: flush, new version. /end_weight_update; continue; acknowledge
+
+A group in which anything failed is left and never used again. An engine that lost the group before
+its first bucket keeps its weights; one that lost it later must be restarted
+(actors/sglang/weights.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import ray
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    ProcessGroup,
+    _new_process_group_helper,
+    _world,
+)
+
+from cluster.weights.gather import values
+from distill.engine import GroupBroadcast
+from distill.errors import EngineError, NonFiniteError
+from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
+from distill.weights.tensors import TensorLayout
+from learner.group import LOOPBACK, open_store
+
+logger = logging.getLogger(__name__)
+
+JOIN_DEADLINE_S = 120.0
+_POLL_S = 0.001
+
+
+class GroupTransport:
+    """The learner's end: sends its tensors to the engines from wherever they are.
+
+    Args:
+        engines: Ray handles of SGLang engines, by the name to call them.
+        address: of this machine, as the engines' machines reach it.
+        backend: nccl sends from GPU to GPU, gloo from main memory.
+        timeout_s: longest a push may take.
+    """
+
+    linked: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        engines: Mapping[str, Any],
+        *,
+        address: str,
+        backend: Literal["gloo", "nccl"],
+        timeout_s: float,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.engines = engines
+        self._address, self._timeout_s = address, timeout_s
+        self._backend: Literal["gloo", "nccl"] = backend
+        self._bucket_bytes = bucket_bytes
+        self._group: _Group | None = None
+        self._sending: _Sending | None = None
+
+    def describe(self) -> str:
+        return f"{self._backend} group from {self._address}"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        """The engines' acknowledgements to be, by name; the broadcast goes on in a thread.
+
+        Raises:
+            EngineError: an engine refuses these weights.
+            NonFiniteError: they hold a NaN or an infinity.
+        """
+        buckets = plan_buckets(weights.layouts, self._bucket_bytes)
+        if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
+        if self._group is None:
+            self._group = self._form(buckets)
+        group = self._group
+        orders = {name: self._order(group, name, buckets) for name in self.engines}
+        self._sending = _Sending(group, list(orders.values()), weights, version, self._timeout_s)
+        pending = {
+            name: engine.load_weights.remote(orders[name], version)
+            for name, engine in self.engines.items()
+        }
+        self._sending.thread.start()
+        return pending
+
+    def problem(self) -> str | None:
+        """Why the broadcast failed on this side, if it did."""
+        return None if self._sending is None else self._sending.problem
+
+    def finish(self) -> None:
+        """Call when every engine has acknowledged."""
+        assert self._sending is not None
+        self._sending.thread.join(self._timeout_s)
+        if problem := self._sending.problem:
+            self.abort()
+            raise EngineError(problem)
+
+    def abort(self) -> None:
+        """Gives the push up. The next one forms a new group."""
+        if self._sending is not None:
+            self._sending.abandon.set()
+        self._group = self._sending = None
+
+    def _form(self, buckets: Sequence[Sequence[TensorLayout]]) -> _Group:
+        layout = [tensor for bucket in buckets for tensor in bucket]
+        asked = {name: engine.weight_ranks.remote(layout) for name, engine in self.engines.items()}
+        ranks = values(asked, "preparing a weight group", self._timeout_s)
+        offsets, next_rank = {}, 1
+        for name in self.engines:
+            offsets[name] = next_rank
+            next_rank += ranks[name]
+        deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)
+        return _Group(self._address, self._backend, next_rank, offsets, deadline_s, self._timeout_s)
+
+    def _order(
+        self, group: _Group, name: str, buckets: Sequence[Sequence[TensorLayout]]
+    ) -> GroupBroadcast:
+        return GroupBroadcast(
+            address=self._address,
+            port=group.store.port,
+            group=group.name,
+            backend=self._backend,
+            world_size=group.world_size,
+            rank_offset=group.offsets[name],
+            buckets=tuple(tuple(bucket) for bucket in buckets),
+            join_deadline_s=group.join_deadline_s,
+        )
+
+
+class _Group:
+    """A group and its store; `join` is for the sending thread."""
+
+    def __init__(
+        self,
+        address: str,
+        backend: Literal["gloo", "nccl"],
+        world_size: int,
+        offsets: Mapping[str, int],
+        join_deadline_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.name = f"isotherm-{secrets.token_hex(8)}"
+        self.backend, self.world_size, self.offsets = backend, world_size, offsets
+        self.join_deadline_s, self._timeout_s = join_deadline_s, timeout_s
+        self.store = open_store(address, join_deadline_s)
+        self.process_group: ProcessGroup | None = None
+
+    def join(self) -> ProcessGroup:
+        """As SGLang's `init_custom_process_group` does it: beside torch's own default group."""
+        if self.process_group is None:
+            group, _ = _new_process_group_helper(
+                self.world_size,
+                0,
+                [],
+                Backend(self.backend),
+                PrefixStore(self.name, self.store),
+                group_name=self.name,  # pyright: ignore[reportArgumentType] - a str, renamed
+                timeout=timedelta(seconds=self.join_deadline_s),
+            )
+            assert isinstance(group, ProcessGroup)
+            _world.pg_group_ranks[group] = {i: i for i in range(self.world_size)}
+            group.set_timeout(timedelta(seconds=self._timeout_s))
+            self.process_group = group
+        return self.process_group
+
+    def leave(self) -> None:
+        """Closes the connections: peers that wait for a broadcast get an error instead."""
+        if self.process_group is not None:
+            group, self.process_group = self.process_group, None
+            torch.distributed.destroy_process_group(group)
+
+
+class _Sending:
+    """One push on its way: waits for the engines to be ready, then broadcasts."""
+
+    def __init__(
+        self,
+        group: _Group,
+        orders: Sequence[GroupBroadcast],
+        weights: Weights,
+        version: int,
+        timeout_s: float,
+    ) -> None:
+        self._group, self._orders, self._weights = group, orders, weights
+        self._buckets = orders[0].buckets
+        self._version, self._timeout_s = version, timeout_s
+        self.abandon = threading.Event()
+        self.problem: str | None = None
+        # A daemon: a learner that gave up ends although a peer keeps this thread waiting.
+        self.thread = threading.Thread(target=self._run, name="weight-broadcast", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            group = self._group.join()
+            first = self._flat(self._buckets[0])  # while the engines pause
+            if self._all_ready():
+                self._broadcast(group, first)
+                return
+            self.problem = "the push was given up before anything was sent"
+        except Exception as error:  # torch raises its own, of several kinds
+            first = (str(error).splitlines() or [""])[0]
+            self.problem = f"the learner's broadcast of version {self._version} failed: {first}"
+        self._group.leave()
+
+    def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
+        for following in (*self._buckets[1:], None):
+            torch.distributed.broadcast(flat, src=0, group=group)
+            if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
+                torch.cuda.synchronize(flat.device)
+            if following is not None:  # while the engines load what they have
+                flat = self._flat(following)
+
+    def _flat(self, bucket: Sequence[TensorLayout]) -> Tensor:
+        tensors = self._weights.gather(names_of(bucket)).values()
+        return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+
+    def _all_ready(self) -> bool:
+        """Waits for every engine's word; False if the push is given up meanwhile."""
+        keys = [order.ready_key(self._version) for order in self._orders]
+        deadline = time.monotonic() + self._timeout_s
+        while not self._group.store.check(keys):
+            if self.abandon.is_set():
+                return False
+            if time.monotonic() > deadline:
+                raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+        return not self.abandon.is_set()
+
+
+def own_address(everyone_is_here: bool) -> str:
+    """Where engines reach this process: the loopback if all of them are on this machine."""
+    return LOOPBACK if everyone_is_here else ray.util.get_node_ip_address()

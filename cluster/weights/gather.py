@@ -1,0 +1,94 @@
+"""Answers of several engines, each waited for under one deadline, each failure with its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from cluster.handles import calls
+from cluster.supervision.failures import is_death, root_cause
+from distill.errors import EngineError, EngineLost
+
+# Once one of several linked engines has failed, the others have this long to say whether they
+# have, too, seconds.
+GRACE_S = 5.0
+_POLL_S = 0.25
+
+
+@dataclass(slots=True)
+class Answers:
+    """Values by engine, failures by engine, and what went wrong on this side.
+
+    `lost` are the failing engines that must be made again: an actor, or its server, is gone.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    problem: str | None = None
+
+    def complaint(self) -> str:
+        """All that went wrong, in a line."""
+        own = [self.problem] if self.problem else []
+        return "; ".join([f"{name}: {why}" for name, why in self.failures.items()] + own)
+
+
+def collect(
+    pending: Mapping[str, Any],
+    timeout_s: float,
+    *,
+    linked: bool = False,
+    problem: Callable[[], str | None] = lambda: None,
+) -> Answers:
+    """What each engine's call came to.
+
+    Args:
+        linked: a failure of one keeps the others from answering, so they are given up soon.
+        problem: asked now and then; an answer counts as an engine's failure does.
+    """
+    deadline = time.monotonic() + timeout_s
+    names = {reference: name for name, reference in pending.items()}
+    answers = Answers()
+    while names:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            for name in names.values():
+                answers.failures[name] = f"no answer in {timeout_s:.0f} s"
+            break
+        ready, _ = calls.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
+        failed_before = bool(answers.failures or answers.problem)
+        for reference in ready:
+            name = names.pop(reference)
+            try:
+                answers.values[name] = calls.get(reference)
+            except RayError as error:
+                answers.failures[name] = "died" if is_death(error) else str(root_cause(error))
+                if isinstance(error, EngineLost) or not isinstance(error, RayTaskError):
+                    answers.lost.add(name)
+        answers.problem = answers.problem or problem()
+        failed = bool(answers.failures or answers.problem)
+        if linked and failed and not failed_before:
+            timeout_s = min(GRACE_S, left)
+            deadline = time.monotonic() + timeout_s
+    # By engine, whoever answered first.
+    answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}
+    return answers
+
+
+def values(pending: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+    """The value of each engine's call, by the engine's name.
+
+    Args:
+        what: the calls have in common, for the errors.
+
+    Raises:
+        EngineError: names every engine that refused, died, or did not answer.
+    """
+    answers = collect(pending, timeout_s)
+    if answers.failures:
+        raise EngineError(f"{what} failed: {answers.complaint()}")
+    return answers.values

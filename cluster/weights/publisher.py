@@ -1,0 +1,241 @@
+"""The learner's `publish`: every policy engine holds the weights, and only then are slots freed.
+
+    publish   push -> acknowledgements -> (again, to those that failed) -> free slots -> probe
+    admit     the present weights to engines that join
+
+An engine that does not take the weights twice is ended before any slot is freed: nothing is sampled
+from weights older than the newest. Whoever owns it makes it again
+(cluster/supervision/supervise.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.exceptions import GetTimeoutError, RayError
+
+from cluster.config.on_policy import WeightsChoice
+from cluster.handles import calls
+from cluster.supervision.failures import dead_among
+from cluster.weights.gather import Answers, collect, values
+from cluster.weights.transports import Transport, choose_transports
+from cluster.weights.weight_probe import WeightProbe
+from distill.engine import Score
+from distill.errors import EngineError
+from distill.objective.batching import TrainingRow
+from distill.types import FloatArray
+from distill.weights.model_weights import Weights, total_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class Credit(Protocol):
+    """Where slots are freed: the queue."""
+
+    def publish(self, version: int, watermark: int) -> None:
+        """Weights that account for every group below `watermark` are on every engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushSettings:
+    """How a run pushes. `choose_transports` explains most of it.
+
+    Attributes:
+        temperature: the run's; the probe scores at it.
+        learner_dtype: what the learner computes in; how far it may be from an engine.
+        probe_every: versions between two that are probed; 0 probes none.
+        timeout_s: longest a push may take.
+    """
+
+    choice: WeightsChoice
+    served: bool
+    device: str
+    directory: str
+    model: str
+    temperature: float
+    learner_dtype: str
+    probe_every: int
+    timeout_s: float
+
+
+class Publisher:
+    """`publish(weights, version, watermark)`: returns once slots are free."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Any],
+        credit: Credit,
+        settings: PushSettings,
+        learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+    ) -> None:
+        """
+        Args:
+            engines: Ray handles of the policy engines, by the name to call them.
+            learner_logprobs: of rows, under the weights that were just published.
+        """
+        self._engines = dict(engines)
+        self._credit = credit
+        self._settings = settings
+        self._learner_logprobs = learner_logprobs
+        self._transports: list[Transport] | None = None
+        self._probe: WeightProbe[Any, Any] | None = None
+
+    def describe(self) -> str:
+        """How weights reach which engine, for people."""
+        return "; ".join(
+            f"{transport.describe()} to {', '.join(transport.engines)}"
+            for transport in self._transports or []
+        )
+
+    def __call__(self, weights: Weights, version: int, watermark: int) -> dict[str, float]:
+        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
+
+        Raises:
+            CalibrationError: an engine does not hold the version before.
+            EngineError: not one engine took the weights, though they live.
+            NonFiniteError: the weights hold a NaN or an infinity.
+        """
+        metrics = {}
+        if (gap := self.settle()) is not None:
+            metrics["push/probe_gap"] = gap
+        started = time.perf_counter()
+        pauses = self._push(weights, version)
+        metrics |= {
+            "push/bytes": total_bytes(weights),
+            "push/seconds": time.perf_counter() - started,
+            "push/pause": max(pauses.values(), default=0.0),
+            "push/engines": len(pauses),
+        }
+        self._credit.publish(version, watermark)
+        every = self._settings.probe_every
+        if every and version % every == 0:
+            self._ask(version)
+        return metrics
+
+    def admit(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
+        """Hands the present weights to engines that join; they are part of every later push.
+
+        Raises:
+            EngineError: one of them did not take the weights; none of them joins.
+        """
+        answers = self._attempt(self._choose(engines), weights, version)
+        if answers.failures:
+            raise EngineError(f"pushing weights version {version} failed: {answers.complaint()}")
+        self._engines |= engines
+        self._transports = None
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """These engines get no more weights."""
+        for name in names:
+            self._engines.pop(name, None)
+        self._transports = None
+
+    def _push(self, weights: Weights, version: int) -> dict[str, float]:
+        """Each engine's pause. Engines that are dead, or fail twice, are none of ours any more."""
+        if self._transports is None:
+            self._drop(dead_among(self._engines), version)
+            self._transports = self._choose(self._engines)
+        answers = self._attempt(self._transports, weights, version)
+        if not answers.failures:
+            return answers.values
+        logger.warning("weights version %d: %s; trying again", version, answers.complaint())
+        failed = {name: self._engines[name] for name in answers.failures}
+        dead = {*dead_among(failed), *answers.lost}
+        alive = {name: engine for name, engine in failed.items() if name not in dead}
+        again = self._attempt(self._choose(alive), weights, version)
+        self._transports = None
+        if again.failures and not (answers.values or again.values or dead or again.lost):
+            raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
+        self._drop([*dead, *again.failures], version)
+        return answers.values | again.values
+
+    def _attempt(self, transports: Sequence[Transport], weights: Weights, version: int) -> Answers:
+        total = Answers()
+        started: list[tuple[Transport, dict[str, Any]]] = []
+        for transport in transports:
+            try:
+                started.append((transport, transport.start(weights, version)))
+            except EngineError as error:
+                transport.abort()
+                total.failures |= dict.fromkeys(transport.engines, str(error))
+        for transport, pending in started:
+            answers = collect(
+                pending,
+                self._settings.timeout_s,
+                linked=transport.linked,
+                problem=transport.problem,
+            )
+            try:
+                if answers.failures or answers.problem:
+                    transport.abort()
+                else:
+                    transport.finish()
+            except EngineError as error:
+                answers.problem = str(error)
+            if answers.problem:
+                late = pending.keys() - answers.values.keys() - answers.failures.keys()
+                answers.failures |= dict.fromkeys(late, answers.problem)
+            total.values |= answers.values
+            total.failures |= answers.failures
+            total.lost |= answers.lost
+            total.problem = total.problem or answers.problem
+        return total
+
+    def _drop(self, names: Sequence[str], version: int) -> None:
+        for name in names:
+            logger.warning("%s did not take weights version %d: it is ended", name, version)
+            calls.kill(self._engines.pop(name))
+
+    def settle(self) -> float | None:
+        """Collects what the engines answered to the probe; call once more at the end of a run.
+
+        Raises:
+            CalibrationError: an engine does not hold the weights that it acknowledged.
+        """
+        return None if self._probe is None else self._probe.settle()
+
+    def _ask(self, version: int) -> None:
+        if not self._engines:
+            return
+        if self._probe is None:
+            name, engine = next(iter(self._engines.items()))
+            try:
+                answers = values({name: engine.info.remote()}, "asking", self._settings.timeout_s)
+            except EngineError:
+                return  # it has just died: the next version asks another
+            self._probe = WeightProbe(
+                engines=self._engines,
+                info=answers[name],
+                temperature=self._settings.temperature,
+                learner=self._learner_logprobs,
+                submit=lambda engine, requests: engine.score.remote(requests),
+                collect=self._collect,
+                learner_dtype=self._settings.learner_dtype,
+            )
+        self._probe.ask(version)
+
+    def _collect(self, reference: Any) -> list[Score] | None:
+        try:
+            return calls.get(reference, timeout=self._settings.timeout_s)
+        except (GetTimeoutError, RayError, EngineError) as error:
+            logger.warning("a policy engine did not answer the weight probe: %s", error)
+            return None
+
+    def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:
+        settings = self._settings
+        if not engines:
+            return []
+        return choose_transports(
+            settings.choice,
+            engines,
+            served=settings.served,
+            device=settings.device,
+            directory=settings.directory,
+            model=settings.model,
+            timeout_s=settings.timeout_s,
+        )

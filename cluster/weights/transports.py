@@ -1,0 +1,243 @@
+"""Weights from the learner to every policy engine.
+
+    learner   start -> every engine acknowledges -> release slots -> probe
+    engine    pause, load, drop every cached prefix, new version, continue, acknowledge
+
+Slots are released only when every engine has acknowledged, so no rollout starts on weights older
+than the newest. Four transports, each with a reason to be (`choose_transports`):
+
+    shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
+                   them, read it there (distill/weights/shared_memory.py)
+    object_store   any node: `ray.put` once, and Ray brings it to each node once
+    disk           any node that shares out/: a checkpoint directory, which late joiners can read
+    group          other nodes: a torch.distributed group with SGLang's ranks
+                   (cluster/weights/collective.py)
+
+A push that fails leaves engines at their old weights, or says which must be restarted; it always
+ends generation's pause. Whether an engine holds what it acknowledged is not believed but asked:
+cluster/weights/weight_probe.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import ray
+
+from cluster.config.on_policy import WeightsChoice
+from cluster.weights.collective import GroupTransport, own_address
+from cluster.weights.gather import values
+from distill.engine import CheckpointDirectory
+from distill.errors import ConfigError, EngineError, NonFiniteError
+from distill.models.loading import load_config
+from distill.weights.model_weights import Weights, gather_all, save_weights
+from distill.weights.shared_memory import SharedBlock
+from distill.weights.tensors import PackedTensors
+
+
+class Transport(Protocol):
+    """The learner's end of one way to some engines.
+
+    `linked` engines receive together: one that fails keeps the others waiting.
+    """
+
+    engines: Mapping[str, Any]
+    linked: ClassVar[bool]
+
+    def describe(self) -> str: ...
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        """Each engine's acknowledgement to be (a Ray reference to its pause, seconds)."""
+        ...
+
+    def problem(self) -> str | None:
+        """What went wrong on this side meanwhile."""
+        ...
+
+    def finish(self) -> None:
+        """Called when every engine has acknowledged."""
+        ...
+
+    def abort(self) -> None:
+        """Called when the push failed."""
+        ...
+
+
+class SharedMemoryTransport:
+    """One copy into a block of shared memory, which engines of this node read."""
+
+    linked: ClassVar[bool] = False
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+        self._block = SharedBlock()
+
+    def describe(self) -> str:
+        return "shared memory"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        if (bad := weights.first_non_finite()) is not None:
+            raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
+        self._block.write(weights)
+        return {
+            name: engine.load_weights.remote(self._block.share(), version)
+            for name, engine in self.engines.items()
+        }
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._block = SharedBlock()  # a late engine may still be reading the old one
+
+
+class ObjectStoreTransport:
+    """One copy into Ray's object store, which engines read without another.
+
+    A learner of several workers makes the weights whole for it first: the transport of the embedded
+    engine, and of models that fit one host twice.
+    """
+
+    linked: ClassVar[bool] = False
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+
+    def describe(self) -> str:
+        return "Ray's object store"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        reference = ray.put(PackedTensors.pack(gather_all(weights)))
+        return {
+            name: engine.load_weights.remote(reference, version)
+            for name, engine in self.engines.items()
+        }
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class DiskTransport:
+    """A directory of safetensors a version, under one that every node shares; the newest stays."""
+
+    linked: ClassVar[bool] = False
+
+    def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
+        """`model` is the checkpoint whose config the directories carry."""
+        self.engines = engines
+        self._root, self._model = Path(directory), model
+        self._newest: Path | None = None
+
+    def describe(self) -> str:
+        return f"shared disk ({self._root})"
+
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        path = self._write(weights, version)
+        source = CheckpointDirectory(path=str(path.resolve()))
+        self._newest = path
+        return {
+            name: engine.load_weights.remote(source, version)
+            for name, engine in self.engines.items()
+        }
+
+    def _write(self, weights: Weights, version: int) -> Path:
+        """Renamed into place when it is whole. Not synced: it need not survive this run."""
+        final = self._root / f"version-{version:06d}"
+        partial = self._root / f".{final.name}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            load_config(self._model).save_pretrained(partial)
+            save_weights(partial, weights)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except Exception as error:  # OSError; safetensors has its own
+            shutil.rmtree(partial, ignore_errors=True)
+            raise EngineError(
+                f"cannot write weights version {version} to {final}: {error}. Free some space, or "
+                "use weights=object_store; the engines go on with the weights they had"
+            ) from error
+        return final
+
+    def problem(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        for old in self._root.glob("version-*"):
+            if old != self._newest:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def abort(self) -> None:
+        """An engine may still be reading; the next push that succeeds removes the directory."""
+
+
+def choose_transports(
+    choice: WeightsChoice,
+    engines: Mapping[str, Any],
+    *,
+    served: bool,
+    device: str,
+    directory: str,
+    model: str,
+    timeout_s: float,
+) -> list[Transport]:
+    """One transport for all engines; with auto, one for those here and one for the others.
+
+    Args:
+        engines: Ray handles by name; they have started.
+        served: they are SGLang servers, which can join a group.
+        device: the learner's, cpu or cuda.
+        directory: shared by all nodes, for `disk`.
+        model: the checkpoint that is trained.
+
+    Raises:
+        ConfigError: a choice that cannot reach these engines.
+        EngineError: an engine does not say where it is.
+    """
+    if choice == "disk":
+        return [DiskTransport(engines, directory, model)]
+    if choice == "object_store":
+        return [ObjectStoreTransport(engines)]
+    if choice == "group" and not served:
+        raise ConfigError(
+            "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
+            "weights=auto"
+        )
+    asked = {name: engine.__ray_call__.remote(_node_id) for name, engine in engines.items()}
+    nodes = values(asked, "asking the engines for their nodes", timeout_s)
+    here = {name: e for name, e in engines.items() if nodes[name] == _node_id(None)}
+    others = {name: e for name, e in engines.items() if name not in here}
+    if choice == "shared_memory" and others:
+        raise ConfigError(
+            f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
+            "nodes; use weights=auto"
+        )
+    transports: list[Transport] = []
+    if choice in ("auto", "shared_memory") and here:
+        transports.append(SharedMemoryTransport(here))
+    by_network = engines if choice == "group" else others
+    if by_network and served:
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        address = own_address(not others)
+        transports.append(
+            GroupTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
+        )
+    elif by_network:
+        transports.append(ObjectStoreTransport(by_network))
+    return transports
+
+
+def _node_id(_actor: object) -> str:
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "this process"

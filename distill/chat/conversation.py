@@ -1,0 +1,299 @@
+"""A conversation and the exact tokens behind it: what the model sees next, turn by turn.
+
+What was sampled is never encoded again. The next observation is what a server of this model would
+show it, so the chat template has the last word: where it goes on from all that the model saw and
+said, so do the tokens; where it writes any of that otherwise, the history is encoded anew, and
+`distill.chat.segments` opens a new segment with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import Message, chat_text, encode_chat
+from distill.chat.tool_calls import (
+    ParsedTurn,
+    agreement,
+    assistant_message,
+    detect_format,
+    markers,
+    parse_turn,
+)
+from distill.chat.tool_formats import ToolFormat
+from distill.engine import Sample
+from distill.errors import DataError
+from distill.types import StopReason, TokenArray
+
+logger = logging.getLogger(__name__)
+
+# Decoding looks at neighbours no further away than this many tokens.
+_NEIGHBOURS = 8
+_SHOWN_BEFORE, _SHOWN_AFTER = 40, 80
+
+NO_TEXT = "the sampled tokens are not the tokens of any text"
+BEFORE = "the template no longer writes what came before the turn as it did"
+TURN = "the template writes the turn otherwise than it was sampled"
+STOP = "the template does not write the stop token that the turn ended with"
+JOIN = "what follows the turn cannot be encoded on its own"
+
+_logged: set[tuple[int, str]] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """Where the template did not go on from what the model saw and said.
+
+    Attributes:
+        turn: of the assistant's turns, the one after which it happened, from 0.
+        seen, served: the model's text and the template's, from shortly before they part.
+        reason: one of this module's `NO_TEXT`, `BEFORE`, `TURN`, `STOP`, `JOIN`.
+    """
+
+    turn: int
+    seen: str
+    served: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Seen:
+    """All that the model saw and said since the last parting, as text and as tokens.
+
+    The last turn's text is `text[turn:]`, its stop token's `text[stop:]`. `spoiled`: the tokens
+    have no text of their own.
+    """
+
+    text: str
+    tokens_T: TokenArray
+    turn: int
+    stop: int
+    spoiled: bool = False
+
+
+_NOTHING = _Seen(text="", tokens_T=np.empty(0, np.int32), turn=0, stop=0)
+
+
+class Conversation:
+    """Messages so far, and what the model sees now. One episode's; not for concurrent use.
+
+    `said` and `hear` take turns. Without tools, a turn is content and nothing else.
+
+    Raises:
+        DataError: the chat template refuses the messages.
+        ConfigError: there are tools, no `tool_format` is given, and the template tells none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tuple(tools)
+        self._format: ToolFormat | None = tool_format
+        if tools and tool_format is None:
+            self._format = detect_format(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self._added = {id_: str(token) for id_, token in added.items()}
+        meant = markers(self._format)
+        self._control = {
+            id_ for id_, token in added.items() if token.special and str(token) not in meant
+        }
+        self._partings: list[Parting] = []
+        self._turns = self._calls = 0
+        self._seen = _NOTHING
+        self._spoken: tuple[int, dict[str, Any]] | None = None  # its place, and it as plain text
+        self._observe([dict(message) for message in messages])
+
+    @property
+    def observation_T(self) -> TokenArray:
+        """int32 ids of all that the model sees now. After `said` it is out of date."""
+        return self._observation_T
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages so far, the assistant's included."""
+        return list(self._messages)
+
+    @property
+    def partings(self) -> tuple[Parting, ...]:
+        return tuple(self._partings)
+
+    def said(self, sample: Sample) -> ParsedTurn:
+        """Adds the assistant's turn: its tokens as sampled, and what they say as a message.
+
+        The message has all of the thinking in it, what the prompt opened included.
+        """
+        assert self._listening, "said() again: hear() or replace() must come between two turns"
+        parsed = self._parsed(sample)
+        self._seen = self._after(sample)
+        self._listening = False
+        self._turns += 1
+        self._calls += len(parsed.calls)
+        message, plain = assistant_message(parsed), {"role": "assistant", "content": parsed.text}
+        for form in (message, plain):
+            form["content"] = self._opening() + form["content"]
+        self._spoken = (len(self._messages), plain)
+        self._messages = [*self._messages, message]
+        return parsed
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        """Adds what came back, such as tools' results, and works out the next observation.
+
+        Raises:
+            DataError: the template refuses the messages, or they cannot be encoded; nothing is
+                added.
+        """
+        self._observe([*self._messages, *map(dict, messages)])
+
+    def replace(self, messages: Sequence[Message]) -> None:
+        """The history is these messages from now on; what the model sees is rendered anew.
+
+        Raises:
+            DataError: as of `hear`.
+        """
+        before = self._seen, self._spoken
+        self._seen, self._spoken = _NOTHING, None
+        try:
+            self._observe([dict(message) for message in messages])
+        except DataError:
+            self._seen, self._spoken = before
+            raise
+
+    def _observe(self, messages: list[dict[str, Any]]) -> None:
+        text, messages = self._served(messages)
+        reason, bridge_T = self._continued(text)
+        if bridge_T is None:
+            tokens_T = encode_chat(self._tokenizer, text)
+            self._part(text, reason)
+            self._seen = _NOTHING
+        else:
+            tokens_T = np.concatenate([self._seen.tokens_T, bridge_T])
+        self._messages, self._text, self._observation_T = messages, text, tokens_T
+        self._listening = True
+
+    def _served(self, messages: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """The template's text; tool calls that it refuses (several at once) become plain text."""
+        try:
+            return self._rendered(messages), messages
+        except DataError:
+            if self._spoken is None or messages[self._spoken[0]] == self._spoken[1]:
+                raise
+            at, plain = self._spoken
+            messages = [*messages[:at], plain, *messages[at + 1 :]]
+            return self._rendered(messages), messages
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        return chat_text(
+            self._tokenizer, messages, tools=self._tools or None, add_generation_prompt=True
+        )
+
+    def _continued(self, served: str) -> tuple[str, TokenArray | None]:
+        """The tokens that follow what was seen; or why none can."""
+        seen = self._seen
+        if seen.spoiled:
+            return NO_TEXT, None
+        if not served.startswith(seen.text):
+            at = agreement(seen.text, served)
+            return BEFORE if at < seen.turn else TURN if at < seen.stop else STOP, None
+        return JOIN, self._bridge(served[len(seen.text) :])
+
+    def _bridge(self, rest: str) -> TokenArray | None:
+        """Tokens of `rest` as they are after those seen; None where its start would be lost.
+
+        An added token is no part of any other, and may change what follows: some take white space
+        with them, and some tokenizers put a space at the start of any text. So it goes before.
+        """
+        tokens_T = self._seen.tokens_T
+        if not len(tokens_T):
+            return encode_chat(self._tokenizer, rest)
+        last = int(tokens_T[-1])
+        if last in self._added:
+            with_last_T = encode_chat(self._tokenizer, self._added[last] + rest)
+            if len(with_last_T) and with_last_T[0] == last:
+                return with_last_T[1:]
+        bridge_T = encode_chat(self._tokenizer, rest)
+        joined = self._added_text(tokens_T, bridge_T)
+        same = joined is not None and _normal(joined) == _normal(rest)
+        return bridge_T if same else None
+
+    def _after(self, sample: Sample) -> _Seen:
+        observation_T = self._observation_T
+        spoken_T = np.asarray(sample.tokens_T, np.int32)
+        text = self._added_text(observation_T, spoken_T)
+        tokens = self._tokenizer.convert_ids_to_tokens(spoken_T.tolist())
+        ended = sample.stop_reason is StopReason.EOS and len(spoken_T) > 0
+        stop = self._decode(spoken_T[-1:]) if ended else ""
+        whole = self._text + (text or "")
+        return _Seen(
+            text=whole,
+            tokens_T=np.concatenate([observation_T, spoken_T]),
+            turn=len(self._text),
+            stop=len(whole) - len(stop),
+            spoiled=text is None or "\ufffd" in text or any(token is None for token in tokens),
+        )
+
+    def _parsed(self, sample: Sample) -> ParsedTurn:
+        """What the turn says: neither its stop token, nor others that stand for no text."""
+        spoken_T = np.asarray(sample.tokens_T, np.int32)
+        if sample.stop_reason is StopReason.EOS:
+            spoken_T = spoken_T[:-1]
+        kept_T = spoken_T[[id_ not in self._control for id_ in spoken_T.tolist()]]
+        text = self._added_text(self._observation_T, kept_T)
+        if text is None:
+            text = self._decode(kept_T)
+        if self._format is None:
+            return ParsedTurn(text=text, content=text)
+        opened = bool(self._opening())
+        return parse_turn(text, self._format, self._tools, opened=opened, first=self._calls)
+
+    def _opening(self) -> str:
+        """`<think>` and what follows, where the prompt ends so: the turn begins inside."""
+        stripped = self._text.rstrip()
+        return self._text[len(stripped) - len("<think>") :] if stripped.endswith("<think>") else ""
+
+    def _added_text(self, before_T: TokenArray, tokens_T: TokenArray) -> str | None:
+        """What the tokens add to the text of those before; None if they change that."""
+        near_T = before_T[-_NEIGHBOURS:]
+        before, both = self._decode(near_T), self._decode(np.concatenate([near_T, tokens_T]))
+        return both[len(before) :] if both.startswith(before) else None
+
+    def _decode(self, tokens_T: TokenArray) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens_T.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _part(self, served: str, reason: str) -> None:
+        seen = self._seen
+        at = seen.turn if reason == NO_TEXT else agreement(seen.text, served)
+        shown = slice(max(0, at - _SHOWN_BEFORE), at + _SHOWN_AFTER)
+        parting = Parting(
+            turn=self._turns - 1, seen=seen.text[shown], served=served[shown], reason=reason
+        )
+        self._partings.append(parting)
+        key = (hash(str(self._tokenizer.chat_template)), reason)
+        if key not in _logged:
+            _logged.add(key)
+            logger.warning(
+                "a conversation goes on in a new segment: %s. The model had %r; it is shown %r",
+                reason,
+                parting.seen,
+                parting.served,
+            )
+
+
+def _normal(text: str) -> str:
+    """As the many tokenizers see it that compose accents before they encode."""
+    return unicodedata.normalize("NFC", text)

@@ -1,0 +1,1 @@
+"""Files of rows to prompts, supervised rows and preference pairs."""

@@ -1,0 +1,107 @@
+"""Chat conversations as token chains: only what the assistant says is trained.
+
+A template need not write a turn the same way once others follow it: many drop the thinking of
+earlier turns. What is trained must be what the model sees when it is served, so such a turn gets a
+chain of its own, which ends with it; all other turns share the chain of the whole conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import Message, chat_text, encode_chat
+from distill.errors import DataError
+from distill.types import BoolArray, TokenArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain:
+    """Token ids as the model sees them, and a mask of the same length: True where trained."""
+
+    tokens_T: TokenArray
+    loss_mask_T: BoolArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Turn:
+    """Tokens up to the end of one assistant turn; those in [start, stop) are trained."""
+
+    tokens_T: TokenArray
+    start: int
+    stop: int
+
+
+def conversation_chains(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    stop_ids: Collection[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    context: int = 0,
+) -> list[Chain]:
+    """The chains of a conversation; every assistant turn is trained in exactly one of them.
+
+    A turn's tokens are those after the template's generation prompt, through the first of
+    `stop_ids`, which is where the served model falls silent; all of them where none occurs. Turns
+    among the first `context` messages are not trained.
+
+    Raises:
+        DataError: no assistant turn to train, or the template cannot render one.
+    """
+    turns = [
+        _turn(tokenizer, messages, i, stop_ids, tools)
+        for i in range(context, len(messages))
+        if messages[i]["role"] == "assistant"
+    ]
+    if not turns:
+        raise DataError(
+            f"there is no assistant turn to train in messages[{context}:]; only what the "
+            "assistant says is trained"
+        )
+    text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
+    whole_T = encode_chat(tokenizer, text)
+    shared_mask_T = np.zeros(len(whole_T), np.bool_)
+    chains: list[Chain] = []
+    for turn in turns:
+        if np.array_equal(turn.tokens_T, whole_T[: len(turn.tokens_T)]):
+            shared_mask_T[turn.start : turn.stop] = True
+        else:
+            mask_T = np.zeros(len(turn.tokens_T), np.bool_)
+            mask_T[turn.start : turn.stop] = True
+            chains.append(Chain(tokens_T=turn.tokens_T, loss_mask_T=mask_T))
+    if shared_mask_T.any():
+        chains.append(Chain(tokens_T=whole_T, loss_mask_T=shared_mask_T))
+    return chains
+
+
+def _turn(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    i: int,
+    stop_ids: Collection[int],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> _Turn:
+    """Assistant turn i on its own: what the server gives the model, then what it answers."""
+    if i == 0:
+        raise DataError("messages[0] is the assistant's, which has nothing to answer; drop it")
+    prefix = chat_text(tokenizer, messages[:i], tools=tools, add_generation_prompt=True)
+    upto = chat_text(tokenizer, messages[: i + 1], tools=tools, add_generation_prompt=False)
+    if not upto.startswith(prefix) or upto == prefix:
+        raise DataError(
+            f"the chat template does not continue its generation prompt {prefix[-40:]!r} with "
+            f"messages[{i}], the assistant's, so its tokens cannot be told; use a template that "
+            "does, or give `prompt` and `completion` as strings"
+        )
+    prefix_T, tokens_T = encode_chat(tokenizer, prefix), encode_chat(tokenizer, upto)
+    if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
+        # a token would join the two; the served model has the prefix as it is and goes on from it
+        answer_T = encode_chat(tokenizer, upto[len(prefix) :])
+        tokens_T = np.concatenate([prefix_T, answer_T])
+    is_stop_T = np.isin(tokens_T[len(prefix_T) :], list(stop_ids))
+    spoken = int(np.argmax(is_stop_T)) + 1 if is_stop_T.any() else len(is_stop_T)
+    return _Turn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)

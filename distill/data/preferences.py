@@ -1,0 +1,140 @@
+"""Preference pairs: two answers to one context, one of them preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import Message, check_messages, check_text, check_tools
+from distill.data.assistant_masks import Chain
+from distill.data.row_files import located, read_rows
+from distill.data.sft_rows import ExampleEncoder, supervised_row
+from distill.errors import DataError
+from distill.objective.batching import TrainingRow
+
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreferencePair:
+    """Two rows of one context; the loss masks cover what differs: the answers."""
+
+    chosen: TrainingRow
+    rejected: TrainingRow
+
+
+def load_preference_pairs(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    max_length: int,
+    stop_ids: Collection[int],
+) -> list[PreferencePair]:
+    """Pairs of a JSONL or parquet file, each row in one of three forms.
+
+        prompt       a string; `chosen` and `rejected` are strings, closed by the EOS
+        messages     the context, chat format; `chosen` and `rejected` are each what the assistant
+                     says (a string) or the messages that follow
+        neither      `chosen` and `rejected` are whole conversations, which begin alike
+
+    `tools` beside messages go to the chat template. Only what the assistant says after the shared
+    context is trained, with weight 1.
+
+    Raises:
+        DataError: names the file, the line, and what is wrong with it.
+    """
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
+    )
+    pairs = []
+    for number, row in read_rows(path):
+        where = f"{path}:{number}"
+        with located(where):
+            chosen, rejected = _chains(encoder, row)
+        pairs.append(
+            PreferencePair(
+                chosen=supervised_row(chosen, f"{where} chosen"),
+                rejected=supervised_row(rejected, f"{where} rejected"),
+            )
+        )
+    return pairs
+
+
+def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[Chain, Chain]:
+    if row.get("prompt") is not None:
+        if row.get("messages") is not None:
+            raise DataError("give at most one of `prompt` (a string) and `messages` (chat format)")
+        prompt = check_text(row, "prompt")
+        chosen, rejected = (encoder.completion(prompt, check_text(row, side)) for side in _SIDES)
+    else:
+        context, continuations = _split(row)
+        tools = check_tools(row)
+        chosen, rejected = (
+            _only_chain(encoder, [*context, *continuation], tools, len(context), side)
+            for side, continuation in zip(_SIDES, continuations, strict=True)
+        )
+    if np.array_equal(chosen.tokens_T, rejected.tokens_T):
+        raise _no_preference()
+    return chosen, rejected
+
+
+def _no_preference() -> DataError:
+    return DataError(
+        "`chosen` and `rejected` are the same: the pair carries no preference; drop it"
+    )
+
+
+def _split(row: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
+    """The shared context, and what follows it on either side."""
+    if row.get("messages") is not None:
+        context = check_messages(row["messages"], "messages")
+        return context, [_continuation(row, side) for side in _SIDES]
+    for side in _SIDES:
+        if not isinstance(row.get(side), list):
+            raise DataError(
+                f"with neither `prompt` nor `messages`, `{side}` must be a whole conversation (a "
+                f"list of messages), got {row.get(side)!r}"
+            )
+    chosen, rejected = (check_messages(row[side], side) for side in _SIDES)
+    if chosen == rejected:
+        raise _no_preference()
+    shared = 0
+    for ours, theirs in zip(chosen, rejected, strict=False):  # one may be longer
+        if ours != theirs:
+            break
+        shared += 1
+    if not shared:
+        raise DataError(
+            "`chosen` and `rejected` are conversations that begin differently; give the context "
+            "they share in `messages` or `prompt`, or at the head of both"
+        )
+    return chosen[:shared], [chosen[shared:], rejected[shared:]]
+
+
+def _continuation(row: Mapping[str, Any], side: str) -> list[Message]:
+    if isinstance(row.get(side), list):
+        return check_messages(row[side], side)
+    return [{"role": "assistant", "content": check_text(row, side)}]
+
+
+def _only_chain(
+    encoder: ExampleEncoder,
+    messages: list[Message],
+    tools: list[Mapping[str, Any]] | None,
+    context: int,
+    side: str,
+) -> Chain:
+    with located(f"`{side}`"):
+        chains = encoder.conversation(messages, tools, context=context)
+        if len(chains) > 1:
+            raise DataError(
+                "the chat template cannot render this multi-turn pair as one chain: it rewrites "
+                "earlier turns (as those do that drop thinking); end the answer after one "
+                "assistant turn"
+            )
+    return chains[0]

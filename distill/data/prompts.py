@@ -1,0 +1,257 @@
+"""Prompts: read and check a file of them, and walk through it in a seeded, resumable order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import (
+    Message,
+    check_messages,
+    check_text,
+    check_tools,
+    check_vocabulary,
+    render_messages,
+    render_text,
+)
+from distill.data.row_files import located, read_rows
+from distill.errors import ConfigError, DataError
+from distill.lookup import known_names
+from distill.types import TokenArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One prompt, rendered.
+
+    Attributes:
+        tokens_T: what the policy sees.
+        answer: the reference for the reward; None where the file has none.
+        line: the row of the file, from 1.
+        teacher: the name of the one that scores it, where teachers have names.
+        tag: the kind of prompt, for metrics by kind; None where the file has none.
+        teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
+        bonuses: what each occurrence of a phrase in the response pays.
+        messages: the prompt as a chat; empty for a plain string.
+    """
+
+    tokens_T: TokenArray
+    answer: str | None
+    line: int
+    teacher: str = ""
+    tag: str | None = None
+    teacher_tokens_T: TokenArray | None = None
+    bonuses: Mapping[str, float] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatStyle:
+    """How every prompt is made the beginning of a chat.
+
+    A plain string becomes what the user says. `system` is said before, where the row has no system
+    message of its own; `tools` are schemas that go to the chat template.
+    """
+
+    system: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+def load_prompts(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    context_length: int,
+    max_new_tokens: int,
+    teachers: Collection[str] = (),
+    teacher_context_length: int | None = None,
+    chat: ChatStyle | None = None,
+) -> list[Prompt]:
+    """Reads, renders and checks every prompt of a file before anything expensive starts.
+
+    A row of the file, JSONL or parquet, has `prompt` (a string, encoded as it stands) or `messages`
+    (OpenAI chat format, through the model's chat template, with `tools` if the row has them), and
+    optionally
+
+        answer            the reference for the reward: a string or a number
+        teacher           the name of the teacher that scores it; needed where there are several
+        tag               the kind of prompt
+        teacher_prompt    or `teacher_messages`: what the teacher sees in place of the prompt, such
+                          as the prompt and its solution
+        bonuses           an object of phrase -> reward
+
+    Args:
+        vocab_size: of the model; ids are below it.
+        context_length: of the policy: the longest prompt and response together.
+        max_new_tokens: longest response.
+        teachers: names of the teachers. One named teacher scores the rows that name none as well;
+            with no names `teacher` is ignored.
+        teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+        chat: makes a chat of every prompt; None: strings are encoded as they stand.
+
+    Raises:
+        DataError: names the file, the line, and what is wrong with it.
+    """
+    teacher_limit = context_length if teacher_context_length is None else teacher_context_length
+    prompts = []
+    for number, row in read_rows(path):
+        with located(f"{path}:{number}"):
+            prompt = _prompt(row, number, tokenizer, teachers, chat)
+            seen_by_teacher_T = prompt.tokens_T
+            if prompt.teacher_tokens_T is not None:
+                seen_by_teacher_T = prompt.teacher_tokens_T
+                check_vocabulary(seen_by_teacher_T, vocab_size)
+            check_vocabulary(prompt.tokens_T, vocab_size)
+            _check_length("the prompt", prompt.tokens_T, "model", context_length, max_new_tokens)
+            _check_length(
+                "what the teacher sees", seen_by_teacher_T, "teacher", teacher_limit, max_new_tokens
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _prompt(
+    row: Mapping[str, Any],
+    number: int,
+    tokenizer: PreTrainedTokenizerBase,
+    teachers: Collection[str],
+    chat: ChatStyle | None,
+) -> Prompt:
+    teacher_tokens_T = None
+    if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
+        teacher_tokens_T, _ = _render(row, tokenizer, "teacher_", chat)
+    tokens_T, messages = _render(row, tokenizer, "", chat)
+    return Prompt(
+        tokens_T=tokens_T,
+        messages=messages,
+        answer=_answer(row.get("answer")),
+        line=number,
+        teacher=_teacher(row, teachers),
+        tag=None if row.get("tag") is None else check_text(row, "tag"),
+        teacher_tokens_T=teacher_tokens_T,
+        bonuses=_bonuses(row.get("bonuses")),
+    )
+
+
+def _render(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: str,
+    chat: ChatStyle | None,
+) -> tuple[TokenArray, Sequence[Message]]:
+    """Tokens and messages of the prompt whose fields' names begin with `prefix`."""
+    text, messages = f"{prefix}prompt", f"{prefix}messages"
+    if (row.get(text) is None) == (row.get(messages) is None):
+        raise DataError(f"give exactly one of `{text}` (a string) and `{messages}` (chat format)")
+    given: list[Message] = []
+    if row.get(messages) is not None:
+        given = check_messages(row[messages], messages)
+    elif chat is not None:
+        given = [{"role": "user", "content": check_text(row, text)}]
+    if given:
+        given, tools = _in_style(given, check_tools(row), chat)
+        tokens_T = render_messages(tokenizer, given, tools=tools)
+    else:
+        tokens_T = render_text(tokenizer, check_text(row, text))
+    if len(tokens_T) == 0:
+        raise DataError(f"the {prefix}prompt is empty after tokenization")
+    return tokens_T, given
+
+
+def _in_style(
+    messages: list[Message], tools: Sequence[Mapping[str, Any]] | None, chat: ChatStyle | None
+) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+    """The messages and the schemas of tools that go to the template."""
+    if chat is None:
+        return messages, tools
+    if tools:
+        raise DataError("`tools` are the environment's own here; leave the field out of the row")
+    if chat.system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": chat.system}, *messages]
+    return messages, chat.tools or None
+
+
+def _check_length(
+    what: str, tokens_T: TokenArray, whose: str, context_length: int, max_new_tokens: int
+) -> None:
+    if len(tokens_T) + max_new_tokens > context_length:
+        raise DataError(
+            f"{what} has {len(tokens_T)} tokens, and max_new_tokens={max_new_tokens} more exceed "
+            f"the {whose}'s context of {context_length}; shorten the prompt or lower "
+            "max_new_tokens"
+        )
+
+
+def _answer(answer: object) -> str | None:
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise DataError(f"`answer` must be a string or a number, got {answer!r}")
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise DataError(f"`answer` must be finite, got {answer!r}; write a number, or text")
+    return str(answer)
+
+
+def _teacher(row: Mapping[str, Any], teachers: Collection[str]) -> str:
+    named = None if row.get("teacher") is None else check_text(row, "teacher")
+    if not teachers:
+        return ""
+    if named is None:
+        if len(teachers) > 1:
+            raise DataError(
+                "`teacher` is missing: with several teachers each row names one of "
+                f"{', '.join(sorted(teachers))}"
+            )
+        return next(iter(teachers))
+    if named not in teachers:
+        raise DataError(
+            f"`teacher` is {named!r}, no teacher's name; {known_names(named, teachers)}"
+        )
+    return named
+
+
+def _bonuses(bonuses: object) -> dict[str, float]:
+    if bonuses is None:
+        return {}
+    if not isinstance(bonuses, dict):
+        raise DataError(f"`bonuses` must be an object of phrase -> reward, got {bonuses!r}")
+    for phrase, value in bonuses.items():
+        if not phrase:
+            raise DataError("`bonuses` has an empty phrase, which occurs everywhere; drop it")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise DataError(f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}")
+    return {phrase: float(value) for phrase, value in bonuses.items()}
+
+
+class PromptStream:
+    """The run's endless order of prompts: position -> index, a fresh seeded shuffle every epoch.
+
+    A pure function of (number of prompts, seed), so the cursor of a resumed run is one integer.
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise ConfigError("there are no prompts to train on")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._epoch = -1
+        self._order_P: Sequence[int] = ()
+
+    def index(self, position: int) -> int:
+        """Index of the prompt at `position` (0-based; epochs follow one another)."""
+        epoch, offset = divmod(position, self._num_prompts)
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self._seed, epoch])
+            self._order_P = rng.permutation(self._num_prompts).tolist()
+            self._epoch = epoch
+        return self._order_P[offset]

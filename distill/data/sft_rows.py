@@ -1,0 +1,228 @@
+"""Training rows from supervised examples, each in one of three forms.
+
+    prompt, completion    strings; the loss is on the completion and the EOS after it
+    messages              a conversation (OpenAI chat format; `tools` beside it go to the
+                          template); the loss is on what the assistant says. It may take several
+                          rows: see distill/data/assistant_masks.py
+    tokens, loss_mask     token ids, and the runs of them, [start, stop), that the loss is on;
+                          `tokenizer` beside them is the fingerprint of the tokenizer that made
+                          them, for nothing is encoded again
+
+Other fields are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import (
+    Message,
+    check_messages,
+    check_text,
+    check_tools,
+    check_vocabulary,
+    encode,
+    render_text,
+)
+from distill.data.assistant_masks import Chain, conversation_chains
+from distill.data.row_files import located, read_rows
+from distill.errors import DataError
+from distill.objective.batching import TrainingRow
+from distill.tokenizer import fingerprint
+
+# Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
+SFT_TEMPERATURE = 1.0
+# The fields of each form, the one that names it first.
+_FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
+
+
+def load_sft_rows(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int,
+    max_length: int,
+    stop_ids: Collection[int],
+) -> list[TrainingRow]:
+    """Rows of a file of supervised examples, JSONL or parquet, in the forms above.
+
+    Raises:
+        DataError: names the file, the line, and what is wrong with it.
+    """
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
+    )
+    vocab_hash = fingerprint(tokenizer).vocab_hash
+    rows: list[TrainingRow] = []
+    for number, example in read_rows(path):
+        where = f"{path}:{number}"
+        with located(where):
+            chains = _chains(encoder, example, vocab_hash)
+        rows += [supervised_row(chain, where) for chain in chains]
+    return rows
+
+
+def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str) -> list[Chain]:
+    form = _form(example)
+    if form == "messages":
+        messages = check_messages(example["messages"], "messages")
+        return encoder.conversation(messages, check_tools(example))
+    if form == "tokens":
+        _check_tokenizer(example, vocab_hash)
+        ids = _check_ids(example)
+        return [encoder.as_sampled(ids, _check_runs(example, len(ids)))]
+    return [encoder.completion(check_text(example, "prompt"), check_text(example, "completion"))]
+
+
+def _form(example: Mapping[str, Any]) -> str:
+    given: dict[str, str] = {}
+    for fields in _FORMS:
+        for name in fields:
+            if example.get(name) is not None:
+                given.setdefault(fields[0], name)
+    if len(given) == 1:
+        return next(iter(given))
+    problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"
+    raise DataError(
+        f"{problem}: give either `prompt` and `completion` (strings), `messages` (chat format), or "
+        "`tokens` and `loss_mask` (token ids)"
+    )
+
+
+def _check_tokenizer(example: Mapping[str, Any], vocab_hash: str) -> None:
+    if example.get("tokenizer") != vocab_hash:
+        raise DataError(
+            f"`tokens` must be of the model's tokenizer, whose fingerprint is {vocab_hash!r}, but "
+            f"`tokenizer` is {example.get('tokenizer')!r}; train a model that shares the tokenizer "
+            "which made the ids, or give text"
+        )
+
+
+def _check_ids(example: Mapping[str, Any]) -> list[int]:
+    ids = example.get("tokens")
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise DataError(f"`tokens` must be a non-empty list of token ids, got {_short(ids)}")
+    if min(ids) < 0:
+        raise DataError(f"`tokens` holds a negative id, {min(ids)}")
+    return ids
+
+
+def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
+    """Runs that follow one another, after the first token and within the `length`."""
+    runs = example.get("loss_mask")
+    if not isinstance(runs, list) or not runs:
+        raise DataError(
+            f"`loss_mask` must be a non-empty list of [start, stop), got {_short(runs)}"
+        )
+    end, checked = 1, []
+    for i, run in enumerate(runs):
+        if not isinstance(run, list) or [type(edge) for edge in run] != [int, int]:
+            raise DataError(f"`loss_mask[{i}]` must be [start, stop), got {_short(run)}")
+        start, stop = run
+        if not end <= start < stop <= length:
+            raise DataError(
+                f"`loss_mask[{i}]` = {run} is no run of tokens in [{end}, {length}): runs are in "
+                "order, do not overlap, end within the tokens and leave out the first, which has "
+                "no context"
+            )
+        checked.append((start, stop))
+        end = stop
+    return checked
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleEncoder:
+    """Examples to token chains, held to what the model can take.
+
+    Attributes:
+        vocab_size: of the model; ids are below it.
+        max_length: longest chain, in tokens.
+        stop_ids: what ends the served model's turn; see `distill.models.loading.stop_token_ids`.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    max_length: int
+    stop_ids: Collection[int]
+
+    def completion(self, prompt: str, completion: str) -> Chain:
+        """A prompt and its completion, encoded apart as they are at generation, and the EOS.
+
+        Raises:
+            DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
+        """
+        if self.tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no EOS token: a completion could never end; set one")
+        prompt_T = render_text(self.tokenizer, prompt)
+        answer = encode(self.tokenizer, completion, add_special_tokens=False)
+        answer_T = np.asarray([*answer, self.tokenizer.eos_token_id], np.int32)
+        tokens_T = np.concatenate([prompt_T, answer_T])
+        mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
+        return self._checked(Chain(tokens_T=tokens_T, loss_mask_T=mask_T))
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        context: int = 0,
+    ) -> list[Chain]:
+        """What the assistant says after the first `context` messages.
+
+        Raises:
+            DataError: as of `conversation_chains`; too long, or ids the model lacks.
+        """
+        chains = conversation_chains(
+            self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
+        )
+        return [self._checked(chain) for chain in chains]
+
+    def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Chain:
+        """Token ids as they are; those in the `runs`, [start, stop), are trained.
+
+        Raises:
+            DataError: too long, or ids the model lacks.
+        """
+        if max(ids) >= self.vocab_size:
+            raise DataError(
+                f"`tokens` holds id {max(ids)}, outside the model's vocabulary of "
+                f"{self.vocab_size}; train the model whose ids these are, or one of its size"
+            )
+        mask_T = np.zeros(len(ids), np.bool_)
+        for start, stop in runs:
+            mask_T[start:stop] = True
+        return self._checked(Chain(tokens_T=np.asarray(ids, np.int32), loss_mask_T=mask_T))
+
+    def _checked(self, chain: Chain) -> Chain:
+        if len(chain.tokens_T) > self.max_length:
+            raise DataError(
+                f"{len(chain.tokens_T)} tokens exceed the limit of {self.max_length} (the model's "
+                "context or max_length); shorten or drop the row"
+            )
+        check_vocabulary(chain.tokens_T, self.vocab_size)
+        return chain
+
+
+def supervised_row(chain: Chain, source: str) -> TrainingRow:
+    """A chain as a row whose trained tokens weigh 1.
+
+    Raises:
+        DataError: the first token would be trained, which has no context.
+    """
+    return TrainingRow(
+        tokens_T=chain.tokens_T,
+        loss_mask_T=chain.loss_mask_T,
+        weights_T=chain.loss_mask_T.astype(np.float32),
+        behaviour_logprobs_T=np.zeros(len(chain.tokens_T), np.float32),
+        temperature=SFT_TEMPERATURE,
+        source=source,
+    )

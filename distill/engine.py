@@ -1,0 +1,265 @@
+"""What an engine is. Policy and teacher speak this, embedded or served, near or behind Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from distill.errors import DataError
+from distill.sampling import Sampling, check_temperature
+from distill.tokenizer import TokenizerProbe
+from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
+
+if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
+    from distill.weights.shared_memory import SharedTensors
+    from distill.weights.tensors import PackedTensors, TensorLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """Sample `num_samples` continuations of one prompt.
+
+    `seed` makes the samples a function of (weights, prompt, sampling, seed), whatever else the
+    engine is doing at the time; sample g of the request uses (seed, g).
+    """
+
+    prompt_tokens_T: TokenArray
+    sampling: Sampling
+    num_samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_tokens_T) == 0:
+            raise DataError("GenerateRequest.prompt_tokens_T is empty: give at least one token")
+        if self.num_samples < 1:
+            raise DataError(f"GenerateRequest.num_samples = {self.num_samples} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One continuation. All `_T` arrays cover the new tokens only, the stop token included.
+
+    `logprobs_T` are log softmax(z / T) of the distribution before any truncation, at the request's
+    temperature (at temperature 0: of the unscaled distribution; evaluation never trains on them).
+    """
+
+    tokens_T: TokenArray
+    logprobs_T: FloatArray
+    versions_T: TokenArray
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """Score given tokens: log softmax(z / T)[token] for positions `start` to the end.
+
+    Attributes:
+        tokens_T: the whole chain, context and scored tokens.
+        start: first position scored, at least 1 (position 0 has no context).
+        temperatures: the T's to score at; the forward pass is shared among them.
+        top_k: also the likeliest tokens of each scored position, so many, at the first T; 0: none.
+    """
+
+    tokens_T: TokenArray
+    start: int
+    temperatures: tuple[float, ...]
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start < len(self.tokens_T):
+            raise DataError(
+                f"ScoreRequest.start = {self.start} must be in [1, {len(self.tokens_T)}): "
+                "position 0 has no context, and at least one token must be scored"
+            )
+        if not self.temperatures:
+            raise DataError("ScoreRequest.temperatures is empty")
+        if self.top_k < 0:
+            raise DataError(f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above")
+        for temperature in self.temperatures:
+            check_temperature(temperature, "ScoreRequest.temperatures")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Score:
+    """Log-probs of positions `start` to the end, one array a temperature of the request.
+
+    `top` has a row a scored position, at the request's first temperature; None if not asked for.
+    """
+
+    logprobs_by_temperature: tuple[FloatArray, ...]
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDirectory:
+    """Weights as a Hugging Face checkpoint directory, at a path that the engine can read."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBroadcast:
+    """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
+
+    Attributes:
+        address, port: of the group's TCPStore, held by rank 0.
+        group: the group's name; a new one for every group that is formed.
+        backend: what torch calls it.
+        rank_offset: this engine's first rank; its tensor-parallel ranks follow.
+        buckets: what is sent, in order: one broadcast a bucket, of its tensors end to end.
+        join_deadline_s: longest that forming the group may take.
+    """
+
+    address: str
+    port: int
+    group: str
+    backend: Literal["gloo", "nccl"]
+    world_size: int
+    rank_offset: int
+    buckets: tuple[tuple[TensorLayout, ...], ...]
+    join_deadline_s: float
+
+    def ready_key(self, version: int) -> str:
+        """Set in the store by an engine that is about to receive; rank 0 waits for all of them."""
+        return f"isotherm/{self.group}/{version}/{self.rank_offset}"
+
+
+# How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
+# learner), as files, or over a network.
+WeightSource: TypeAlias = "PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself; compared across parties before a run starts.
+
+    Attributes:
+        vocab_size: ids below it may be sent.
+        dtype: compute precision; decides how far log-probs may differ.
+        eos_token_ids: ids that end a generation; None if the engine cannot know (a remote server).
+        tokenizer: what its tokenizer makes of known texts; None if it has none.
+        temperature_scaling: how given tokens come to be scored at T, for people to read.
+    """
+
+    kind: str
+    model: str
+    vocab_size: int
+    context_length: int
+    weight_version: int
+    dtype: str
+    eos_token_ids: tuple[int, ...] | None
+    tokenizer: TokenizerProbe | None
+    temperature_scaling: str
+
+
+class Sampler(Protocol):
+    """What an episode needs of an `Engine`."""
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]: ...
+
+
+class Engine(Protocol):
+    """A model that generates and scores. Every method may be called concurrently.
+
+    Raises (all methods): EngineError when the engine cannot do what was asked; DataError for a
+    request it refuses (a token id outside the vocabulary, a prompt that fills the context).
+    """
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """`num_samples` samples; requests in flight at the same time are batched together."""
+        ...
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """Log-probs of given tokens, one `Score` a request, in order."""
+        ...
+
+    async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        """What `score` returns, found by the decode path: the handshake's reference.
+
+        One position at a time: its context is given, one token is sampled at T and thrown away,
+        and the log-prob of the given token is read off the distribution it was sampled from. Slow,
+        and right on any server whose decode log-probs are scaled by T.
+        """
+        ...
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        """Replace the weights and drop every cached prefix. Returning is the acknowledgement.
+
+        Requests in flight go on under the new weights with their context recomputed; the version
+        of each token tells which weights sampled it. Returns the seconds for which generation
+        stood still.
+
+        Raises:
+            EngineError: the weights do not fit or did not arrive. The engine goes on with those it
+                had; where it cannot, the error says that it must be restarted.
+        """
+        ...
+
+    async def info(self) -> EngineInfo:
+        """Answers only if the engine is healthy."""
+        ...
+
+    async def health(self) -> int:
+        """Returns soon, and only where requests would be answered: the heartbeat.
+
+        The number is another one each time if requests got on since the last time: tokens were
+        generated, or chains scored.
+
+        Raises:
+            EngineLost: the engine is broken and must be restarted.
+        """
+        ...
+
+    async def queue_length(self) -> int:
+        """Samples and chains under way or waiting here, whoever asked for them. Answers at once."""
+        ...
+
+    async def abort(self) -> int:
+        """End every request in flight with StopReason.ABORTED; returns how many samples."""
+        ...
+
+
+def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int) -> int:
+    """The most tokens that may be sampled: what was asked for, or what the context has room for.
+
+    Raises:
+        DataError: an id outside the vocabulary, or a prompt that fills the context.
+    """
+    check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
+    room = context_length - len(request.prompt_tokens_T)
+    if room < 1:
+        raise DataError(
+            f"a prompt of {len(request.prompt_tokens_T)} tokens leaves no room for an answer in "
+            f"the model's context of {context_length}; shorten or condense it"
+        )
+    return min(request.sampling.max_new_tokens, room)
+
+
+def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_length: int) -> None:
+    """Raises DataError for an id outside the vocabulary, a chain longer than the context, or more
+    likeliest tokens than there are tokens."""
+    for request in requests:
+        check_token_ids(request.tokens_T, vocab_size, "ScoreRequest.tokens_T")
+        if len(request.tokens_T) > context_length:
+            raise DataError(
+                f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
+                f"{context_length}"
+            )
+        if request.top_k > vocab_size:
+            raise DataError(
+                f"ScoreRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
+                f"{vocab_size}; ask for that many at most"
+            )
+
+
+def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:
+    """Raises DataError if an id lies outside the vocabulary (a served engine would die of it)."""
+    highest = int(np.max(tokens_T))
+    if highest >= vocab_size or int(np.min(tokens_T)) < 0:
+        raise DataError(
+            f"{what} holds token id {highest if highest >= vocab_size else int(np.min(tokens_T))}, "
+            f"outside the engine's vocabulary of {vocab_size}; was it encoded by another tokenizer?"
+        )

@@ -1,0 +1,1 @@
+"""Games of two: tables and seats, one game, a library's games."""

@@ -1,0 +1,241 @@
+"""Games of the textarena library, any that two can play: the rules are the library's own.
+
+    env=distill.envs.games.textarena_game:TextArena env.game=TicTacToe-v0
+
+Needs the extra `textarena`. What a seat sees is what the library's wrappers show it. Where that
+goes on from what the seat saw before, only the rest is said; where it does not, as with the games
+named `...-train`, it takes the place of all that was said.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import chz
+import numpy as np
+
+from distill.envs.games.two_player import SEATS, Game, IllegalMove, Player, TwoPlayerConfig
+from distill.errors import ConfigError, DataError
+from distill.lookup import known_names
+
+_THOUGHT = "</think>"
+# "Available Moves: '[0]', '[4]'": how the games that list their moves do it, in one line.
+_LISTED = re.compile(r"\b(?:available|valid|legal) (?:moves|actions)[^:\n]*:(.*)", re.IGNORECASE)
+_MOVE = re.compile(r"\[[^\[\]\n]+\]")
+# No game of the library's has room for more.
+_MOST_PLAYERS = 15
+
+
+class TextArenaGame(Game):
+    """A game of the library's as it begins from a seed.
+
+    A move that the library lets the player take back is followed by the same player's next one; a
+    move that it ends the game for is an `IllegalMove`, and the table's rule takes the place of the
+    library's score.
+
+    Raises:
+        ConfigError: the library is not installed, or has no such game for two that works here.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._name, self._seed = name, seed
+        self._random = random.Random(seed).getstate()
+        self._scores: tuple[float, float] | None = None
+        self._said = [""] * SEATS
+        with self._own_random():
+            self._env = _begin(name, SEATS, seed)
+        self._look()
+
+    @property
+    def to_move(self) -> int:
+        return self._to_move
+
+    @property
+    def scores(self) -> tuple[float, float] | None:
+        return self._scores
+
+    @property
+    def rules(self) -> str:
+        return ""  # the library's first observation tells them
+
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """The moves that the game lists for the seat to move; none, where it lists none."""
+        return self._moves
+
+    def view(self, seat: int) -> str:
+        assert seat == self._to_move, "the library shows a seat only its own turns"
+        return self._view
+
+    def afresh(self, seat: int) -> bool:
+        return self._afresh
+
+    def move(self, text: str) -> None:
+        seat = self._to_move
+        flagged = self._invalid(seat)
+        with self._own_random():
+            done, _ = self._env.step(text.rpartition(_THOUGHT)[2].strip())
+            if not done:
+                self._look()
+                return
+            rewards, _ = self._env.close()
+        if self._invalid(seat) and not flagged:
+            raise IllegalMove(f"{text[:40]!r} is no move of {self._name}")
+        self._scores = float(rewards[0]), float(rewards[1])
+
+    def _look(self) -> None:
+        """What the seat to move sees; looking takes it from the library, so it is kept."""
+        state: Any = self._env.state
+        self._moves = _listed(state.observations.get(state.current_player_id, ()))
+        self._to_move, seen = self._env.get_observation()
+        if not isinstance(seen, str):  # a game without wrappers: `...-raw`
+            seen = "\n".join(message for _, message, _ in seen)
+            self._view, self._afresh = seen, False
+            return
+        before = self._said[self._to_move]
+        self._said[self._to_move] = seen
+        self._afresh = not seen.startswith(before)
+        self._view = seen if self._afresh else seen[len(before) :].lstrip("\n")
+
+    def _invalid(self, seat: int) -> bool:
+        """Whether the library has held an invalid move against the seat."""
+        return bool(self._env.state.game_info.get(seat, {}).get("invalid_move"))
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """The library draws from, and seeds, Python's one generator, which many games share."""
+        outside = random.getstate()
+        random.setstate(self._random)
+        try:
+            yield
+        finally:
+            self._random = random.getstate()
+            random.setstate(outside)
+
+    def __reduce__(self) -> tuple[Callable[..., TextArenaGame], tuple[str, int]]:
+        return type(self), (self._name, self._seed)
+
+
+def _library() -> Any:
+    try:
+        import textarena
+    except ImportError as error:
+        raise ConfigError(
+            f"env=TextArena needs the library textarena: {error}; pip install 'isotherm[textarena]'"
+        ) from error
+    return textarena
+
+
+def _begin(name: str, players: int, seed: int) -> Any:
+    """A game under way, before its first move.
+
+    Raises:
+        ConfigError: see `TextArenaGame`.
+    """
+    library = _library()
+    known = library.envs.registration.ENV_REGISTRY
+    if name not in known:
+        raise ConfigError(
+            f"env.game={name} is no game of textarena {library.__version__}; "
+            f"{known_names(name, known)}"
+        )
+    try:
+        return _made(library, name, players, seed)
+    except Exception as error:  # the library's games raise what they like
+        takes = _players(library, name, seed)
+        if takes:
+            raise ConfigError(
+                f"env.game={name} is a game for {takes}, not for {players}; choose one for two"
+            ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(
+            f"env.game={name} cannot be played here: {why}. Games of words need "
+            "`python -m nltk.downloader words averaged_perceptron_tagger_eng`, some a newer "
+            "Python or a judge behind OpenRouter; choose another one or provide it"
+        ) from error
+
+
+def _made(library: Any, name: str, players: int, seed: int) -> Any:
+    env = library.make(name)
+    env.reset(num_players=players, seed=seed)
+    return env
+
+
+def _players(library: Any, name: str, seed: int) -> str:
+    """The numbers of players that the game can be begun with; empty: none."""
+    takes: list[int] = []
+    for players in range(1, _MOST_PLAYERS + 1):
+        with suppress(Exception):  # as in _begin
+            _made(library, name, players, seed)
+            takes.append(players)
+    if not takes:
+        return ""
+    if takes[0] != takes[-1]:
+        return f"{takes[0]} to {takes[-1]} players"
+    return "1 player" if takes == [1] else f"{takes[0]} players"
+
+
+def _listed(messages: Any) -> tuple[str, ...]:
+    """The moves that the newest messages list; the rules' examples and players' words are none."""
+    spoken = ("PROMPT", "PLAYER_ACTION")
+    text = "\n".join(message for _, message, kind in messages if kind.name not in spoken)
+    lists = _LISTED.findall(text)
+    return tuple(dict.fromkeys(_MOVE.findall(lists[-1]))) if lists else ()
+
+
+class RandomMover:
+    """Any of the moves that the game lists.
+
+    Raises:
+        DataError: it lists none at this point.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, game: Game) -> str:
+        assert isinstance(game, TextArenaGame)
+        if not game.moves:
+            raise DataError(
+                "env.opponent=random: the game lists no moves at this point for it to choose from; "
+                "give env.opponent=self env.eval_opponent=self"
+            )
+        return str(self._rng.choice(game.moves))
+
+
+@chz.chz
+class TextArena(TwoPlayerConfig):
+    """env=TextArena: the policy plays itself (opponent=self), or random listed moves."""
+
+    game: str = chz.field(
+        default="TicTacToe-v0",
+        doc="a game for two of the library textarena, such as ConnectFour-v0 or Othello-v0",
+    )
+
+    @chz.validate
+    def _rules_are_told(self) -> None:
+        if not self.rules:
+            raise ConfigError(
+                "env.rules=False changes nothing here: the game's own first observation tells its "
+                "rules; leave it out"
+            )
+
+    @chz.validate
+    def _lists_moves(self) -> None:
+        listed = self.new_game(0).moves
+        for name in ("opponent", "eval_opponent"):
+            if getattr(self, name) == "random" and not listed:
+                raise ConfigError(
+                    f"env.{name}=random: {self.game} does not list its moves, so that only the "
+                    f"policy can play it; give env.{name}=self"
+                )
+
+    def players(self) -> Mapping[str, Callable[[int], Player]]:
+        return {"random": RandomMover}
+
+    def new_game(self, opening: int) -> TextArenaGame:
+        return TextArenaGame(self.game, opening)

@@ -1,0 +1,386 @@
+"""Games of two: each seat is an episode of its own, and both may be the policy's.
+
+    table      holds the game; a seat waits there for its turn, and for the end
+    seats      of one group: opponent=self sits the policy on both (G / 2 games), any other
+               opponent sits opposite the policy (G games) and is not trained
+
+A win earns 1, a loss -1, a draw 0. A move that the rules do not know loses at once and earns
+`forfeit_reward`; the other seat earns nothing by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import chz
+
+from distill.chat.conversation import Conversation
+from distill.chat.template import Message
+from distill.engine import GenerateRequest, Sampler
+from distill.envs.base import Env, EnvConfig, EnvDataset, EnvGroupBuilder, Setting, only_teacher
+from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
+from distill.envs.chat_config import ChatConfig, first_length, require_room
+from distill.errors import ConfigError
+from distill.lookup import known_names
+from distill.sampling import EvalSampling
+from distill.types import StopReason
+
+SEATS = 2
+
+
+class IllegalMove(Exception):
+    """What a player wrote is no move here."""
+
+
+class Game(ABC):
+    """The rules of a game under way. Seats are 0 and 1; it pickles before its first move."""
+
+    @property
+    @abstractmethod
+    def to_move(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def scores(self) -> tuple[float, float] | None:
+        """What each seat earned; None while the game goes on."""
+
+    @property
+    @abstractmethod
+    def rules(self) -> str:
+        """What a player is told before its first move; empty where its first view tells them."""
+
+    @abstractmethod
+    def view(self, seat: int) -> str:
+        """What a player sees before each of its moves."""
+
+    def afresh(self, seat: int) -> bool:
+        """Whether the view takes the place of all that was said, instead of following it."""
+        return False
+
+    @abstractmethod
+    def move(self, text: str) -> None:
+        """The seat to move plays what it wrote.
+
+        Raises:
+            IllegalMove: there is no such move; nothing has changed.
+        """
+
+
+# Openings and opponents of different problems are apart by this.
+_OPPONENT_SEED = 1_000
+
+# Chooses a move in a game: an opponent that is not trained.
+Player = Callable[[Game], str | Awaitable[str]]
+# A model of the run that may sit opposite: a checkpoint that does not change.
+FROZEN = "reference"
+
+
+class Table:
+    """A game under way, and whose turn it is. A seat that writes no move has forfeited it."""
+
+    def __init__(self, game: Game, forfeit_reward: float) -> None:
+        self.game = game
+        self.forfeit_reward = forfeit_reward
+        self.forfeited_by: int | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def scores(self) -> tuple[float, float] | None:
+        if self.forfeited_by is None:
+            return self.game.scores
+        lost = self.forfeit_reward
+        return (lost, 0.0) if self.forfeited_by == 0 else (0.0, lost)
+
+    async def play(self, text: str) -> None:
+        async with self._changed:
+            try:
+                self.game.move(text)
+            except IllegalMove:
+                self.forfeited_by = self.game.to_move
+            self._changed.notify_all()
+
+    async def leave(self, seat: int) -> None:
+        """A player that goes before the end has lost; the other one waits no longer."""
+        async with self._changed:
+            if self.scores is None:
+                self.forfeited_by = seat
+            self._changed.notify_all()
+
+    async def turn_of(self, seat: int) -> bool:
+        """Waits for the seat's turn; False: the game has ended."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self.scores is not None or self.game.to_move == seat
+            )
+            return self.scores is None
+
+
+class Seat(MessageEnv):
+    """The policy on one seat of a table. `opponent`, if it is no member, moves in between."""
+
+    def __init__(
+        self, table: Table, seat: int, opponent: Player | None, *, rules: bool = True
+    ) -> None:
+        self._table, self._seat, self._opponent = table, seat, opponent
+        self._rules = rules
+        self.starts = opponent is not None or table.game.to_move == seat
+
+    async def start(self, models: Mapping[str, Sampler]) -> None:
+        await self._next_turn()
+
+    def initial_messages(self) -> Sequence[Message]:
+        if self._table.scores is not None:
+            return ()
+        return _shown(self._table.game, self._seat, rules=self._rules)
+
+    async def step(self, message: Message) -> MessageStep:
+        await self._table.play(str(message.get("content") or ""))
+        if await self._next_turn():
+            game = self._table.game
+            return MessageStep(messages=_shown(game, self._seat), afresh=game.afresh(self._seat))
+        scores = self._table.scores
+        assert scores is not None, "the game goes on, and it is nobody's turn"
+        score = scores[self._seat]
+        return MessageStep(
+            reward=score,
+            stop_reason=StopReason.DONE,
+            metrics={
+                "won": float(score > 0),
+                "drawn": float(score == 0 and self._table.forfeited_by is None),
+                "illegal": float(self._table.forfeited_by == self._seat),
+            },
+        )
+
+    async def unfinished(self) -> float:
+        await self._table.leave(self._seat)
+        return self._table.forfeit_reward
+
+    async def _next_turn(self) -> bool:
+        table = self._table
+        while self._opponent and table.scores is None and table.game.to_move != self._seat:
+            move = self._opponent(table.game)
+            await table.play(move if isinstance(move, str) else await move)
+        return await table.turn_of(self._seat)
+
+
+def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
+    """What a player sees before a move; before its first one, the rules as well."""
+    view = game.view(seat)
+    if rules and game.rules:
+        view = f"{game.rules}\n\n{view}"
+    return [{"role": "user", "content": view}]
+
+
+class FrozenPlayer:
+    """A model that is not trained. It sees its side of the game, as the policy sees its own."""
+
+    def __init__(
+        self,
+        model: Sampler,
+        setting: ChatSetting,
+        sampling: EvalSampling,
+        seed: int,
+        *,
+        rules: bool,
+    ) -> None:
+        self._model, self._setting, self._sampling = model, setting, sampling
+        self._seed, self._rules = seed, rules
+        self._conversation: Conversation | None = None
+
+    async def __call__(self, game: Game) -> str:
+        """Its turn; empty, which is no move, where its context has no room for one."""
+        if self._conversation is None:
+            shown = _shown(game, game.to_move, rules=self._rules)
+            self._conversation = Conversation(self._setting.tokenizer, shown)
+        elif game.afresh(game.to_move):
+            self._conversation.replace(_shown(game, game.to_move))
+        else:
+            self._conversation.hear(_shown(game, game.to_move))
+        prompt_tokens_T = self._conversation.observation_T
+        if len(prompt_tokens_T) >= self._setting.limits.max_tokens:
+            return ""
+        self._seed += 1
+        request = GenerateRequest(
+            prompt_tokens_T=prompt_tokens_T,
+            sampling=self._sampling,
+            num_samples=1,
+            seed=self._seed,
+        )
+        [sample] = await self._model.generate(request)
+        return self._conversation.said(sample).content
+
+
+NewOpponent = Callable[[int, Mapping[str, Sampler]], Player]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableGroupBuilder(EnvGroupBuilder):
+    """The seats of a group, all on games that begin alike.
+
+    Attributes:
+        new_game: makes the game, as it stands before anybody's first move.
+        new_opponent: makes the player opposite the policy, from a seed and the run's models; None:
+            the policy itself.
+        seat: the policy's, where it has an opponent.
+    """
+
+    new_game: Callable[[], Game]
+    new_opponent: NewOpponent | None
+    seat: int
+    seed: int
+    setting: ChatSetting
+    group_size: int
+    rules: bool
+    forfeit_reward: float
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        seats: list[Seat] = []
+        if self.new_opponent is None:
+            # An evaluation may ask for one episode: a game has two.
+            for _ in range((self.group_size + 1) // SEATS):
+                table = Table(self.new_game(), self.forfeit_reward)
+                seats += [Seat(table, seat, None, rules=self.rules) for seat in range(SEATS)]
+        else:
+            for seed in range(self.seed, self.seed + self.group_size):
+                table = Table(self.new_game(), self.forfeit_reward)
+                opponent = self.new_opponent(seed, models)
+                seats.append(Seat(table, self.seat, opponent, rules=self.rules))
+        return [ChatEnv(seat, self.setting, models) for seat in seats]
+
+
+class TableDataset(EnvDataset):
+    """So many openings; the policy's seat alternates where it has an opponent."""
+
+    def __init__(
+        self,
+        config: TwoPlayerConfig,
+        new_opponent: NewOpponent | None,
+        setting: ChatSetting,
+        teacher: str,
+    ) -> None:
+        self._config, self._new_opponent = config, new_opponent
+        self._setting, self._teacher = setting, teacher
+
+    def __len__(self) -> int:
+        return self._config.games
+
+    def builder(self, problem: int, group_size: int) -> TableGroupBuilder:
+        return TableGroupBuilder(
+            teacher=self._teacher,
+            new_game=partial(self._config.new_game, problem),
+            new_opponent=self._new_opponent,
+            seat=problem % SEATS,
+            seed=_OPPONENT_SEED * problem,
+            setting=self._setting,
+            group_size=group_size,
+            rules=self._config.rules,
+            forfeit_reward=self._config.forfeit_reward,
+        )
+
+
+@chz.chz
+class TwoPlayerConfig(ChatConfig):
+    """Settings of every game of two."""
+
+    reads_prompts = False
+    judges = False
+
+    opponent: str = chz.field(
+        default="self",
+        doc="who sits opposite: self trains both seats; reference: the run's reference=DIR, which "
+        "does not change; or one of the game's own players",
+    )
+    opponent_temperature: float | None = chz.field(
+        default=None, doc="of the reference's moves, where it sits opposite; 0 is greedy"
+    )
+    eval_opponent: str = chz.field(default="random", doc="the same in evaluations")
+    forfeit_reward: float = chz.field(
+        default=-2.0,
+        doc="of a seat that makes an illegal move, or none; below a loss (-1), else a seat that "
+        "loses anyway has no reason to keep the rules",
+    )
+    rules: bool = chz.field(default=True, doc="the first message tells the rules")
+    games: int = chz.field(default=1000, doc="openings that the games begin with, by their seeds")
+
+    @chz.validate
+    def _games_in_range(self) -> None:
+        if self.games < 1:
+            raise ConfigError(f"env.games={self.games} must be at least 1")
+        if not -float("inf") < self.forfeit_reward <= -1:
+            raise ConfigError(
+                f"env.forfeit_reward={self.forfeit_reward} must be -1, a loss, or below"
+            )
+        if (self.opponent_temperature is None) == (self.opponent == FROZEN):
+            raise ConfigError(
+                f"env.opponent={self.opponent} with env.opponent_temperature="
+                f"{self.opponent_temperature}: a temperature goes with env.opponent={FROZEN}, and "
+                "with no other opponent; 0 is greedy"
+            )
+        if self.opponent_temperature is not None:
+            EvalSampling(temperature=self.opponent_temperature, max_new_tokens=1)
+        for name, models in (("opponent", ["self", FROZEN]), ("eval_opponent", ["self"])):
+            given, known = getattr(self, name), [*models, *self.players()]
+            if given not in known:
+                raise ConfigError(
+                    f"env.{name}={given} is no player of this game; {known_names(given, known)}"
+                )
+
+    @abstractmethod
+    def players(self) -> Mapping[str, Callable[[int], Player]]:
+        """Players that are no models, by name: each is made from a seed."""
+
+    @abstractmethod
+    def new_game(self, opening: int) -> Game:
+        """A game as it stands before the policy's first move."""
+
+    def check_group(self, group_size: int) -> None:
+        if self.opponent == "self" and group_size % SEATS:
+            raise ConfigError(
+                f"group_size={group_size} must be even with env.opponent=self: every game has two "
+                "trained seats"
+            )
+
+    @property
+    def asks(self) -> Sequence[str]:
+        return [FROZEN] if self.opponent == FROZEN else []
+
+    def evaluation(self) -> EnvConfig:
+        return chz.replace(self, opponent=self.eval_opponent, opponent_temperature=None)
+
+    def __call__(self, path: str | None, setting: Setting) -> TableDataset:
+        chat = self.chat_setting(setting)
+        table = Table(self.new_game(0), self.forfeit_reward)
+        seat = Seat(table, table.game.to_move, None, rules=self.rules)
+        require_room("a game", first_length(seat, chat), chat, setting.max_new_tokens)
+        return TableDataset(self, self._new_opponent(chat, setting), chat, only_teacher(setting))
+
+    def _new_opponent(self, chat: ChatSetting, setting: Setting) -> NewOpponent | None:
+        if self.opponent == "self":
+            return None
+        if self.opponent == FROZEN:
+            assert self.opponent_temperature is not None
+            sampling = EvalSampling(
+                temperature=self.opponent_temperature, max_new_tokens=setting.max_new_tokens
+            )
+            return partial(_frozen, chat, sampling, self.rules)
+        return partial(_scripted, self.players()[self.opponent])
+
+
+def _frozen(
+    chat: ChatSetting,
+    sampling: EvalSampling,
+    rules: bool,
+    seed: int,
+    models: Mapping[str, Sampler],
+) -> Player:
+    return FrozenPlayer(models[FROZEN], chat, sampling, seed, rules=rules)
+
+
+def _scripted(
+    new_player: Callable[[int], Player], seed: int, _models: Mapping[str, Sampler]
+) -> Player:
+    return new_player(seed)

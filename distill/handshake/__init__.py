@@ -1,0 +1,1 @@
+"""The handshake's arithmetic: comparisons with tolerances, facts that must agree."""

@@ -1,0 +1,339 @@
+"""The handshake's arithmetic: do several parties give the same tokens the same log-probs at T?
+
+Pure: it chooses probes, compares numbers, and says who is off and why. Asking the parties is done
+elsewhere; what they say of themselves is compared in `distill/handshake/identity.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from distill.engine import EngineInfo
+from distill.errors import CalibrationError
+from distill.sampling import UNSCALED
+from distill.types import FloatArray, TokenArray
+
+# Largest |difference| allowed at T >= 1, in nats; a logit's error is divided by T like the logit,
+# so T < 1 allows 1/T of it. float32: prefill and decode order their sums differently, which moves a
+# log-prob by about 1e-5. bfloat16 keeps 8 bits: between two kernels, and against float32, random
+# models of up to 6 layers differed by up to 0.84 on single tokens and by 0.10 in the mean. float16
+# keeps 3 bits more than bfloat16.
+TOLERANCE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.5}
+# Rounding is an outlier here and there; a wrong temperature or wrong weights move every token. So
+# the mean has to be this much smaller: 0.15 for bfloat16, where an unscaled log-prob is off by
+# tenths to tens.
+MEAN_SHARE = 0.1
+
+NUM_PROBES = 8
+PROBE_NEW_TOKENS = 12
+# The decode path is asked for the last few tokens of a probe: on a server each is a request.
+REFERENCE_POSITIONS = 4
+# A second temperature tells 'scaled by T' from 'right by accident at T'.
+SECOND_TEMPERATURE_FACTOR = 1.5
+# The softmax of a logit this far down is 0 in float32, and its log -inf, on a server that takes it
+# so. Log-probs below are all alike.
+FLOOR = -80.0
+
+
+def looser(*dtypes: str) -> str:
+    """The dtype that allows the larger difference."""
+    return max(dtypes, key=TOLERANCE.__getitem__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two parties on the same tokens at one temperature.
+
+    Attributes:
+        must_differ: the reference is at another temperature; who ignores T agrees with it.
+        diagnosis: the known mistake that explains the disagreement exactly; empty if none does.
+        culprit: who made it; not always the party.
+    """
+
+    party: str
+    reference: str
+    temperature: float
+    num_tokens: int
+    max_gap: float
+    mean_gap: float
+    tolerance: float
+    must_differ: bool = False
+    diagnosis: str = ""
+    culprit: str = ""
+
+    @property
+    def mean_tolerance(self) -> float:
+        return self.tolerance * MEAN_SHARE
+
+    @property
+    def agrees(self) -> bool:
+        if not math.isfinite(self.max_gap):
+            return False
+        same = self.max_gap <= self.tolerance and self.mean_gap <= self.mean_tolerance
+        return same != self.must_differ
+
+    def complaint(self) -> str:
+        """What is wrong, by how much, and what to look at."""
+        where = f"{self.party} disagrees with {self.reference} at temperature {self.temperature:g}"
+        if not math.isfinite(self.max_gap):
+            found = f"some of the log-probs of {self.num_tokens} tokens are not finite"
+        elif self.must_differ:
+            found = (
+                f"the two are the same to {self.max_gap:.3g} nats on {self.num_tokens} tokens, so "
+                "it ignores the temperature it is asked for"
+            )
+        else:
+            found = (
+                f"up to {self.max_gap:.3g} nats on {self.num_tokens} tokens (mean "
+                f"{self.mean_gap:.3g}; allowed {self.tolerance:.3g}, mean "
+                f"{self.mean_tolerance:.3g}), so the reverse KL would be another objective"
+            )
+        remedy = self.diagnosis or "check its weights, precision and temperature handling"
+        return f"{where}: {found}. {remedy[0].upper()}{remedy[1:]}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Suspicion:
+    """A known mistake, whose log-probs it concerns, and what it would have made of them."""
+
+    culprit: str
+    diagnosis: str
+    logprobs_N: FloatArray
+    mistaken_N: FloatArray
+
+
+def compare(
+    party: str,
+    logprobs_N: FloatArray,
+    reference: str,
+    reference_logprobs_N: FloatArray,
+    *,
+    temperature: float,
+    dtype: str,
+    must_differ: bool = False,
+    suspicions: Sequence[Suspicion] = (),
+) -> Comparison:
+    """Compares `party` with `reference`; both arrays cover the same tokens in the same order.
+
+    With `must_differ` the reference is at another temperature: a party that ignores T agrees with
+    it, and with itself in everything else. The first suspicion that fits explains a disagreement.
+    """
+    floored = [np.maximum(values_N, FLOOR) for values_N in (logprobs_N, reference_logprobs_N)]
+    max_gap, mean_gap = _gaps(*floored)
+    comparison = Comparison(
+        party=party,
+        reference=reference,
+        temperature=temperature,
+        num_tokens=len(logprobs_N),
+        max_gap=max_gap,
+        mean_gap=mean_gap,
+        tolerance=_tolerance(dtype, temperature),
+        must_differ=must_differ,
+    )
+    return _explained(comparison, suspicions)
+
+
+def compare_with_law(
+    party: str,
+    difference_N: FloatArray,
+    unscaled_difference_N: FloatArray,
+    *,
+    temperature: float,
+    dtype: str,
+) -> Comparison:
+    """Pins the absolute meaning of T, for who agrees with himself in everything else.
+
+    Two tokens a, b in one context: log p_T(a) - log p_T(b) = (z_a - z_b) / T. No normaliser is
+    left, so the difference at T is the one at T = 1, divided by T.
+
+    Args:
+        difference_N: log p(a) - log p(b) as returned for T, a pair an entry.
+        unscaled_difference_N: the same pairs as returned for T = 1.
+    """
+    expected_N = unscaled_difference_N / np.float32(temperature)
+    max_gap, mean_gap = _gaps(difference_N, expected_N)
+    comparison = Comparison(
+        party=party,
+        reference="the temperature law",
+        temperature=temperature,
+        num_tokens=len(difference_N),
+        max_gap=max_gap,
+        mean_gap=mean_gap,
+        tolerance=2 * _tolerance(dtype, temperature),  # each side is a difference of two
+    )
+    if not is_telling(temperature):
+        return comparison
+    return _explained(
+        comparison,
+        [
+            Suspicion(party, not_divided(party), difference_N, unscaled_difference_N),
+            Suspicion(
+                party, divided_twice(party), difference_N, expected_N / np.float32(temperature)
+            ),
+        ],
+    )
+
+
+def is_telling(temperature: float) -> bool:
+    """Whether T is far enough from 1 for a mistake to be told by its size."""
+    return abs(temperature - UNSCALED) > 0.05
+
+
+def not_divided(prefill: str) -> str:
+    return (
+        f"the log-probs of {prefill} are not divided by T: an SGLang server without isotherm's "
+        "plugin does this; install isotherm where the server runs, and restart it"
+    )
+
+
+def divided_twice(party: str) -> str:
+    return (
+        f"the log-probs of {party} are divided by T twice: is the plugin loaded beside another "
+        "patch, or beside the server's own option, that does the same?"
+    )
+
+
+def decode_not_divided(decode: str) -> str:
+    return (
+        f"the log-probs of {decode} look like T = 1: is SGLANG_RETURN_ORIGINAL_LOGPROB set on its "
+        "server? Unset it and restart"
+    )
+
+
+def other_weights(engine: str) -> str:
+    return (
+        f"{engine} agrees with itself, so it holds other weights than the learner: a checkpoint of "
+        "another run, or a push that did not arrive"
+    )
+
+
+def _tolerance(dtype: str, temperature: float) -> float:
+    return TOLERANCE[dtype] / min(temperature, 1.0)
+
+
+def _gaps(a_N: FloatArray, b_N: FloatArray) -> tuple[float, float]:
+    """(largest, mean) |difference|; NaN where either is not finite."""
+    assert a_N.shape == b_N.shape and len(a_N) > 0
+    with np.errstate(invalid="ignore"):
+        gap_N = np.abs(a_N.astype(np.float64) - b_N)
+    return float(gap_N.max()), float(gap_N.mean())
+
+
+def _explained(comparison: Comparison, suspicions: Sequence[Suspicion]) -> Comparison:
+    if comparison.agrees:
+        return comparison
+    for suspicion in suspicions:
+        max_gap, mean_gap = _gaps(suspicion.logprobs_N, suspicion.mistaken_N)
+        if max_gap <= comparison.tolerance and mean_gap <= comparison.mean_tolerance:
+            return replace(comparison, diagnosis=suspicion.diagnosis, culprit=suspicion.culprit)
+    return comparison
+
+
+def probe_prompts(vocab_size: int, context_length: int, seed: int = 0) -> list[TokenArray]:
+    """Seeded prompts of random ids, up to 24 tokens: any model takes them, none has seen them.
+
+    They fill at most half of a short context, so that there is room to sample.
+    """
+    rng = np.random.default_rng(seed)
+    longest = max(1, min(24, context_length // 2))
+    return [
+        rng.integers(0, vocab_size, size=rng.integers(min(4, longest), longest + 1)).astype(
+            np.int32
+        )
+        for _ in range(NUM_PROBES)
+    ]
+
+
+def probe_pairs(vocab_size: int, seed: int = 1) -> tuple[TokenArray, TokenArray]:
+    """Two unlike tokens a probe prompt, seeded, for the temperature law."""
+    rng = np.random.default_rng(seed)
+    a_P = rng.integers(0, vocab_size, size=NUM_PROBES)
+    b_P = (a_P + rng.integers(1, vocab_size, size=NUM_PROBES)) % vocab_size
+    return a_P.astype(np.int32), b_P.astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationReport:
+    """Everything that one handshake found.
+
+    Attributes:
+        differences: facts that differ. If there are any, no log-probs were asked for.
+        parties: what each engine says of itself, by name.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    differences: tuple[str, ...] = ()
+    parties: Mapping[str, EngineInfo] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> list[Comparison]:
+        return [comparison for comparison in self.comparisons if not comparison.agrees]
+
+    @property
+    def agrees(self) -> bool:
+        return not self.failures and not self.differences
+
+    @property
+    def largest_gap(self) -> float:
+        """Of comparisons that were to be alike."""
+        return max(c.max_gap for c in self.comparisons if not c.must_differ)
+
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.differences:
+            return "no agreement on vocabulary, tokenizer or stop tokens"
+        if self.failures:
+            worst = self._worst()
+            return (
+                f"no agreement: {len(self.failures)} of {len(self.comparisons)} comparisons "
+                f"failed; {worst.culprit or worst.party} is off"
+            )
+        return (
+            f"agreement: {len(self.comparisons)} comparisons, the largest gap "
+            f"{self.largest_gap:.1e} nats"
+        )
+
+    def require_agreement(self) -> None:
+        """Raises CalibrationError naming the party that is off, by how much, and the remedy."""
+        if not self.agrees:
+            raise CalibrationError(self.complaint())
+
+    def complaint(self) -> str:
+        """What there is to say of a disagreement."""
+        return "; ".join(self.differences) or self._worst().complaint()
+
+    def _worst(self) -> Comparison:
+        """The failure to tell of: not finite, else one that is explained, else the largest."""
+        return max(
+            self.failures,
+            key=lambda c: (not math.isfinite(c.max_gap), bool(c.diagnosis), c.max_gap),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Valid JSON: what is not finite is a string."""
+        return {
+            "agrees": self.agrees,
+            "verdict": self.verdict(),
+            "differences": list(self.differences),
+            "parties": {
+                name: asdict(info) | {"tokenizer": info.tokenizer and info.tokenizer.digest()}
+                for name, info in self.parties.items()
+            },
+            "comparisons": [
+                {name: _jsonable(value) for name, value in asdict(c).items()} | {"agrees": c.agrees}
+                for c in self.comparisons
+            ],
+        }
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def concatenated(arrays: Sequence[FloatArray]) -> FloatArray:
+    return np.concatenate(list(arrays)).astype(np.float32)

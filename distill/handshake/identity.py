@@ -1,0 +1,63 @@
+"""The handshake's first question: do the engines mean the same by a token id?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from distill.engine import EngineInfo
+from distill.tokenizer import PROBE_TEXTS, TokenizerProbe
+
+
+def fact_differences(
+    policies: Mapping[str, EngineInfo],
+    teachers: Mapping[str, EngineInfo],
+    tokenizer: TokenizerProbe,
+) -> list[str]:
+    """Why these engines cannot score each other's token ids at all; nothing if they can.
+
+    Args:
+        policies: what each policy engine says of itself, by name; the first speaks for all.
+        tokenizer: the run's own, which encodes the prompts.
+    """
+    first, student = next(iter(policies.items()))
+    differences = []
+    for name, info in {**policies, **teachers}.items():
+        if info.tokenizer is not None:
+            differences += _tokenizer_differences(name, info.tokenizer, tokenizer)
+        known = info.eos_token_ids is not None and student.eos_token_ids is not None
+        if known and set(info.eos_token_ids or ()) != set(student.eos_token_ids or ()):
+            differences.append(
+                f"{name} ends at token ids {_ids(info.eos_token_ids)} and {first} at "
+                f"{_ids(student.eos_token_ids)}; make eos_token_id in their "
+                "generation_config.json the same"
+            )
+    for name, info in policies.items():
+        if info.vocab_size != student.vocab_size:
+            differences.append(
+                f"{name} has a vocabulary of {info.vocab_size} and {first} one of "
+                f"{student.vocab_size}; the policy engines must serve one model"
+            )
+    for name, info in teachers.items():
+        if info.vocab_size < student.vocab_size:
+            differences.append(
+                f"{name} has a vocabulary of {info.vocab_size}, smaller than {first}'s "
+                f"{student.vocab_size}: a token that the student may sample could not be scored. "
+                "Resize the teacher's embeddings, or choose another pair"
+            )
+    return differences
+
+
+def _tokenizer_differences(name: str, theirs: TokenizerProbe, ours: TokenizerProbe) -> list[str]:
+    encoded = list(zip(map(repr, PROBE_TEXTS), theirs.texts, ours.texts, strict=True))
+    if theirs.chat is not None and ours.chat is not None:
+        encoded.append(("a chat under its template", theirs.chat, ours.chat))
+    return [
+        f"{name} has another tokenizer: it encodes {what} as {_ids(their_ids)}, the run's "
+        f"tokenizer as {_ids(our_ids)}; start it on a checkpoint with the student's tokenizer"
+        for what, their_ids, our_ids in encoded
+        if their_ids != our_ids
+    ]
+
+
+def _ids(token_ids: Sequence[int] | None) -> str:
+    return str(list(token_ids or ()))

@@ -1,0 +1,73 @@
+"""Names in settings: those that are known, and `package.module:attribute` of a user's own."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection
+from difflib import get_close_matches
+from typing import Any
+
+from distill.errors import ConfigError
+
+# Modules whose environments, rewards, tools and condensers settings and a run's config.json
+# may name by a former path.
+_FORMER = {
+    "actors.judged": "actors.envs.judge_env",
+    "actors.mcp_tools": "actors.envs.mcp_tools",
+    "distill.bonuses": "distill.rewards.token_rewards",
+    "distill.condense": "distill.text.condense",
+    "distill.envs.textarena_game": "distill.envs.games.textarena_game",
+    "distill.envs.tic_tac_toe": "distill.envs.games.tic_tac_toe",
+    "distill.formats": "distill.rewards.formats",
+    "distill.maths": "distill.rewards.math_equal",
+    "distill.oracle": "distill.rewards.key_facts",
+    "distill.rewards": "distill.rewards.registry",
+    "distill.unit_tests": "distill.rewards.unit_tests",
+}
+
+
+def current_name(name: str) -> str:
+    """`package.module:attribute` by the present path of its module; other texts unchanged."""
+    at = ":" if ":" in name else "."
+    module, separator, attribute = name.rpartition(at)
+    return f"{_FORMER.get(module, module)}{separator}{attribute}"
+
+
+def known_names(name: str, known: Collection[str]) -> str:
+    """The end of an error about an unknown `name`: the nearest known one, if any, and all."""
+    near = get_close_matches(name, known, n=1)
+    every = ", ".join(sorted(known))
+    return f"did you mean {near[0]!r}? Known: {every}" if near else f"known: {every}"
+
+
+def resolve(setting: str, name: str, known: Collection[str]) -> Any:
+    """What `package.module:attribute` names, given as the value of `setting`.
+
+    Raises:
+        ConfigError: it is of another form, and none of the `known` names; or it cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"{setting}={name!r} is neither built in nor `package.module:attribute`; "
+            f"{known_names(name, known)}"
+        )
+    try:
+        return pkgutil.resolve_name(current_name(name))
+    except Exception as error:  # the module is the user's: importing it may raise anything
+        raise ConfigError(
+            f"{setting}={name!r} cannot be imported: {type(error).__name__}: {error}. Is the "
+            "module installed, or its directory on PYTHONPATH?"
+        ) from error
+
+
+def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
+    """`resolve`, of what can be called.
+
+    Raises:
+        ConfigError: see `resolve`; it cannot be called.
+    """
+    found = resolve(setting, name, known)
+    if not callable(found):
+        raise ConfigError(f"{setting}={name!r} is a {type(found).__name__}, not a function")
+    return found

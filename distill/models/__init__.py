@@ -1,0 +1,1 @@
+"""The forward pass: loading, attention over shared prefixes, log-probs at T."""

@@ -1,0 +1,257 @@
+"""Causal language models: load one, make a tiny one, and find its vocabulary projection."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.errors import CheckpointError, ConfigError
+from distill.weights.tensors import PackedTensors
+
+# Per-tensor progress bars of loading and saving would fill a log that several actors share.
+transformers.utils.logging.disable_progress_bar()
+
+# transformers swaps functions of torch while it makes a model: one thread at a time.
+_MAKING = threading.Lock()
+
+
+def load_config(path: str) -> Any:
+    """The checkpoint's Hugging Face config, with no weights read.
+
+    Raises:
+        CheckpointError: there is no readable config at `path`.
+    """
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
+        )
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
+        raise CheckpointError(
+            f"cannot read a model config from {path!r}: {_first_line(error)}. Give a Hugging Face "
+            "checkpoint directory, or a hub name this machine can reach"
+        ) from error
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Loads weights and config; never runs code that the checkpoint brings along.
+
+    Raises:
+        CheckpointError: missing, corrupt or incomplete weights.
+    """
+    load_config(path)
+    try:
+        with _MAKING:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
+    except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
+        raise CheckpointError(f"cannot load weights from {path!r}: {_first_line(error)}") from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(
+            f"{path!r} lacks {len(missing)} of the model's tensors, {missing[0]!r} first; "
+            "they would have been random. Is the checkpoint complete?"
+        )
+    return cast(PreTrainedModel, model.to(device))
+
+
+def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The checkpoint's model by its config alone: names and shapes, on the meta device.
+
+    Raises:
+        CheckpointError: there is no config of a causal language model at `path`.
+    """
+    config = load_config(path)
+    try:
+        with _MAKING, torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # a foreign config may fail in any way
+        raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
+
+
+def empty_causal_lm(path: str, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint's model without its values: for a process to which another will send them.
+
+    Its weights and buffers are memory that was never touched, and takes none until it is.
+    """
+    model = meta_causal_lm(path, dtype=dtype)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def new_qwen3(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    context_length: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    seed: int,
+) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3-shaped model (head_dim 64, tied embeddings), fp32.
+
+    Raises:
+        ConfigError: a hidden size that served kernels do not take (not a multiple of 32).
+    """
+    if hidden_size % 32:
+        raise ConfigError(f"hidden_size={hidden_size} must be a multiple of 32")
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        head_dim=64,
+        max_position_embeddings=context_length,
+        tie_word_embeddings=True,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def stop_token_ids(path: str) -> frozenset[int]:
+    """Ids that end a generation: the generation config's, else the model config's.
+
+    Raises:
+        CheckpointError: there is no readable config at `path`.
+    """
+    config = load_config(path).get_text_config()
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # a checkpoint may come without one
+        ids = None
+    ids = config.eos_token_id if ids is None else ids
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, from the headers of its safetensors files.
+
+    Raises:
+        CheckpointError: there are none at `path`, or one cannot be read.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+    return shapes
+
+
+def read_weights(path: str) -> PackedTensors:
+    """A checkpoint's tensors as they are in its safetensors files.
+
+    Raises:
+        CheckpointError: there are none at `path`, or one cannot be read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path):
+        try:
+            tensors |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+    return PackedTensors.pack(tensors)
+
+
+def _weight_files(path: str) -> list[Path]:
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no safetensors file")
+    return files
+
+
+def context_length(config: Any) -> int:
+    """Positions the model was made for, as far as a row is scored alike in any batch.
+
+    Raises:
+        CheckpointError: the config does not say.
+    """
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise CheckpointError(f"{config.model_type} config has no max_position_embeddings")
+    return min(int(length), rope_length(config) or int(length))
+
+
+def rope_length(config: Any) -> int | None:
+    """Positions up to which rotary frequencies do not depend on the longest row of a batch; None:
+    they never do.
+
+    Past it, `longrope` and `dynamic` rotate every row of a batch as its longest one needs it, and a
+    cache holds keys rotated as a shorter one needed it: SGLang's longrope does likewise.
+    """
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    by_layer = [ropes] if "rope_type" in ropes else list(ropes.values())  # else by kind of layer
+    lengths = [
+        rope["original_max_position_embeddings"]
+        if rope["rope_type"] == "longrope"
+        else text.max_position_embeddings
+        for rope in by_layer
+        if isinstance(rope, dict)
+        and (rope.get("rope_type") == "longrope" or "dynamic" in rope.get("rope_type", ""))
+    ]
+    return min(map(int, lengths), default=None)
+
+
+def vocab_size(config: Any) -> int:
+    """Width of the vocabulary projection, which may exceed the tokenizer's length (padding)."""
+    return int(config.get_text_config().vocab_size)
+
+
+def train_time_noise(config: Any) -> dict[str, float]:
+    """What a model config has of dropout and router jitter, by name, where it is above 0."""
+    settings = config.get_text_config().to_dict()
+    return {
+        name: value
+        for name, value in settings.items()
+        if _names_noise(name) and isinstance(value, float) and value > 0
+    }
+
+
+def _names_noise(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def silence(layer: torch.nn.Module) -> None:
+    """Sets a module's own dropout and jitter to 0, as far as its forward pass reads them off it."""
+    for name, value in vars(layer).items():
+        if _names_noise(name) and isinstance(value, float):
+            setattr(layer, name, 0.0)
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

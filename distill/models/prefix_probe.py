@@ -1,0 +1,132 @@
+"""Which attention a model runs with: ours, if a probe shows that it computes the same thing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.models.attention import CausalPass, Rule
+from distill.models.shared_prefix import PlainModel, SharedPrefixModel
+from distill.types import TokenArray
+
+logger = logging.getLogger(__name__)
+
+# (our model, probe rows, their true hidden states) -> the largest `relative_gap` found
+FurtherProbe = Callable[[SharedPrefixModel, Sequence[TokenArray], Sequence[Tensor]], float]
+
+
+class _WindowRecorder(CausalPass):
+    """A causal pass that notes each layer's sliding window."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length, keep=False)
+        self.windows: dict[int, int | None] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        self.windows[layer] = rule.window
+        return super().attend(layer, query, key, value, rule)
+
+
+def choose_model(
+    model: PreTrainedModel, further_probe: FurtherProbe | None = None
+) -> SharedPrefixModel | PlainModel:
+    """`SharedPrefixModel` if it reproduces the model, else `PlainModel` with a warning."""
+    shares = shares_prefixes(model, further_probe)
+    return SharedPrefixModel(model) if shares else PlainModel(model)
+
+
+@torch.no_grad()
+def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None = None) -> bool:
+    """Whether `SharedPrefixModel` reproduces the model; a warning says why it does not.
+
+    The model is as before, with its own attention.
+
+    A probe of two ragged rows, one of them continued after a stored prefix, is compared with the
+    model's own forward pass; `further_probe` may try more. Windows longer than the probe are
+    compared with what the config declares.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError, RuntimeError: there is no room for the few tokens of
+            a probe, which says nothing of the architecture.
+    """
+    native = model.config._attn_implementation or "sdpa"
+    why_not = "its attention cannot be replaced"
+    if model._can_set_attn_implementation():
+        rows = _probe_rows(model.config.get_text_config().vocab_size)
+        try:
+            expected = [PlainModel(model).hidden([row])[0] for row in rows]
+            ours = SharedPrefixModel(model)
+            why_not = _difference(ours, model.config.get_text_config(), rows, expected)
+            if not why_not and further_probe:
+                why_not = _too_large(further_probe(ours, rows, expected), expected[0].dtype)
+            if not why_not:
+                return True
+        except Exception as error:  # a foreign model's code may fail in any way on our pass
+            if _out_of_memory(error):
+                raise
+            why_not = f"{type(error).__name__}: {error}"
+        finally:
+            model.set_attn_implementation(native)
+    logger.warning(
+        "%s runs with its own attention, every context in full each time (slow): %s",
+        type(model).__name__,
+        why_not,
+    )
+    return False
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether a GPU's allocator or the main memory's has no more to give."""
+    # torch's allocator of main memory raises a RuntimeError that names it
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _probe_rows(vocab_size: int) -> list[TokenArray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(vocab_size, size=n).astype(np.int32) for n in (9, 6)]
+
+
+def _difference(
+    ours: SharedPrefixModel, config: Any, rows: list[TokenArray], expected: list[Tensor]
+) -> str:
+    recorder = _WindowRecorder(len(rows[0]))
+    tokens_1T = torch.from_numpy(rows[0].astype(np.int64))[None].to(ours.device)
+    ours.run(tokens_1T, torch.arange(len(rows[0]), device=ours.device)[None], recorder)
+    declared = declared_windows(config)
+    if declared is None or recorder.windows != declared:
+        return f"layers of kinds {getattr(config, 'layer_types', None)} are not all known here"
+    prefixes, suffixes = [row[:-4] for row in rows], [row[-4:] for row in rows]
+    after_NSH = ours.hidden_after(prefixes, [0, 1], suffixes)
+    gaps = [relative_gap(after_NSH[i], expected[i][-4:]) for i in range(len(rows))]
+    return _too_large(max(gaps), expected[0].dtype)
+
+
+def _too_large(gap: float, dtype: torch.dtype) -> str:
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    return "" if gap <= tolerance else f"a probe differs by {gap:.2g} of the hidden states' size"
+
+
+def relative_gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference as a share of the largest value."""
+    difference = (ours.float() - theirs.float()).abs().max()
+    return float(difference / theirs.float().abs().max())
+
+
+def declared_windows(config: Any) -> dict[int, int | None] | None:
+    """Each layer's sliding window by the config; None if it names a kind of layer unknown here."""
+    layers = range(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return dict.fromkeys(layers, window)
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        return None
+    return {layer: window if kinds[layer] == "sliding_attention" else None for layer in layers}

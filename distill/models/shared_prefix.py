@@ -1,0 +1,157 @@
+"""A causal LM whose forward pass runs and stores a prefix once; and one that runs as it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.models.attention import (
+    ATTENTION,
+    NOWHERE,
+    PASS_KEYWORD,
+    CausalPass,
+    JointPass,
+    Pass,
+    SlotMap,
+)
+from distill.types import TokenArray
+
+
+def _one_row(prefixes_UP: Tensor, suffixes_NS: Tensor) -> Tensor:
+    """(1, U P + N S)."""
+    return torch.cat([prefixes_UP.flatten(), suffixes_NS.flatten()])[None]
+
+
+def pad_right(rows: Sequence[TokenArray | Sequence[int]], device: torch.device) -> Tensor:
+    """Token rows -> (N, longest) int64 on `device`, padded with id 0 at the end."""
+    tokens_NT = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
+    for row_T, tokens_T in zip(tokens_NT, rows, strict=True):
+        row_T[: len(tokens_T)] = tokens_T
+    return torch.from_numpy(tokens_NT).to(device)
+
+
+# Most elements of one attention mask; or of a layer's scores, where a cap on them rules out the
+# fused kernels that never hold them.
+MOST_MASK = 1 << 26
+
+
+class SharedPrefixModel:
+    """The base model (no vocabulary head), called with a pass. Switches its attention function.
+
+    Attributes:
+        most_mask: most rows x new tokens x tokens they see, of a batch that shares prefixes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        model.set_attn_implementation(ATTENTION)
+        config = model.config.get_text_config()
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        self.most_mask = MOST_MASK // (config.num_attention_heads if capped else 1)
+        self.base = model.base_model
+        self.device: torch.device = model.device
+
+    def run(self, tokens_NS: Tensor, positions_NS: Tensor, current: Pass) -> Tensor:
+        """Final hidden states, (N, S, H)."""
+        return self.base(
+            input_ids=tokens_NS,
+            position_ids=positions_NS,
+            use_cache=False,
+            **{PASS_KEYWORD: current},
+        ).last_hidden_state
+
+    def prefill(self, tokens_NT: Tensor, *, keep: bool) -> tuple[Tensor, CausalPass]:
+        """Right-padded rows from position 0: hidden states (N, T, H), and the pass that was run."""
+        length = tokens_NT.shape[1]
+        current = CausalPass(length, keep=keep)
+        positions_1T = torch.arange(length, device=self.device)[None]
+        return self.run(tokens_NT, positions_1T, current), current
+
+    def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states of independent rows, (N, longest, H); rubbish beyond a row's end."""
+        return self.hidden_padded(pad_right(rows, self.device))
+
+    def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
+        """`hidden` of rows that are right-padded already."""
+        return self.prefill(tokens_NT, keep=False)[0]
+
+    def hidden_after(
+        self,
+        prefixes: Sequence[TokenArray],
+        prefix_of_row: Sequence[int],
+        suffixes: Sequence[TokenArray],
+    ) -> Tensor:
+        """Hidden states of the suffix tokens, (N, longest suffix, H); each prefix is run once.
+
+        Prefixes and suffixes go through the model as one row, so each layer runs once: what gathers
+        a layer's weights for its time (FSDP) and what recomputes it (checkpointing) need not know.
+        """
+        prefix_tokens_UP, tokens_NS = (
+            pad_right(prefixes, self.device),
+            pad_right(suffixes, self.device),
+        )
+        rows = range(len(suffixes))
+        query_positions_NS, suffix_positions_NS = (
+            pad_positions([len(prefixes[prefix_of_row[row]]) for row in rows], suffixes, filler)
+            for filler in (0, NOWHERE)
+        )
+        slots = SlotMap(prefix_of_row, len(prefixes), self.device)
+        prefix_positions_UP = prefix_positions(
+            [len(p) for p in prefixes], prefix_tokens_UP.shape[1]
+        )
+        key_positions_NK = torch.cat(
+            [prefix_positions_UP[list(prefix_of_row)], suffix_positions_NS], dim=1
+        ).to(self.device)
+        query_positions_NS = query_positions_NS.to(self.device)
+        positions_UP = torch.arange(prefix_tokens_UP.shape[1], device=self.device).expand_as(
+            prefix_tokens_UP
+        )
+        current = JointPass(positions_UP, slots, query_positions_NS, key_positions_NK)
+        hidden_1LH = self.run(
+            _one_row(prefix_tokens_UP, tokens_NS),
+            _one_row(positions_UP, query_positions_NS),
+            current,
+        )
+        return hidden_1LH[0, prefix_tokens_UP.numel() :].unflatten(0, tokens_NS.shape)
+
+
+def last_of_each(hidden_NTH: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(N, H): the hidden state of each right-padded row's last token."""
+    last_N = torch.tensor(lengths, device=hidden_NTH.device) - 1
+    return hidden_NTH[torch.arange(len(lengths), device=hidden_NTH.device), last_N]
+
+
+def prefix_positions(lengths: Sequence[int], longest: int) -> Tensor:
+    """(U, longest) int64: 0, 1, ... up to each prefix's length, then NOWHERE."""
+    positions_P = torch.arange(longest)
+    beyond_UP = positions_P[None] >= torch.tensor(lengths)[:, None]
+    return positions_P[None].expand(len(lengths), -1).masked_fill(beyond_UP, NOWHERE)
+
+
+def pad_positions(firsts: Sequence[int], rows: Sequence[TokenArray], filler: int) -> Tensor:
+    """(N, longest) int64: first, first + 1, ... for each row's tokens, then `filler`."""
+    positions_NS = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
+    for row_S, first, tokens in zip(positions_NS, firsts, rows, strict=True):
+        row_S[: len(tokens)] = np.arange(first, first + len(tokens))
+    return torch.from_numpy(positions_NS)
+
+
+class PlainModel:
+    """The base model with its own attention, for models that cannot take ours. Never caches."""
+
+    most_mask = 0
+
+    def __init__(self, model: Any) -> None:
+        self.base = model.base_model
+        self.device: torch.device = model.device
+
+    def hidden(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states, (N, longest, H). Right padding is invisible to a causal model."""
+        return self.hidden_padded(pad_right(rows, self.device))
+
+    def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
+        """`hidden` of rows that are right-padded already."""
+        return self.base(input_ids=tokens_NT, use_cache=False).last_hidden_state

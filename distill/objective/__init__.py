@@ -1,0 +1,1 @@
+"""The algorithm: settings, advantages, rows, divergences, losses, metrics."""

@@ -1,0 +1,159 @@
+"""Advantages: numbers on tokens that say how much more, or less, of each we want. No gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distill.errors import DataError
+from distill.objective.settings import Baseline, PolicyObjective
+from distill.types import FloatArray, Segment, TrajectoryGroup
+
+# Added to a group's standard deviation before dividing by it.
+STD_FLOOR = 1e-6
+
+
+def group_centred(rewards_G: FloatArray) -> FloatArray:
+    """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division."""
+    rewards_G = np.asarray(rewards_G, dtype=np.float32)
+    return rewards_G - rewards_G.mean()
+
+
+def leave_one_out(rewards_G: FloatArray) -> FloatArray:
+    """A_i = r_i - mean of the other members (RLOO: Kool et al. 2019, Ahmadian et al. 2024).
+
+    Raises:
+        DataError: a group of one has no other members.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float32)
+    if len(rewards_G) < 2:
+        raise DataError("leave_one_out needs a group of at least 2")
+    return group_centred(rewards_G) * np.float32(len(rewards_G) / (len(rewards_G) - 1))
+
+
+def reward_advantages(
+    rewards_G: FloatArray, *, baseline: Baseline, scale_by_std: bool
+) -> FloatArray:
+    """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
+    advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
+    if scale_by_std:
+        advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
+    return advantages_G
+
+
+def has_constant_reward(group: TrajectoryGroup) -> bool:
+    """Whether every member has the same reward, so that none is better than another."""
+    return len({trajectory.reward for trajectory in group.trajectories_G}) == 1
+
+
+def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
+    """S_t = v_t + g v_{t+1} + g^2 v_{t+2} + ...; with g = 0, v itself."""
+    if discount == 0:
+        return values_N
+    sums_N = np.empty_like(values_N)
+    running = 0.0
+    for t in range(len(values_N) - 1, -1, -1):
+        running = float(values_N[t]) + discount * running
+        sums_N[t] = running
+    return sums_N
+
+
+def opd_advantages(
+    segments: Sequence[Segment], kl_coef: float, kl_discount_factor: float
+) -> list[FloatArray]:
+    """A_t = -kl_coef * sum_{s >= t} g^{s-t} (log p_T(y_s) - log q_T(y_s)) on actions, 0 elsewhere.
+
+    The sum goes to the end of the trajectory, whose segments these are; an array for each. log p_T
+    is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
+    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0. The loss puts the learner's own log p_T in place of
+    the behaviour's: `distill.objective.losses.own_advantages`.
+
+    Raises:
+        DataError: a segment has not been scored by a teacher.
+    """
+    gaps = []
+    for segment in segments:
+        if segment.teacher_logprobs_T is None:
+            raise DataError(
+                "teacher_logprobs_T is missing: the segment was not scored by a teacher"
+            )
+        mask_T = segment.action_mask_T
+        gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
+    sums_N = discounted_future_sum(np.concatenate(gaps), kl_discount_factor)
+    ends = np.cumsum([len(gap_N) for gap_N in gaps])[:-1]
+    return [
+        on_actions(segment, -kl_coef * part_N)
+        for segment, part_N in zip(segments, np.split(sums_N, ends), strict=True)
+    ]
+
+
+def outside_top(segment: Segment, values_T: FloatArray) -> FloatArray:
+    """The values of those actions that are not among the teacher's likeliest; 0 elsewhere.
+
+    Raises:
+        DataError: the teacher was not asked for its likeliest tokens.
+    """
+    if segment.teacher_top is None:
+        raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
+    actions_N = segment.tokens_T[segment.action_mask_T]
+    in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
+    return on_actions(segment, np.where(in_top_N, 0, values_T[segment.action_mask_T]))
+
+
+def reference_gaps(segment: Segment) -> FloatArray:
+    """kl_t = log p_T(y_t) - log ref_T(y_t) of the action tokens, shape (actions,).
+
+    Raises:
+        DataError: the segment has not been scored by a reference model.
+    """
+    if segment.reference_logprobs_T is None:
+        raise DataError("reference_logprobs_T is missing: no reference model scored the segment")
+    mask_T = segment.action_mask_T
+    return segment.behaviour_logprobs_T[mask_T] - segment.reference_logprobs_T[mask_T]
+
+
+def policy_advantages(
+    groups_P: Sequence[TrajectoryGroup], objective: PolicyObjective
+) -> list[tuple[TrajectoryGroup, Segment, FloatArray]]:
+    """Every segment with its advantages from rewards, bonuses and the reference; 0 off actions.
+
+        A_t = reward_coef * A_i + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
+
+    A_i is the trajectory's reward advantage within its group, b_t the token's own reward, kl_t its
+    log p_T - log ref_T and mean_kl the mean of those over all action tokens of `groups_P`: centred,
+    the penalty shifts probability between tokens and does not reward or punish length.
+
+    Raises:
+        DataError: a term needs a score that a segment does not have.
+    """
+    mean_kl = 0.0
+    if objective.reference_kl_coef:
+        gaps = [reference_gaps(segment) for group in groups_P for segment in group.segments()]
+        mean_kl = float(np.concatenate(gaps).mean(dtype=np.float64))
+    rows = []
+    for group in groups_P:
+        rewards_G = np.array([member.reward for member in group.trajectories_G], np.float32)
+        advantages_G = np.zeros_like(rewards_G)
+        if objective.reward_coef:
+            advantages_G = objective.reward_coef * reward_advantages(
+                rewards_G, baseline=objective.baseline, scale_by_std=objective.scale_by_std
+            )
+        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
+            for segment in trajectory.segments:
+                on_actions_N = np.full(segment.num_actions, advantage, np.float32)
+                if objective.bonus_coef and segment.bonuses_T is not None:
+                    bonuses_N = segment.bonuses_T[segment.action_mask_T]
+                    on_actions_N += np.float32(objective.bonus_coef) * bonuses_N
+                if objective.reference_kl_coef:
+                    penalty_N = mean_kl - reference_gaps(segment)
+                    on_actions_N += np.float32(objective.reference_kl_coef) * penalty_N
+                rows.append((group, segment, on_actions(segment, on_actions_N)))
+    return rows
+
+
+def on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:
+    """The values at the action tokens, zeros elsewhere; shape (T,)."""
+    values_T = np.zeros(len(segment), dtype=np.float32)
+    values_T[segment.action_mask_T] = values_N
+    return values_T

@@ -1,0 +1,413 @@
+"""From segments to tensors: training rows, and batches of rows under a token budget."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.errors import DataError
+from distill.privileged import check_context
+from distill.sampling import check_temperature
+from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherRows:
+    """What a row's loss takes from the other rows of its sequence: the trajectory's other segments.
+
+    They may be in another micro-batch, or on another worker.
+
+    Attributes:
+        tokens: how many tokens are trained in them.
+        log_ratio: the sum of log pi - log old over those; gspo's ratio is the sequence's.
+        future_kl: of those that follow, sum_s g^s c_s (log pi - log mu)(y_s), s counted from the
+            first of them; see `distill.objective.losses.own_advantages`.
+    """
+
+    tokens: int = 0
+    log_ratio: float = 0.0
+    future_kl: float = 0.0
+
+
+NO_OTHER_ROWS = OtherRows()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingRow:
+    """One token chain ready for a loss. All `_T` arrays have the same length.
+
+    Attributes:
+        tokens_T: token ids.
+        loss_mask_T: True where the token is trained; never at position 0.
+        weights_T: the loss's per-token weight: an advantage, or 1 for supervised rows.
+        behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
+        temperature: the T of the learner's log-probs.
+        source: where the row came from, for error messages and the dump of bad rows.
+        proximal_logprobs_T: of the learner itself at the start of the step; None: not computed.
+        reference_logprobs_T: of a reference model; None without one.
+        teacher: which of several teachers it belongs to.
+        teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
+        teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
+            None: what the row has there.
+        teacher_top: that teacher's likeliest tokens, a row a trained token.
+        sampled_kl_coef_T: weight of log p - log q of the sampled token in `weights_T`, where that
+            log p is the sampler's; None: the advantage has no such term.
+        ends_sequence: False where the row that follows goes on with the same sequence.
+        other_rows: what is needed of the rest of that sequence.
+
+    Raises:
+        DataError: unequal lengths, nothing to train on, or a non-finite number on a trained token.
+    """
+
+    tokens_T: TokenArray
+    loss_mask_T: BoolArray
+    weights_T: FloatArray
+    behaviour_logprobs_T: FloatArray
+    temperature: float
+    source: str
+    proximal_logprobs_T: FloatArray | None = None
+    reference_logprobs_T: FloatArray | None = None
+    teacher: str = ""
+    teacher_coef: float = 0.0
+    teacher_context_T: TokenArray | None = None
+    teacher_replaces: int = 0
+    teacher_top: TopLogprobs | None = None
+    sampled_kl_coef_T: FloatArray | None = None
+    ends_sequence: bool = True
+    other_rows: OtherRows = NO_OTHER_ROWS
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature, f"temperature of {self.source}")
+        floats = ["weights_T", "behaviour_logprobs_T"]
+        for name in ("proximal_logprobs_T", "reference_logprobs_T", "sampled_kl_coef_T"):
+            if getattr(self, name) is not None:
+                floats.append(name)
+        for name in ("loss_mask_T", *floats):
+            if len(getattr(self, name)) != len(self.tokens_T):
+                raise DataError(
+                    f"{self.source}: {name} has {len(getattr(self, name))} entries for "
+                    f"{len(self.tokens_T)} tokens"
+                )
+        if len(self.tokens_T) < 2 or self.loss_mask_T[0] or not self.loss_mask_T.any():
+            raise DataError(
+                f"{self.source}: a row needs a context token and a token to train after it"
+            )
+        check_context(
+            self.teacher_context_T,
+            self.teacher_replaces,
+            self.first_trained,
+            f"{self.source}: teacher_replaces",
+        )
+        for name in floats:
+            if not np.isfinite(getattr(self, name)[self.loss_mask_T]).all():
+                raise DataError(f"{self.source}: {name} is not finite on a trained token")
+        if self.teacher_top is not None and len(self.teacher_top) != self.num_trained:
+            raise DataError(
+                f"{self.source}: teacher_top has {len(self.teacher_top)} rows for "
+                f"{self.num_trained} trained tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def first_trained(self) -> int:
+        """Index of the first trained token, at least 1."""
+        return int(np.argmax(self.loss_mask_T))
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.loss_mask_T.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Right-padded rows and the flat view of their trained positions.
+
+    `position_N` indexes the flattened (B*T) hidden states one *before* each trained token: the
+    position whose logits predict it. Padding is known by length, never by token id. `row_N` says
+    which row a trained token is in. What some row lacks is None for all of them.
+    """
+
+    tokens_BT: Tensor
+    position_N: Tensor
+    tokens_N: Tensor
+    weights_N: Tensor
+    behaviour_logprobs_N: Tensor
+    temperature_N: Tensor
+    row_N: Tensor
+    proximal_logprobs_N: Tensor | None
+    reference_logprobs_N: Tensor | None
+    teacher_coef_N: Tensor
+    teacher_top_ids_NK: Tensor | None
+    teacher_top_logprobs_NK: Tensor | None
+    sampled_kl_coef_N: Tensor | None
+    rows: tuple[TrainingRow, ...]
+
+    def sum_by_row(self, values_N: Tensor) -> Tensor:
+        """The sum of each row's values, shape (rows,)."""
+        return values_N.new_zeros(len(self.rows)).index_add(0, self.row_N, values_N)
+
+    def mean_by_row(self, values_N: Tensor) -> Tensor:
+        """The mean of each row's values, shape (rows,)."""
+        return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
+
+    def sequence_tokens(self) -> Tensor:
+        """How many tokens are trained of each row's whole sequence, shape (rows,)."""
+        return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
+
+    def of_rows(self, values: Sequence[float]) -> Tensor:
+        """A number a row, shape (rows,), beside `weights_N`."""
+        return self.weights_N.new_tensor(values)
+
+    def future_sum(self, values_N: Tensor, discount: float, after_B: Tensor) -> Tensor:
+        """S_t = v_t + g S_{t+1} within each row, whose last token is followed by `after_B`."""
+        sums_N = values_N.clone()
+        last_B = self.sum_by_row(torch.ones_like(values_N)).long().cumsum(0) - 1
+        sums_N[last_B] += discount * after_B.to(sums_N.dtype)
+        reach = 1  # of each sum, in tokens; doubled
+        while reach < len(sums_N) and (factor := discount**reach):
+            same_row = self.row_N[reach:] == self.row_N[:-reach]
+            further_N = torch.where(same_row, factor * sums_N[reach:], 0)
+            sums_N = torch.cat([sums_N[:-reach] + further_N, sums_N[-reach:]])
+            reach *= 2
+        return sums_N
+
+
+# Running a context once for several rows pays if it saves at least this many tokens.
+WORTH_SHARING = 64
+# A shared context's keys and values are copied for each row: so many of them weigh no more than the
+# activations of one token (of Llama, Qwen and the like, 10 to 60).
+_COPIED_KEYS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """What rows take that run together: each in full, or each prefix once and what continues it.
+
+    A row's prefix is its context without the last token, which predicts the first trained one.
+    `most_mask` is the model's (distill.models.shared_prefix): 0 if it cannot share prefixes.
+    """
+
+    rows: int
+    width: int
+    prefixes: frozenset[bytes]
+    shortest_prefix: int
+    prefix_width: int
+    suffix_width: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TrainingRow]) -> BatchShape:
+        ends = [row.first_trained - 1 for row in rows]
+        prefixes = (row.tokens_T[:end].tobytes() for row, end in zip(rows, ends, strict=True))
+        return cls(
+            rows=len(rows),
+            width=max(map(len, rows)),
+            prefixes=frozenset(prefixes),
+            shortest_prefix=min(ends),
+            prefix_width=max(ends),
+            suffix_width=max(len(row) - 1 - end for row, end in zip(rows, ends, strict=True)),
+        )
+
+    def __add__(self, other: BatchShape) -> BatchShape:
+        return BatchShape(
+            rows=self.rows + other.rows,
+            width=max(self.width, other.width),
+            prefixes=self.prefixes | other.prefixes,
+            shortest_prefix=min(self.shortest_prefix, other.shortest_prefix),
+            prefix_width=max(self.prefix_width, other.prefix_width),
+            suffix_width=max(self.suffix_width, other.suffix_width),
+        )
+
+    def shares(self, most_mask: int) -> bool:
+        """Whether prefixes are run once: it saves tokens, padding counted, and the mask fits."""
+        return (
+            self.shortest_prefix > 0
+            and self._keys * self.suffix_width <= most_mask
+            and self._shared + WORTH_SHARING <= self._padded
+        )
+
+    def layer_tokens(self, most_mask: int) -> int:
+        """Tokens that go through the layers, padding among them."""
+        return self._shared if self.shares(most_mask) else self._padded
+
+    def held_tokens(self, most_mask: int) -> int:
+        """Tokens whose activations take the memory that this takes."""
+        copied = self._keys // _COPIED_KEYS if self.shares(most_mask) else 0
+        return self.layer_tokens(most_mask) + copied
+
+    @property
+    def _padded(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def _shared(self) -> int:
+        return len(self.prefixes) * self.prefix_width + self.rows * self.suffix_width
+
+    @property
+    def _keys(self) -> int:
+        return self.rows * (self.prefix_width + self.suffix_width)
+
+
+class _Unit(NamedTuple):
+    """Rows that stay together."""
+
+    rows: Sequence[TrainingRow]
+    shape: BatchShape
+
+
+def split_by_token_budget(
+    rows_D: Sequence[TrainingRow], token_budget: int, rows_per_unit: int = 1, most_mask: int = 0
+) -> Iterator[list[TrainingRow]]:
+    """Micro-batches that take the memory of at most `token_budget` tokens.
+
+    Each `rows_per_unit` rows that follow one another (a preference pair, say) stay together, in
+    order; units of different teachers never share a batch. A unit larger than the budget is a batch
+    by itself. Every row appears exactly once.
+
+    Neighbours have like lengths, so that little is padded, or one context, so that a model that can
+    (`most_mask`, as `BatchShape` takes it) runs it once: whichever sends fewer tokens through the
+    layers.
+    """
+    assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
+    by_teacher: dict[str, list[_Unit]] = defaultdict(list)
+    for first in range(0, len(rows_D), rows_per_unit):
+        rows = rows_D[first : first + rows_per_unit]
+        by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows)))
+    for _, units in sorted(by_teacher.items()):
+        plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
+        best = min(plans, key=lambda plan: sum(_layer_tokens(batch, most_mask) for batch in plan))
+        yield from best
+
+
+def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[list[TrainingRow]]:
+    """Batches of units in this order, each as full as the budget lets it be."""
+    batches: list[list[TrainingRow]] = []
+    shape = None
+    for unit in units:
+        grown = unit.shape if shape is None else shape + unit.shape
+        if shape is None or grown.held_tokens(most_mask) > token_budget:
+            batches.append([])
+            grown = unit.shape
+        batches[-1] += unit.rows
+        shape = grown
+    return batches
+
+
+def _orders(units: Sequence[_Unit], most_mask: int) -> list[list[_Unit]]:
+    """Units by context; by length; and those by context for which that pays, the others by length.
+
+    Groups of one context, and the units of each, go from short to long.
+    """
+    by_context: dict[bytes, list[_Unit]] = defaultdict(list)
+    for unit in units:
+        row = unit.rows[0]
+        by_context[row.tokens_T[: row.first_trained].tobytes()].append(unit)
+    groups = [_by_length(group) for group in by_context.values()]
+    groups.sort(key=lambda group: group[-1].shape.width)
+    paying = [group for group in groups if _pays(group, most_mask)]
+    others = [group for group in groups if not _pays(group, most_mask)]
+    return [
+        list(chain.from_iterable(groups)),
+        _by_length(units),
+        [*chain.from_iterable(paying), *_by_length(chain.from_iterable(others))],
+    ]
+
+
+def _by_length(units: Iterable[_Unit]) -> list[_Unit]:
+    return sorted(units, key=lambda unit: unit.shape.width)
+
+
+def _pays(group: Sequence[_Unit], most_mask: int) -> bool:
+    """Whether it takes fewer tokens as a batch of its own than its rows do without any padding."""
+    rows = [row for unit in group for row in unit.rows]
+    return BatchShape.of(rows).layer_tokens(most_mask) < sum(map(len, rows))
+
+
+def _layer_tokens(rows: Sequence[TrainingRow], most_mask: int) -> int:
+    return BatchShape.of(rows).layer_tokens(most_mask)
+
+
+def padded_size(rows: Sequence[TrainingRow]) -> int:
+    """Tokens of a micro-batch, its padding among them."""
+    return len(rows) * max(map(len, rows))
+
+
+def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0) -> int:
+    """How many tokens one after another the workers take that run these in step: of each round of
+    `deal` those of its largest batch."""
+    sizes = (_layer_tokens(batch, most_mask) for batch in batches)
+    return sum(sorted(sizes, reverse=True)[::workers])
+
+
+def deal(
+    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0
+) -> list[list[tuple[list[TrainingRow], bool]]]:
+    """Micro-batches to workers that run in step, equally many to each; and whether each counts.
+
+    Those that run at the same time are neighbours in the tokens they take, so that no worker waits
+    long for another. Where the last round is short of batches, its smallest is repeated, uncounted.
+    """
+    if workers == 1:
+        return [[(batch, True) for batch in batches]]
+    by_size = sorted(batches, key=lambda batch: _layer_tokens(batch, most_mask), reverse=True)
+    missing = -len(by_size) % workers
+    dealt = [(batch, True) for batch in by_size] + [(by_size[-1], False)] * missing
+    return [dealt[rank::workers] for rank in range(workers)]
+
+
+def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
+    """Right-pads rows to a common width (with id 0: after its end a causal row sees nothing)."""
+    width = max(len(row) for row in rows)
+    tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
+    positions = []
+    for b, row in enumerate(rows):
+        tokens_BT[b, : len(row)] = row.tokens_T
+        positions.append(b * width + np.flatnonzero(row.loss_mask_T) - 1)
+    trained = [(row, row.loss_mask_T) for row in rows]
+
+    def gather(values: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(values)).to(device=device, dtype=dtype)
+
+    def gather_optional(name: str) -> Tensor | None:
+        given = [(getattr(row, name), mask) for row, mask in trained]
+        if any(values_T is None for values_T, _ in given):
+            return None
+        return gather([values_T[mask] for values_T, mask in given], torch.float32)
+
+    tops = [row.teacher_top for row in rows if row.teacher_top is not None]
+    have_tops = len(tops) == len(rows) and len({top.k for top in tops}) == 1
+
+    return Batch(
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        position_N=gather(positions, torch.long),
+        tokens_N=gather([row.tokens_T[mask] for row, mask in trained], torch.long),
+        weights_N=gather([row.weights_T[mask] for row, mask in trained], torch.float32),
+        behaviour_logprobs_N=gather(
+            [row.behaviour_logprobs_T[mask] for row, mask in trained], torch.float32
+        ),
+        temperature_N=gather(
+            [np.full(row.num_trained, row.temperature) for row in rows], torch.float32
+        ),
+        row_N=gather([np.full(row.num_trained, b) for b, row in enumerate(rows)], torch.long),
+        proximal_logprobs_N=gather_optional("proximal_logprobs_T"),
+        reference_logprobs_N=gather_optional("reference_logprobs_T"),
+        teacher_coef_N=gather(
+            [np.full(row.num_trained, row.teacher_coef) for row in rows], torch.float32
+        ),
+        teacher_top_ids_NK=(
+            gather([top.ids_NK for top in tops], torch.long) if have_tops else None
+        ),
+        teacher_top_logprobs_NK=(
+            gather([top.logprobs_NK for top in tops], torch.float32) if have_tops else None
+        ),
+        sampled_kl_coef_N=gather_optional("sampled_kl_coef_T"),
+        rows=tuple(rows),
+    )

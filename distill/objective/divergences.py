@@ -1,0 +1,86 @@
+"""Divergences between the student p_T and the teacher q_T, both at one temperature.
+
+All of them take log-probs of shape (N, V), a distribution a row, and return fp32 nats of shape
+(N,). They are exact sums over the columns, which may be the vocabulary or a coarser partition of it
+(`coarse`): the teacher's likeliest tokens and one bucket for the rest. No mass is lost, so each
+divergence of a partition is one too: never negative, zero where the partitions agree, and at most
+that of the whole vocabulary (the data-processing inequality).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from distill.objective.settings import DivergenceName
+
+# Least mass of a teacher's tail. What is left of 1 after its top K carries their rounding errors,
+# about 1e-6 in fp32; an empty tail would make the student's mass there infinitely bad.
+TAIL_FLOOR = 1e-6
+
+
+def reverse_kl(student_logits_NV: Tensor, teacher_logits_NV: Tensor, temperature: float) -> Tensor:
+    """KL(p_T || q_T) per position, exact over the vocabulary, from logits.
+
+    sum_v p_T(v) (log p_T(v) - log q_T(v)), where p_T = softmax(z_student / T) and
+    q_T = softmax(z_teacher / T).
+    """
+    assert student_logits_NV.shape == teacher_logits_NV.shape, "vocabularies differ"
+    log_p_NV = torch.log_softmax(student_logits_NV.float() / temperature, dim=-1)
+    log_q_NV = torch.log_softmax(teacher_logits_NV.float() / temperature, dim=-1)
+    return kl(log_p_NV, log_q_NV)
+
+
+def kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p(v) (log p(v) - log q(v))."""
+    assert log_p_NV.shape == log_q_NV.shape, "the distributions are over different things"
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dim=-1)
+
+
+def generalised_jsd(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
+    """beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (Agarwal et al. 2024).
+
+    beta in (0, 1) is the teacher's share. The gradient with respect to p tends to that of
+    beta * KL(q || p) as beta goes to 0, and of (1 - beta) * KL(p || q) as it goes to 1.
+    """
+    log_m_NV = torch.logaddexp(log_q_NV + math.log(beta), log_p_NV + math.log1p(-beta))
+    return beta * kl(log_q_NV, log_m_NV) + (1 - beta) * kl(log_p_NV, log_m_NV)
+
+
+def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: DivergenceName, jsd_beta: float) -> Tensor:
+    """The divergence of that name of the student's `log_p_NV` and the teacher's `log_q_NV`."""
+    match name:
+        case "reverse_kl":
+            return kl(log_p_NV, log_q_NV)
+        case "forward_kl":
+            return kl(log_q_NV, log_p_NV)
+        case "jsd":
+            return generalised_jsd(log_p_NV, log_q_NV, jsd_beta)
+
+
+def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
+    """log p of K tokens and, in a last column, of all the others together: shape (N, K + 1)."""
+    assert ids_NK.shape[1] < log_p_NV.shape[1], "the top is the whole vocabulary: there is no rest"
+    top_NK = log_p_NV.gather(1, ids_NK)
+    rest_N1 = log_p_NV.scatter(1, ids_NK, -math.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat([top_NK, rest_N1], dim=1)
+
+
+def with_tail(log_q_NK: Tensor) -> Tensor:
+    """log q of K tokens and, in a last column, of what is left of 1, at least `TAIL_FLOOR`."""
+    rest_N1 = (1 - log_q_NK.double().exp().sum(dim=1, keepdim=True)).clamp_min(TAIL_FLOOR)
+    return torch.cat([log_q_NK, rest_N1.log().to(log_q_NK.dtype)], dim=1)
+
+
+def top_of_reverse_kl(log_p_NV: Tensor, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+    """The part of KL(p || q) that falls on K tokens: sum_k p_k (log p_k - log q_k).
+
+    By itself no divergence: it is least where p puts its mass elsewhere, which is how truncated
+    reverse KL collapses. It is meant to be completed by the sampled term of the tokens outside; so
+    the log ratio is held fixed in the gradient, as it is there (their two extra terms, the
+    gradients of the two masses, cancel).
+    """
+    log_p_NK = log_p_NV.gather(1, ids_NK)
+    return (log_p_NK.exp() * (log_p_NK - log_q_NK).detach()).sum(dim=1)

@@ -1,0 +1,287 @@
+"""What a run optimises: the settings of advantages, policy losses and divergences, in one place.
+
+`PolicyObjective` is what RL has; `ObjectiveConfig` adds the teacher. Both refuse what has no
+gradient, or one that does not depend on the teacher, and say why. See docs/objectives.md for when
+to choose what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal, get_args
+
+import chz
+
+from distill.errors import ConfigError
+from distill.lookup import known_names
+
+LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
+Baseline = Literal["mean", "leave_one_out"]
+Correction = Literal["none", "truncate", "mask"]
+Normalisation = Literal["token", "sequence"]
+EstimatorName = Literal["sampled", "full", "top_k"]
+DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
+Tail = Literal["bucket", "sampled"]
+
+# (clip_low, clip_high): how far below and above 1 a ratio may go. PPO: Schulman et al. 2017;
+# CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) has the
+# ratio of a whole sequence, per token, which moves far less.
+CLIP = {"ppo": (0.2, 0.2), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
+# Where the objective of a negative advantage stops growing, as a ratio (Ye et al. 2020).
+DUAL_CLIP = 3.0
+# Half the price of a squared log ratio (Richemond et al. 2024 call it beta).
+DRO_BETA = 0.05
+# Largest learner/server weight.
+CORRECTION_CAP = 2.0
+
+# What other systems offer, and why it is no estimator of this gradient.
+_REFUSED_ESTIMATORS = {
+    "k1": "differentiated as a loss, log p - log q has the gradient E[grad log p] = 0 and never "
+    "sees the teacher",
+    "k3": "differentiated as a loss, q/p - 1 + log p/q has the gradient of the forward KL, not of "
+    "the reverse; say divergence=forward_kl if that is what you want",
+    "k2": "differentiated as a loss it is the sampled estimator, on policy only",
+}
+
+
+@chz.chz
+class PolicyObjective:
+    """Rewards, baselines, the loss over ratios, and what keeps the policy where it was."""
+
+    loss: str = chz.field(
+        default="importance_sampling",
+        doc="loss over the ratio of learner to sampler: importance_sampling, ppo, cispo, dro, gspo",
+    )
+    clip_low: float | None = chz.field(
+        default=None, doc="how far below 1 a ratio may go; default: ppo 0.2, cispo 1, gspo 3e-4"
+    )
+    clip_high: float | None = chz.field(
+        default=None, doc="how far above 1 a ratio may go; default: ppo 0.2, cispo 4, gspo 4e-4"
+    )
+    dual_clip: float | None = chz.field(
+        default=None, doc="ppo: largest ratio that counts where the advantage is negative; 3"
+    )
+    dro_beta: float | None = chz.field(
+        default=None, doc="dro: price of the squared log ratio, halved; 0.05"
+    )
+    correction: Correction = chz.field(
+        default="none",
+        doc="mismatch of server and learner. none: ratios are against the server's log-probs; "
+        "truncate, mask: ratios are against the learner's own at the start of the step, and "
+        "learner/server becomes a weight that is cut at correction_cap, or dropped beyond it",
+    )
+    correction_cap: float | None = chz.field(
+        default=None,
+        doc="largest learner/server weight; mask also drops those below its inverse; 2",
+    )
+    normalisation: Normalisation = chz.field(
+        default="token",
+        doc="token: every trained token of the step counts alike; sequence: every sequence does",
+    )
+    num_substeps: int = chz.field(
+        default=1, doc="optimizer updates a step: its groups are split into so many parts"
+    )
+    entropy_coef: float = chz.field(default=0.0, doc="weight of the entropy of p_T, as a bonus")
+    bonus_coef: float = chz.field(
+        default=0.0,
+        doc="weight of single tokens' rewards (`bonuses` of a prompt, env.format_reward)",
+    )
+    reward_coef: float = chz.field(default=0.0, doc="weight of the task reward's advantage")
+    baseline: Baseline = chz.field(
+        default="mean",
+        doc="what a reward is compared with: the group's mean, or the mean of the other members",
+    )
+    scale_by_std: bool = chz.field(
+        default=False, doc="divide reward advantages by the group's standard deviation"
+    )
+    remove_constant_reward_groups: bool = chz.field(
+        default=False, doc="rl: leave out groups whose members all have the same reward"
+    )
+    reference_kl_coef: float = chz.field(
+        default=0.0, doc="weight of the centred KL penalty towards the reference model"
+    )
+
+    @chz.validate
+    def _policy_in_range(self) -> None:
+        check_name("loss", self.loss, get_args(LossName))
+        check_name("correction", self.correction, get_args(Correction))
+        check_name("normalisation", self.normalisation, get_args(Normalisation))
+        check_name("baseline", self.baseline, get_args(Baseline))
+        _check_non_negative(
+            self, "reward_coef", "bonus_coef", "entropy_coef", "reference_kl_coef", "dro_beta",
+            "clip_low", "clip_high",
+        )  # fmt: skip
+        if self.num_substeps < 1:
+            raise ConfigError(f"num_substeps={self.num_substeps} must be at least 1")
+        cap = self.correction_cap
+        if cap is not None and not 1 <= cap < float("inf"):
+            raise ConfigError(f"correction_cap={cap} must be 1 or above, and finite")
+        if cap is not None and self.correction == "none":
+            raise ConfigError(
+                f"correction_cap={cap} changes nothing with correction=none; leave it out, or give "
+                "correction=truncate or mask"
+            )
+        for names, losses in (
+            (("clip_low", "clip_high"), tuple(CLIP)),
+            (("dual_clip",), ("ppo",)),
+            (("dro_beta",), ("dro",)),
+        ):
+            for name in names:
+                if getattr(self, name) is not None and self.loss not in losses:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} changes nothing with loss={self.loss}: it "
+                        f"belongs to {', '.join(losses)}; leave it out"
+                    )
+        if self.dual_clip is not None and not 1 < self.dual_clip < float("inf"):
+            raise ConfigError(f"dual_clip={self.dual_clip} must be above 1, and finite")
+        if self.dro_beta == 0:
+            raise ConfigError(
+                "dro_beta=0 takes away what keeps dro near the policy that sampled; "
+                "loss=importance_sampling is that gradient, with the ratio that makes it right"
+            )
+        if self.reward_coef == 0:
+            for name, off in (
+                ("baseline", "mean"),
+                ("scale_by_std", False),
+                ("remove_constant_reward_groups", False),
+            ):
+                if getattr(self, name) != off:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)} is for task rewards, and reward_coef=0 "
+                        "trains on none; leave it out, or give a reward_coef"
+                    )
+
+
+@chz.chz
+class ObjectiveConfig(PolicyObjective):
+    """`PolicyObjective` and the teacher's part."""
+
+    kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="estimator=sampled: discount of future terms; 0: the immediate one only"
+    )
+    estimator: str = chz.field(
+        default="sampled",
+        doc="what is known of the teacher's distribution. sampled: the token that was sampled; "
+        "full: all of it, by a copy of the teacher in the learner; top_k: the teacher's likeliest "
+        "tokens and the mass of the rest",
+    )
+    divergence: DivergenceName = chz.field(
+        default="reverse_kl",
+        doc="reverse_kl: KL(p_T || q_T); forward_kl: KL(q_T || p_T); jsd: between the two",
+    )
+    jsd_beta: float | None = chz.field(
+        default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); 0.5"
+    )
+    teacher_top_k: int | None = chz.field(
+        default=None, doc="top_k: how many of the teacher's tokens; 32"
+    )
+    tail: Tail = chz.field(
+        default="bucket",
+        doc="top_k: the rest as one bucket, or by the sampled token where it lies outside the top",
+    )
+
+    @chz.validate
+    def _teacher_in_range(self) -> None:
+        _check_non_negative(self, "kl_coef")
+        if self.estimator in _REFUSED_ESTIMATORS:
+            raise ConfigError(
+                f"estimator={self.estimator} is refused: {_REFUSED_ESTIMATORS[self.estimator]}. "
+                "estimator=sampled is the policy gradient of the reverse KL"
+            )
+        check_name("estimator", self.estimator, get_args(EstimatorName))
+        check_name("divergence", self.divergence, get_args(DivergenceName))
+        check_name("tail", self.tail, get_args(Tail))
+        if not 0 <= self.kl_discount_factor <= 1:
+            raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
+        self._check_estimator()
+        if self.jsd_beta is not None and not 0 < self.jsd_beta < 1:
+            raise ConfigError(
+                f"jsd_beta={self.jsd_beta} must lie between 0 and 1: at either end the generalised "
+                "JSD and its gradient are zero; divergence=forward_kl or reverse_kl is its limit"
+            )
+        if self.teacher_top_k is not None and self.teacher_top_k < 1:
+            raise ConfigError(f"teacher_top_k={self.teacher_top_k} must be at least 1")
+
+    @chz.validate
+    def _no_filter_beside_a_teacher(self) -> None:
+        if self.remove_constant_reward_groups and self.kl_coef:
+            raise ConfigError(
+                f"remove_constant_reward_groups=True with kl_coef={self.kl_coef} would only throw "
+                "away the teacher's signal: a group of one reward has a reward advantage of 0 "
+                "anyway; leave it out (recipe=rl trains on rewards alone)"
+            )
+
+    def _check_estimator(self) -> None:
+        sampled, top = self.estimator == "sampled", self.estimator == "top_k"
+        if sampled and self.divergence != "reverse_kl":
+            raise ConfigError(
+                f"divergence={self.divergence} needs estimator=full or top_k: the log-prob of one "
+                "sampled token does not tell it"
+            )
+        if not sampled and self.kl_discount_factor:
+            raise ConfigError(
+                f"kl_discount_factor={self.kl_discount_factor} needs estimator=sampled: a "
+                "divergence of whole distributions has no future terms"
+            )
+        if self.tail == "sampled" and self.divergence != "reverse_kl":
+            raise ConfigError("tail=sampled is for divergence=reverse_kl; use tail=bucket")
+        for name, needed, belongs in (
+            ("jsd_beta", self.divergence == "jsd", "divergence=jsd"),
+            ("teacher_top_k", top, "estimator=top_k"),
+        ):
+            if getattr(self, name) is not None and not needed:
+                raise ConfigError(f"{name}={getattr(self, name)} changes nothing without {belongs}")
+        if self.tail != "bucket" and not top:
+            raise ConfigError(f"tail={self.tail} changes nothing without estimator=top_k")
+
+    @property
+    def asked_of_teacher(self) -> int:
+        """How many of the teacher's likeliest tokens are needed; 0: none."""
+        return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
+
+
+DEFAULT_TOP_K = 32
+DEFAULT_JSD_BETA = 0.5
+
+
+def require_teacher(objective: ObjectiveConfig) -> None:
+    """Raises ConfigError for a distillation whose gradient does not depend on the teacher."""
+    if objective.kl_coef == 0:
+        raise ConfigError(
+            "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
+            "give a kl_coef above 0 (recipe=rl trains on rewards alone)"
+        )
+
+
+def require_reward(objective: PolicyObjective, group_size: int) -> None:
+    """Raises ConfigError for an RL objective whose gradient is zero."""
+    if objective.reward_coef == 0 and objective.bonus_coef == 0:
+        raise ConfigError(
+            "reward_coef=0 and bonus_coef=0 leave nothing to reward: the gradient is zero; give "
+            "one of them"
+        )
+    if objective.reward_coef > 0:
+        require_comparison(objective, group_size)
+
+
+def require_comparison(objective: PolicyObjective, group_size: int) -> None:
+    """Raises ConfigError for rewards that are compared with nothing but themselves."""
+    if group_size < 2:
+        raise ConfigError(
+            f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
+            "mean of its group of one is zero, and so is the gradient; use at least 2"
+        )
+
+
+def check_name(field: str, value: str, known: Collection[str]) -> None:
+    """Raises ConfigError for an unknown name, with the nearest one."""
+    if value not in known:
+        raise ConfigError(f"{field}={value} is unknown; {known_names(value, known)}")
+
+
+def _check_non_negative(settings: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value} must be 0 or above, and finite")

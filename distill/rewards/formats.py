@@ -1,0 +1,139 @@
+"""What a response looks like: a pattern that it matches, a schema that its JSON fits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import regex
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema_specifications import REGISTRY
+from referencing import Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from distill.errors import ConfigError, DataError
+from distill.sandbox.bounded_calls import OverLimit, in_child
+
+logger = logging.getLogger(__name__)
+
+# A pattern that backtracks without end would hold up every reward after it.
+_TIMEOUT_S = 1.0
+# The child that reads patterns and schemas of others is ended then. It may have to wait for a core.
+_CHILD_TIMEOUT_S = 5.0
+
+
+def matches(response: str, answer: str) -> float:
+    r"""1 if the response, surrounding whitespace aside, matches the regular expression `answer`.
+
+    All of it must, as in `<think>.*</think>\s*\d+`; a dot is any character, line ends too. What
+    takes longer than a second to match does not.
+
+    Raises:
+        DataError: the answer is no regular expression.
+    """
+    return _in_child(_matches, response.strip(), answer)
+
+
+def json_schema(response: str, answer: str) -> float:
+    """1 if the response is JSON and nothing else, and fits the JSON schema `answer`.
+
+    A schema refers (`$ref`) to itself and to the drafts of JSON Schema alone: nothing is fetched.
+    What takes longer than five seconds does not fit.
+
+    Raises:
+        DataError: the answer is no JSON schema, or refers to what is not in it.
+    """
+    return _in_child(_fits, response, answer)
+
+
+def _in_child(check: Any, response: str, answer: str) -> float:
+    try:
+        return in_child(_prepare, check, response, answer, timeout_s=_CHILD_TIMEOUT_S)
+    except OverLimit as error:
+        logger.warning(f"a response could not be held to {answer[:80]!r}: {error}")
+        return 0.0
+
+
+def _prepare() -> None:
+    """This module is imported, which is all."""
+
+
+def _matches(response: str, answer: str) -> float:
+    try:
+        found = regex.fullmatch(answer, response, flags=regex.DOTALL, timeout=_TIMEOUT_S)
+    except regex.error as error:
+        raise DataError(f"the answer {answer[:80]!r} is no regular expression: {error}") from error
+    except TimeoutError:
+        return 0.0
+    return float(found is not None)
+
+
+def _fits(response: str, answer: str) -> float:
+    validator = _validator(answer)
+    try:
+        return float(validator.is_valid(json.loads(response)))
+    except (ValueError, RecursionError):  # no JSON, or brackets in brackets without end
+        return 0.0
+
+
+@lru_cache(maxsize=256)
+def _validator(answer: str) -> Draft202012Validator:
+    try:
+        schema = json.loads(answer)
+        Draft202012Validator.check_schema(schema)
+        resource = DRAFT202012.create_resource(schema)
+        root = REGISTRY.with_resource("", resource)
+        _check_references(resource, root.crawl().resolver_with_root(resource))
+    except Unresolvable as error:
+        raise DataError(
+            f"the answer {answer[:80]!r} is no JSON schema of its own: it refers to {error.ref!r}, "
+            "which is not in it, and nothing is fetched"
+        ) from error
+    except (ValueError, TypeError, SchemaError, RecursionError) as error:
+        raise DataError(f"the answer {answer[:80]!r} is no JSON schema: {error}") from error
+    return Draft202012Validator(schema, registry=REGISTRY)
+
+
+def _check_references(schema: Resource, resolver: Any) -> None:
+    if isinstance(schema.contents, dict):
+        for name in ("$ref", "$dynamicRef"):
+            if isinstance(target := schema.contents.get(name), str):
+                found = resolver.lookup(target).contents
+                if not isinstance(found, dict | bool):
+                    raise ValueError(f"{name} {target!r} is {str(found)[:80]!r}, no schema")
+    for part in schema.subresources():
+        _check_references(part, resolver.in_subresource(part))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """What every response should look like, and what one earns that does.
+
+    Raises:
+        ConfigError: no regular expression, a negative reward, or one without a pattern.
+    """
+
+    pattern: str | None
+    reward: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reward < float("inf"):
+            raise ConfigError(f"env.format_reward={self.reward} must be 0 or more, and finite")
+        if self.pattern is None:
+            if self.reward:
+                raise ConfigError(
+                    f"env.format_reward={self.reward} changes nothing without env.format; give the "
+                    "regular expression that a response should match"
+                )
+            return
+        try:
+            regex.compile(self.pattern)
+        except regex.error as error:
+            raise ConfigError(
+                f"env.format={self.pattern!r} is no regular expression: {error}"
+            ) from error

@@ -1,0 +1,57 @@
+"""Rewards of single tokens from an oracle: facts that a good answer says, paid where it does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.token_text import token_spans
+from distill.errors import DataError
+from distill.text.bm25_words import CJK
+from distill.types import FloatArray, TokenArray
+
+
+def key_fact_bonuses(
+    tokens_T: TokenArray, tokenizer: PreTrainedTokenizerBase, facts: Sequence[str], value: float
+) -> FloatArray:
+    """float32 (len(tokens_T),): each fact pays `value` once, to the tokens that say it first.
+
+    Case does not matter, nor how much whitespace stands between a fact's words. A fact is found as
+    whole words: 42 is not in 1428, and is in 第42章. Facts that are the same but for case and
+    whitespace are one. The value is spread evenly over the tokens whose text overlaps the
+    occurrence, so the row adds up to `value` times the number of facts that were said.
+
+    Raises:
+        DataError: a fact without text.
+    """
+    rewards_T = np.zeros(len(tokens_T), np.float64)
+    text, starts_T, stops_T = token_spans(tokenizer, tokens_T.tolist())
+    has_text_T = stops_T > starts_T
+    for fact in {_folded(fact): fact for fact in facts}.values():
+        found = re.search(_pattern(fact), text, re.IGNORECASE)
+        if found is not None:
+            says_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
+            rewards_T[says_T] += value / says_T.sum()
+    return rewards_T.astype(np.float32)
+
+
+def _folded(fact: str) -> str:
+    folded = " ".join(fact.casefold().split())
+    if not folded:
+        raise DataError(f"a key fact is {fact!r}; give text, or leave it out")
+    return folded
+
+
+def _pattern(fact: str) -> str:
+    parts = fact.split()
+    before = rf"(?:(?<!\w)|(?<=[{CJK}]))" if _joins(parts[0][0]) else ""
+    after = rf"(?:(?!\w)|(?=[{CJK}]))" if _joins(parts[-1][-1]) else ""
+    return before + r"\s+".join(map(re.escape, parts)) + after
+
+
+def _joins(character: str) -> bool:
+    """Whether a letter or digit beside it would make it part of a longer word."""
+    return re.fullmatch(rf"[^\W{CJK}]", character) is not None

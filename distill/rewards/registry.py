@@ -1,0 +1,183 @@
+"""Task rewards: plain functions from a response and a reference answer to a number."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import traceback
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from distill.errors import ConfigError, DataError
+from distill.lookup import resolve_function
+from distill.rewards.formats import json_schema, matches
+from distill.rewards.math_equal import math_answer, math_equal
+from distill.rewards.unit_tests import unit_tests
+from distill.sandbox.bounded_calls import OverLimit, in_thread
+from distill.sandbox.sandbox import require_sandbox
+
+# (response, answer) -> reward
+RewardFunction = Callable[[str, str], float]
+# Seconds that one call of a user's reward may take.
+REWARD_TIMEOUT_S = 120.0
+# Beyond, the squares of rewards are no finite float32.
+LARGEST_REWARD = 1e9
+# One thread: see `judge`.
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
+
+# A sign that is no minus between two operands; digits with or without commas between thousands; a
+# decimal part. A dollar may stand before the digits; a dot after them only ends the sentence.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])(-))?(?:\$(-)?)?"
+    r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
+
+
+async def judge(reward: RewardFunction, response: str, answer: str) -> float:
+    """`reward(response, answer)`, in the one thread that this process has for rewards.
+
+    A reward may take long and need not be thread-safe, and what else the process does goes on
+    meanwhile. Each has a limit: `unit_tests` ends its sandbox; `math_equal`, `matches` and
+    `json_schema` run in a child process that is ended; a user's stays in this process, where it
+    may keep models and connections, and is given up (`CheckedReward`).
+    """
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, reward, response, answer)
+
+
+def exact_match(response: str, answer: str) -> float:
+    """1 if the response equals the answer, surrounding whitespace aside, else 0."""
+    return float(response.strip() == answer.strip())
+
+
+def last_number(response: str, answer: str) -> float:
+    """1 if the last number in the response is the last in the answer, else 0.
+
+    Compared as decimals: 18, 18.0, $18, and 1,000 and 1000 are the same. The answer may be a whole
+    solution that ends in `#### 18`. A response or an answer without a number earns 0.
+    """
+    given = _last_number(response)
+    return float(given is not None and given == _last_number(answer))
+
+
+def _last_number(text: str) -> Decimal | None:
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    if not numbers:
+        return None
+    minus, minus_after_dollar, digits = numbers[-1]
+    return Decimal((minus or minus_after_dollar) + digits.replace(",", ""))
+
+
+def contains(response: str, answer: str) -> float:
+    """1 if the answer, surrounding whitespace aside, occurs in the response, else 0."""
+    return float(answer.strip() in response)
+
+
+DEFAULT_REWARD = "exact_match"
+_BUILT_IN: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "last_number": last_number,
+    "contains": contains,
+    "math_equal": math_equal,
+    "unit_tests": unit_tests,
+    "matches": matches,
+    "json_schema": json_schema,
+}
+
+
+# What a response answers, where a reward knows: responses that answer the same vote together.
+_ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
+    exact_match: str.strip,
+    last_number: _last_number,
+    math_equal: math_answer,
+}
+
+
+def answer_of(reward: RewardFunction) -> Callable[[str], Hashable | None] | None:
+    """Finds the answer in a response (None: there is none); None for a reward that cannot."""
+    return None if isinstance(reward, CheckedReward) else _ANSWERS.get(reward)
+
+
+# Rewards whose answers can be no answers, which is seen without a response.
+_PARSED = (matches, json_schema)
+
+
+def check_answer(reward: RewardFunction, answer: str | None) -> None:
+    """Raises DataError for an answer that the reward cannot read, where that is quickly told."""
+    if answer is not None and reward in _PARSED:
+        reward("", answer)
+
+
+def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunction:
+    """A built-in reward by its name, or the function at `package.module:function`, checked.
+
+    Args:
+        timeout_s: of a call of a user's function.
+
+    Raises:
+        ConfigError: an unknown name, something that cannot be imported or called, a sandbox that
+            is needed and cannot be made, or a limit that is not positive.
+    """
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"reward_timeout_s={timeout_s} must be above 0, and finite")
+    if name in _BUILT_IN:
+        if name == "unit_tests":
+            require_sandbox()
+        return _BUILT_IN[name]
+    function = resolve_function("reward", name, _BUILT_IN)
+    return CheckedReward(name=name, function=function, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedReward:
+    """A user's reward function, held to finite numbers and to a time. It pickles by its name.
+
+    It runs in a thread of this process; when it is late nothing can end that thread, which is given
+    up. The next call has a new one, until four still run.
+
+    Raises:
+        DataError: the function returned something else, raised, or was late; with its name and
+            the answer.
+    """
+
+    name: str
+    function: Callable[[str, str], Any]
+    timeout_s: float = REWARD_TIMEOUT_S
+
+    def __call__(self, response: str, answer: str) -> float:
+        try:
+            reward = in_thread(self.function, response, answer, timeout_s=self.timeout_s)
+        except OverLimit as error:
+            raise self._error(
+                f"is late ({error}), and goes on; give it a limit of its own, or more time: "
+                f"reward_timeout_s={self.timeout_s:g}",
+                answer,
+            ) from None
+        except BaseException as error:  # the user's may raise anything, an exit too
+            # As text: the error may be of a class that other processes do not have.
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._error(
+                f"raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})", answer
+            ) from error
+        if not isinstance(reward, Real | np.bool_) or not (
+            abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
+        ):
+            raise self._error(
+                f"returned {reward!r}; it must return a finite number, of at most "
+                f"{LARGEST_REWARD:g} in size",
+                answer,
+            )
+        return float(reward)
+
+    def _error(self, what: str, answer: str) -> DataError:
+        told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
+        return DataError(told.encode(errors="backslashreplace").decode())
+
+    def __reduce__(self) -> tuple[Callable[[str, float], RewardFunction], tuple[str, float]]:
+        return load_reward, (self.name, self.timeout_s)

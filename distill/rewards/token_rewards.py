@@ -1,0 +1,37 @@
+"""Rewards of single tokens: phrases that pay wherever the model writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.token_text import decode, token_spans
+from distill.types import FloatArray, TokenArray
+
+
+def phrase_bonuses(
+    tokens_T: TokenArray, tokenizer: PreTrainedTokenizerBase, bonuses: Mapping[str, float]
+) -> FloatArray:
+    """float32 (len(tokens_T),): each occurrence of a phrase pays its value to its tokens.
+
+    The value is spread evenly over the tokens that spell the occurrence, those whose text overlaps
+    it, so the row adds up to the values of all occurrences. Occurrences of one phrase are counted
+    from left to right and do not overlap one another; different phrases may overlap. Special tokens
+    are text like any other. A character that several tokens spell byte by byte is the text of each
+    of them.
+    """
+    rewards_T = np.zeros(len(tokens_T), np.float64)
+    ids = tokens_T.tolist()
+    text = decode(tokenizer, ids)
+    if not any(phrase in text for phrase in bonuses):
+        return rewards_T.astype(np.float32)
+    text, starts_T, stops_T = token_spans(tokenizer, ids)
+    has_text_T = stops_T > starts_T
+    for phrase, value in bonuses.items():
+        for found in re.finditer(re.escape(phrase), text):
+            spells_T = (starts_T < found.end()) & (stops_T > found.start()) & has_text_T
+            rewards_T[spells_T] += value / spells_T.sum()
+    return rewards_T.astype(np.float32)

@@ -1,0 +1,76 @@
+"""A reward for programs: do they pass the tests? Both run in the sandbox, apart from each other."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from distill.errors import DataError
+from distill.sandbox.sandbox import SandboxLimits, run_python
+
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_LIMITS = SandboxLimits()
+_CHILD = Path(__file__).with_name("unit_tests_child.py")
+
+
+def unit_tests(response: str, answer: str) -> float:
+    """1 if the program in the response passes the tests in the answer, else 0.
+
+    The program is the response's last fenced block, or all of it; the answer is Python that raises
+    where a test fails (asserts, or unittest). The tests see the program's names, as their own and
+    in a module `solution`, and need not import them.
+
+    A program can neither read the tests nor run among them: it is in another process of the
+    sandbox, and what its functions return comes as plain data (numbers, text, lists, tuples, dicts,
+    sets). So no exit, no `__eq__` and no patched built-in makes a test pass. Objects of its own
+    classes stay there. They may be compared, added, subtracted and multiplied with each other; with
+    plain data they equal nothing, and all else is a TypeError, which `Vector(1, 2) * 3` is too: no
+    `__sub__` can make 0 of a difference to the right number. Whether one contains a value is found
+    by going through its items.
+
+    What remains is its word about objects of its own classes (compared with each other, asked if
+    they are true, what their methods answer), and about functions such as `isclose` that tests use
+    without importing them. What is true in plain Python is so here: `f(xs) == sorted(xs)` of an `f`
+    that empties `xs` and returns it, and `numpy.allclose(f(x), 1.4)` of one that returns []. Give
+    such tests a copy, and a length. Functions may be passed to a program; objects of the tests' own
+    classes, and exceptions of its own to catch, may not, and a name that Python itself has (`sum`)
+    means Python's.
+
+    Raises:
+        DataError: the answer is no Python, or has no statement.
+        ConfigError: the sandbox cannot be made on this machine;
+            `distill.sandbox.sandbox.require_sandbox` says so beforehand.
+    """
+    return _passes(response, answer, _LIMITS)
+
+
+def unit_tests_unisolated(response: str, answer: str) -> float:
+    """`unit_tests` where the sandbox cannot be made: programs use our network and our files.
+
+    Under root, or where processes may be traced, they can also change the tests.
+
+    Raises:
+        DataError: the answer is no Python, or has no statement.
+    """
+    return _passes(response, answer, replace(_LIMITS, isolation="process"))
+
+
+def _passes(response: str, answer: str, limits: SandboxLimits) -> float:
+    try:
+        statements = ast.parse(answer).body
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"the answer {answer[:80]!r} is no Python: {error}") from error
+    if not statements:
+        raise DataError(f"the answer {answer[:80]!r} has no tests; any program would pass them")
+    given = json.dumps({"solution": _program(response), "tests": answer})
+    result = asyncio.run(run_python(_CHILD.read_text(), stdin=given, limits=limits))
+    return float(result.outcome == "ok")
+
+
+def _program(response: str) -> str:
+    blocks = _FENCED.findall(response)
+    return blocks[-1] if blocks else response

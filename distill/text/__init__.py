@@ -1,0 +1,1 @@
+"""Texts longer than the context: pieces of them, their words, fewer tokens."""

@@ -1,0 +1,336 @@
+"""A long history within a budget of tokens: by keywords, by a model, or by a function of yours.
+
+What is condensed no longer begins as the model saw it before, so the turn after it opens a new
+segment, which the teacher scores behind the condensed history too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import bm25s
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import Message, render_messages, render_text
+from distill.engine import GenerateRequest, Sampler
+from distill.errors import ConfigError, DataError
+from distill.lookup import resolve_function
+from distill.sampling import Sampling
+from distill.text.bm25_words import words
+from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
+from distill.types import TokenArray
+
+# Before the condensed history, in the user message that stands for it.
+SUMMARY_PREFIX = "Summary of the conversation so far: "
+# Between pieces that were not neighbours.
+GAP = "\n[...]\n"
+INSTRUCTION = (
+    "Summarise the text below. Keep names, numbers, decisions and open questions; add nothing that "
+    "it does not say; answer with the summary alone."
+)
+# Least and most tokens of a piece that keywords keep or drop whole: a sentence or two.
+_PIECE_TOKENS = 16, 48
+# So many of a text's own terms stand in for a focus.
+_SALIENT_TERMS = 32
+_THINKING = re.compile(r"\A.*?</think>|<think>.*\Z", re.DOTALL)
+# One, as for rewards: condensing takes long, and a user's function need not be thread-safe.
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="condense")
+
+
+class Condenser(Protocol):
+    """Says a text in at most `max_tokens` tokens, counted without special tokens.
+
+    `focus` is what matters: the question, or the latest message. It may be empty.
+
+    Raises:
+        DataError: it cannot.
+    """
+
+    async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str: ...
+
+
+def load_condenser(name: str, tokenizer: PreTrainedTokenizerBase) -> Condenser:
+    """`keywords`, or the function at `package.module:function`, checked.
+
+    The function takes (text, focus, max_tokens) and returns a string; it may be async.
+
+    Raises:
+        ConfigError: an unknown name, or something that cannot be imported or called.
+    """
+    if name == "keywords":
+        return KeywordCondenser(tokenizer=tokenizer)
+    function = resolve_function("condenser", name, ["keywords"])
+    return CheckedCondenser(name=name, function=function, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedCondenser:
+    """A user's function, held to its budget. It pickles by its name.
+
+    Raises:
+        DataError: the function returned no string, or one over the budget.
+    """
+
+    name: str
+    function: Callable[[str, str, int], Any]
+    tokenizer: PreTrainedTokenizerBase
+
+    async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(_THREAD, self.function, text, focus, max_tokens)
+        if inspect.isawaitable(result):
+            result = await result
+        if not isinstance(result, str):
+            raise DataError(f"condenser {self.name} returned {result!r}; it must return a string")
+        num_tokens = count_tokens(self.tokenizer, result)
+        if num_tokens > max_tokens:
+            raise DataError(
+                f"condenser {self.name} returned {num_tokens} tokens where max_tokens="
+                f"{max_tokens}; count with the model's tokenizer, and cut"
+            )
+        return result
+
+    def __reduce__(self) -> tuple[Callable[..., Condenser], tuple[str, PreTrainedTokenizerBase]]:
+        return load_condenser, (self.name, self.tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeywordCondenser:
+    """Keeps the pieces that the focus is about, word for word and in order, with `[...]` between.
+
+    They are ranked by BM25 against the focus, and what that leaves equal by BM25 against the text's
+    own salient terms, those frequent in it and rare among its pieces.
+
+    Raises:
+        DataError: `max_tokens` is less than a single character needs.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_THREAD, self.condense, text, focus, max_tokens)
+
+    def condense(self, text: str, focus: str, max_tokens: int) -> str:
+        """The same, in the caller's thread."""
+        if count_tokens(self.tokenizer, text) <= max_tokens:
+            return text
+        least, most = _PIECE_TOKENS
+        size = min(max(least, min(most, max_tokens // 4)), max_tokens)
+        pieces = chunk_text(text, tokenizer=self.tokenizer, max_tokens=size)
+        kept = self._affordable(pieces, _ranked(pieces, focus), max_tokens)
+        condensed = _joined(text, pieces, kept)
+        while count_tokens(self.tokenizer, condensed) > max_tokens:
+            kept.pop()  # tokens of a join may be more than the sum over its parts
+            condensed = _joined(text, pieces, kept)
+        return condensed
+
+    def _affordable(self, pieces: Sequence[Chunk], ranked: Sequence[int], budget: int) -> list[int]:
+        """Those of the best pieces that fit together, gaps included; the best first."""
+        gap_tokens = count_tokens(self.tokenizer, GAP)
+        kept: dict[int, None] = {}
+        used = -gap_tokens  # there is a gap less than there are runs of neighbours
+        for i in ranked:
+            runs = 1 - (i - 1 in kept) - (i + 1 in kept)
+            cost = pieces[i].num_tokens + runs * gap_tokens
+            if used + cost <= budget:
+                kept[i] = None
+                used += cost
+        return list(kept)
+
+
+def _ranked(pieces: Sequence[Chunk], focus: str) -> list[int]:
+    words_P = [words(piece.text) for piece in pieces]
+    if not any(words_P):
+        return list(range(len(pieces)))
+    index = bm25s.BM25()
+    index.index(words_P, show_progress=False)
+    focused_P = _scores(index, words(focus), len(pieces))
+    salient_P = _scores(index, _salient(words_P), len(pieces))
+    return np.lexsort((-salient_P, -focused_P)).tolist()  # stable: what is equal keeps its order
+
+
+def _scores(index: bm25s.BM25, query: Sequence[str], num_pieces: int) -> np.ndarray:
+    unique = list(dict.fromkeys(query))
+    return index.get_scores(unique) if unique else np.zeros(num_pieces, np.float32)
+
+
+def _salient(words_P: Sequence[Sequence[str]]) -> list[str]:
+    occurrences = Counter(word for piece in words_P for word in piece)
+    pieces_with = Counter(word for piece in words_P for word in set(piece))
+
+    def salience(word: str) -> float:
+        return occurrences[word] * math.log(len(words_P) / pieces_with[word])
+
+    return sorted(occurrences, key=salience, reverse=True)[:_SALIENT_TERMS]
+
+
+def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
+    """The kept pieces in order; neighbours with what stood between them."""
+    parts: list[str] = []
+    for i in sorted(kept):
+        if i - 1 in kept:
+            parts.append(text[pieces[i - 1].stop : pieces[i].stop])
+        else:
+            parts += [GAP, pieces[i].text] if parts else [pieces[i].text]
+    return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCondenser:
+    """Has a model summarise chunk after chunk, and the summaries again until they fit.
+
+    An answer over its share is cut at a sentence's end; `<think>` is no part of an answer.
+
+    Attributes:
+        sampling: max_new_tokens leaves room for the answer, and for thinking where the model does.
+        instruction: stands before the focus and the chunk.
+        chunk_tokens: of a chunk; with the instruction and the answer it fits the model's context.
+        seed: of every request.
+
+    Raises:
+        ConfigError: chunks too small to be worth a summary.
+        DataError, EngineError: as of the sampler.
+    """
+
+    sampler: Sampler
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    instruction: str = INSTRUCTION
+    chunk_tokens: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 16:
+            raise ConfigError(f"chunk_tokens={self.chunk_tokens} must be at least 16")
+
+    async def __call__(self, text: str, *, focus: str, max_tokens: int) -> str:
+        num_tokens = count_tokens(self.tokenizer, text)
+        if num_tokens <= max_tokens:
+            return text
+        chunks = chunk_text(text, tokenizer=self.tokenizer, max_tokens=self.chunk_tokens)
+        # a quarter of a chunk at least: shorter summaries of many chunks say nothing of any
+        share = max(max_tokens // len(chunks), min(max_tokens, self.chunk_tokens // 4))
+        summaries = await asyncio.gather(*(self._summary(c.text, focus, share) for c in chunks))
+        joined = "\n\n".join(filter(None, summaries))
+        if len(chunks) * share <= max_tokens or count_tokens(self.tokenizer, joined) >= num_tokens:
+            return cut_text(joined, tokenizer=self.tokenizer, max_tokens=max_tokens)
+        return await self(joined, focus=focus, max_tokens=max_tokens)
+
+    async def _summary(self, text: str, focus: str, max_tokens: int) -> str:
+        request = GenerateRequest(
+            prompt_tokens_T=self._prompt(text, focus, max_tokens),
+            sampling=self.sampling,
+            num_samples=1,
+            seed=self.seed,
+        )
+        [sample] = await self.sampler.generate(request)
+        answer = str(self.tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
+        answer = _THINKING.sub("", answer).strip()
+        return cut_text(answer, tokenizer=self.tokenizer, max_tokens=max_tokens)
+
+    def _prompt(self, text: str, focus: str, max_tokens: int) -> TokenArray:
+        parts = [f"{self.instruction} Write at most {max_tokens} tokens."]
+        if focus:
+            parts.append(f"What matters most is what bears on this:\n{focus}")
+        parts.append(f"Text:\n{text}")
+        prompt = "\n\n".join(parts)
+        if self.tokenizer.chat_template:
+            return render_messages(self.tokenizer, [{"role": "user", "content": prompt}])
+        return render_text(self.tokenizer, f"{prompt}\n\nSummary:\n")
+
+
+async def condense_history(
+    messages: Sequence[Message],
+    *,
+    condenser: Condenser,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    keep_last: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[Message]:
+    """The messages, of which the model sees at most `max_tokens` tokens, generation prompt and all.
+
+    As they are, if they fit. Otherwise the system message and the last `keep_last` stay, with the
+    calls that tool results among these answer. One user message stands for all between, with the
+    latest user message that stays as its focus: `SUMMARY_PREFIX` and what the condenser says. Where
+    a template wants user and assistant by turns, `keep_last` is even when the user spoke last.
+
+    Raises:
+        DataError: what must stay exceeds `max_tokens`; the template refuses the messages; or as of
+            the condenser.
+    """
+
+    def num_tokens(given: Sequence[Message]) -> int:
+        return len(render_messages(tokenizer, given, tools=tools))
+
+    if keep_last < 0:
+        raise ConfigError(f"keep_last={keep_last} must be 0 or above")
+    total = num_tokens(messages)
+    if total <= max_tokens:
+        return list(messages)
+    head, middle, tail = _parted(messages, keep_last)
+    fixed = num_tokens([*head, _summary_message(""), *tail]) if middle else total
+    if fixed > max_tokens:
+        raise DataError(
+            f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is: a "
+            f"system prompt of {_content_tokens(tokenizer, head)}, the last {len(tail)} messages "
+            f"with {_content_tokens(tokenizer, tail)}, and what the template adds; give more "
+            "tokens, a shorter system prompt, or a smaller keep_last"
+        )
+    budget, summary = max_tokens - fixed, ""
+    if budget:
+        text = "\n\n".join(map(_transcript, middle))
+        summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
+        summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
+    condensed = [*head, _summary_message(summary), *tail]
+    while (excess := num_tokens(condensed) - max_tokens) > 0:
+        budget -= excess  # beside what the template writes, text may take more than on its own
+        summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
+        condensed = [*head, _summary_message(summary), *tail]
+    return condensed
+
+
+def _parted(
+    messages: Sequence[Message], keep_last: int
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """(the system message, what may be condensed, what stays behind it)."""
+    head = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
+    stays = max(head, len(messages) - keep_last)
+    while head < stays < len(messages) and messages[stays]["role"] == "tool":
+        stays -= 1
+    return list(messages[:head]), list(messages[head:stays]), list(messages[stays:])
+
+
+def _summary_message(summary: str) -> Message:
+    return {"role": "user", "content": SUMMARY_PREFIX + summary}
+
+
+def _transcript(message: Message) -> str:
+    """A message as text; of what was condensed before, the summary alone."""
+    content = str(message.get("content") or "").removeprefix(SUMMARY_PREFIX)
+    calls = [
+        json.dumps(c.get("function", c), ensure_ascii=False)
+        for c in message.get("tool_calls") or ()
+    ]
+    return "\n".join([f"{message['role']}: {content}", *(f"calls {call}" for call in calls)])
+
+
+def _focus(messages: Sequence[Message]) -> str:
+    """What the user said last; where the user is silent, what was said last."""
+    said = [m for m in messages if m["role"] == "user"] or messages
+    return str(said[-1].get("content") or "")
+
+
+def _content_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> int:
+    return sum(count_tokens(tokenizer, str(m.get("content") or "")) for m in messages)

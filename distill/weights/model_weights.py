@@ -1,0 +1,104 @@
+"""A model's weights, wherever their parts are: known by name and shape, made whole in portions.
+
+The learner offers them so; each transport takes them in portions that suit it. No place holds a
+second full copy only because a model is sharded, or because an adapter is merged on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from distill.weights.tensors import TensorLayout, first_non_finite
+
+# One portion on its way to the engines: enough to amortise a request, little beside a model.
+BUCKET_BYTES = 128 << 20
+# Largest file of a checkpoint; it is in main memory while it is written.
+FILE_BYTES = 2 << 30
+
+
+class Weights(Protocol):
+    """What is pushed and saved: each stored tensor once, a tied lm_head left to its embedding."""
+
+    @property
+    def layouts(self) -> Sequence[TensorLayout]:
+        """Of every tensor, in the order of the model."""
+        ...
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """These tensors whole, by name. They may be the weights themselves: copy, never write."""
+        ...
+
+    def first_non_finite(self) -> str | None:
+        """The name of the first tensor that holds a NaN or an infinity."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Weights that this process holds whole."""
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def layouts(self) -> list[TensorLayout]:
+        return [TensorLayout.of(name, tensor) for name, tensor in self.tensors.items()]
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.tensors[name].detach() for name in names}
+
+    def first_non_finite(self) -> str | None:
+        return first_non_finite(self.tensors)
+
+
+def plan_buckets(
+    layouts: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[TensorLayout]]:
+    """Tensors in order, cut where a bucket is full or the dtype changes (offsets stay aligned)."""
+    buckets: list[list[TensorLayout]] = []
+    size, dtype = 0, None
+    for layout in layouts:
+        if not buckets or layout.dtype != dtype or size + layout.nbytes > bucket_bytes:
+            buckets.append([])
+            size, dtype = 0, layout.dtype
+        buckets[-1].append(layout)
+        size += layout.nbytes
+    return buckets
+
+
+def names_of(bucket: Sequence[TensorLayout]) -> list[str]:
+    return [layout.name for layout in bucket]
+
+
+def gather_all(weights: Weights) -> dict[str, Tensor]:
+    """All of them at once, for what cannot take them in portions."""
+    return weights.gather(names_of(weights.layouts))
+
+
+def total_bytes(weights: Weights) -> int:
+    return sum(layout.nbytes for layout in weights.layouts)
+
+
+def save_weights(path: Path, weights: Weights, file_bytes: int = FILE_BYTES) -> None:
+    """Writes safetensors files as Hugging Face names them: one, or several and their index.
+
+    Raises:
+        OSError, SafetensorError: they could not be written.
+    """
+    files = plan_buckets(weights.layouts, file_bytes)
+    where: dict[str, str] = {}
+    for i, bucket in enumerate(files, start=1):
+        name = f"model-{i:05d}-of-{len(files):05d}" if len(files) > 1 else "model"
+        tensors = weights.gather(names_of(bucket))
+        whole = {key: tensor.detach().to("cpu").contiguous() for key, tensor in tensors.items()}
+        save_file(whole, path / f"{name}.safetensors", metadata={"format": "pt"})
+        where |= dict.fromkeys(whole, f"{name}.safetensors")
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes(weights)}, "weight_map": where}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

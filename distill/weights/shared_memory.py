@@ -1,0 +1,169 @@
+"""Named tensors in memory that several processes of one machine have in common.
+
+    writer    block.write(weights): a copy into the block; block.share() for the readers
+    reader    shared.unpack(): views of the same memory, no copy
+
+The writer writes again only when every reader has said that it is done. The block is a file without
+a name (memfd): no directory lists it, and the kernel frees it with the last process that has it
+open or mapped, however that process ends. A reader opens it through its writer's entry in /proc, so
+both are of one user and see each other's processes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import Tensor
+
+from distill.errors import EngineError
+from distill.weights.model_weights import Weights, names_of, plan_buckets
+from distill.weights.tensors import TensorLayout
+
+# Wide enough for any dtype, and for the copy to run at full speed.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensors:
+    """A handle on tensors in shared memory, for any number of readers; small, whatever their size.
+
+    Attributes:
+        layouts: of the tensors, in the order in which they lie in the block.
+        path: where a process of this machine opens the block.
+        identity: the block's device and inode: a path of /proc can come to mean another file.
+    """
+
+    layouts: tuple[TensorLayout, ...]
+    path: str
+    identity: tuple[int, int]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {layout.name: layout.shape for layout in self.layouts}
+
+    def unpack(self) -> dict[str, Tensor]:
+        """The tensors. What is written into them, no other process sees.
+
+        Raises:
+            EngineError: the block is gone, or is not this process's to see.
+        """
+        with self.held() as held:
+            descriptor = int(os.path.basename(held.path))
+            block = mmap.mmap(descriptor, _total(self.layouts), access=mmap.ACCESS_COPY)
+        return _views(torch.frombuffer(block, dtype=torch.uint8), self.layouts)
+
+    @contextmanager
+    def held(self) -> Iterator[SharedTensors]:
+        """The same by this process: good in the context though the writer ends; raises as unpack.
+
+        Its path is this process's own, for other processes to open.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _gone(str(error)) from error
+        try:
+            if _identity(descriptor) != self.identity:
+                raise _gone(f"{self.path} is another file by now")
+            yield replace(self, path=_path(descriptor))
+        finally:
+            os.close(descriptor)
+
+
+class SharedBlock:
+    """One block of shared memory, as large as the largest bundle that was written."""
+
+    def __init__(self) -> None:
+        self._file: _Memory | None = None
+        self._layouts: tuple[TensorLayout, ...] = ()
+
+    def write(self, weights: Weights) -> None:
+        """Copies weights in, a bucket at a time, from any device; what was there before is gone.
+
+        Raises:
+            EngineError: there is no room for them in memory.
+        """
+        layouts = tuple(weights.layouts)
+        if self._file is None or len(self._file.bytes) < _total(layouts):
+            self._file = None
+            self._file = _Memory(_total(layouts))
+        self._layouts = layouts
+        views = _views(self._file.bytes, layouts)
+        for bucket in plan_buckets(layouts):
+            for name, tensor in weights.gather(names_of(bucket)).items():
+                views[name].copy_(tensor)
+
+    def share(self) -> SharedTensors:
+        """What was written last; good until the next write, or until this process ends."""
+        assert self._file is not None, "nothing was written yet"
+        descriptor = self._file.descriptor
+        return SharedTensors(
+            layouts=self._layouts, path=_path(descriptor), identity=_identity(descriptor)
+        )
+
+
+class _Memory:
+    """A file without a name, mapped; readers that have it open keep it when this is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        # The kernel would not refuse, but kill somebody.
+        available = psutil.virtual_memory().available
+        if available < nbytes:
+            raise _no_room(nbytes, f"{available >> 20} MiB are available")
+        self._file = os.fdopen(os.memfd_create("isotherm-weights"), "r+b", buffering=0)
+        try:
+            os.posix_fallocate(self.descriptor, 0, nbytes)
+            block = mmap.mmap(self.descriptor, nbytes)
+        except OSError as error:
+            raise _no_room(nbytes, str(error)) from error
+        self.bytes = torch.frombuffer(block, dtype=torch.uint8)
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
+
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _size(layout: TensorLayout) -> int:
+    return -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _total(layouts: Sequence[TensorLayout]) -> int:
+    return max(_ALIGNMENT, sum(map(_size, layouts)))  # no mapping is empty
+
+
+def _views(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
+    offset, views = 0, {}
+    for layout in layouts:
+        part = block[offset : offset + layout.nbytes]
+        views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
+        offset += _size(layout)
+    return views
+
+
+def _gone(why: str) -> EngineError:
+    return EngineError(
+        f"weights in shared memory cannot be opened ({why}): their writer has ended, or runs as "
+        "another user or in another container; weights=object_store or weights=disk do without"
+    )
+
+
+def _no_room(nbytes: int, why: str) -> EngineError:
+    return EngineError(
+        f"{nbytes >> 20} MiB of weights do not fit into shared memory ({why}): free some, or use "
+        "weights=disk"
+    )

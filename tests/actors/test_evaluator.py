@@ -1,0 +1,149 @@
+"""Evaluation on an engine without a model: rewards as given, KL to the teacher of each prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.rollout.evaluator import Evaluator, Response, summarise
+from distill.data.prompts import Prompt
+from distill.envs.single_turn import PromptDataset
+from distill.errors import ConfigError
+from distill.rewards.registry import RewardFunction, answer_of, exact_match, last_number
+from distill.sampling import EvalSampling, TrainSampling
+from distill.types import StopReason, TokenArray
+from tests.actors.prefix_engine import PrefixEngine
+from tests.samples import TEMPERATURE, ids
+
+POLICY = PrefixEngine(0)
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=6)
+SERVING = EvalSampling(temperature=TEMPERATURE, max_new_tokens=6)
+PROMPTS = [
+    Prompt(tokens_T=ids(3, 4, 5), answer="a", line=1),
+    Prompt(tokens_T=ids(6, 7), answer="bb", line=2),
+    Prompt(
+        tokens_T=ids(
+            8,
+        ),
+        answer=None,
+        line=4,
+    ),
+]
+
+
+def evaluator_of(
+    prompts_P: list[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    reward: RewardFunction = exact_match,
+) -> Evaluator:
+    return Evaluator(PromptDataset(prompts_P, tokenizer, reward), tokenizer)
+
+
+def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    judged: list[tuple[str, str]] = []
+
+    def reward(response: str, answer: str) -> float:
+        judged.append((response, answer))
+        return 0.25 * len(answer)
+
+    responses = asyncio.run(evaluator_of(PROMPTS, tokenizer, reward).respond(POLICY, SERVING))
+    assert [response.line for response in responses] == [1, 2, 4]
+    assert [response.correct for response in responses] == [0.25, 0.5, None]
+    assert judged == [(responses[0].text, "a"), (responses[1].text, "bb")]
+    metrics = summarise(responses)
+    assert metrics == {
+        "eval/response_length": 6,
+        "eval/eos_share": 0,
+        "eval/accuracy": pytest.approx(0.375),
+        "eval/accuracy_low": pytest.approx(0.375 - 0.245, abs=1e-3),
+        "eval/accuracy_high": pytest.approx(0.375 + 0.245, abs=1e-3),
+    }
+    assert metrics == asyncio.run(
+        evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING)
+    )
+
+
+def test_without_a_reward_the_answer_must_be_met_exactly(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    [first, second, _] = asyncio.run(evaluator_of(PROMPTS, tokenizer).respond(POLICY, SERVING))
+    assert (first.correct, second.correct) == (0, 0)
+    known = [replace(PROMPTS[0], answer=first.text), *PROMPTS[1:]]
+    [first, second, _] = asyncio.run(evaluator_of(known, tokenizer).respond(POLICY, SERVING))
+    assert (first.correct, second.correct) == (1, 0)
+
+
+def test_several_responses_give_pass_at_k_and_a_vote() -> None:
+    answers = {1: ["so 3", "3.0", "4", "none"], 2: ["7", "8", "9", "8"], 3: ["?", "?", "?", "?"]}
+    right = {1: "3", 2: "9", 3: "1"}
+    responses = [
+        Response(
+            line=line, sample=i, text=text, stop_reason=StopReason.EOS, num_tokens=1,
+            num_turns=1, metrics={}, correct=last_number(text, right[line]),
+        )
+        for line, texts in answers.items()
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    metrics = summarise(responses, answer_of(last_number))
+    assert metrics["eval/accuracy"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert metrics["eval/pass@2"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6 + 0) / 3)
+    assert metrics["eval/pass@4"] == pytest.approx(2 / 3)
+    assert metrics["eval/majority@4"] == pytest.approx(1 / 3)  # 3 wins, 8 wins, nobody votes
+    assert not any(name.startswith("eval/majority") for name in summarise(responses))
+
+
+def test_each_prompt_is_sampled_as_often_as_asked(tokenizer: PreTrainedTokenizerBase) -> None:
+    sampling = replace(SERVING, num_samples=3)
+    responses = asyncio.run(evaluator_of(PROMPTS, tokenizer).respond(POLICY, sampling))
+    assert [(each.line, each.sample) for each in responses] == [
+        (line, sample) for line in (1, 2, 4) for sample in range(3)
+    ]
+    assert len({each.text for each in responses[:3]}) > 1
+
+
+@pytest.mark.parametrize("hint_T", [None, ids(50, 51)])
+def test_reverse_kl_is_the_mean_gap_to_each_prompts_teacher(
+    tokenizer: PreTrainedTokenizerBase, hint_T: TokenArray | None
+) -> None:
+    maths, code = PrefixEngine(1), PrefixEngine(2)
+    prompts = [
+        replace(PROMPTS[0], teacher="maths"),
+        replace(PROMPTS[1], teacher="code", teacher_tokens_T=hint_T),
+        replace(PROMPTS[2], teacher="maths"),
+    ]
+    teachers = {"maths": maths, "code": code}
+    evaluator = evaluator_of(prompts, tokenizer)
+    value = asyncio.run(evaluator.reverse_kl(POLICY, teachers, SAMPLING, num_samples=2))
+    assert (len(maths.scored), len(code.scored)) == (2, 1)
+    gaps = []
+    for engine in (maths, code):
+        for request in (request for call in engine.scored for request in call):
+            context_T = request.tokens_T[: request.start]
+            if hint_T is not None and engine is code:
+                np.testing.assert_array_equal(context_T, hint_T)
+                context_T = PROMPTS[1].tokens_T
+            for t in range(request.start, len(request.tokens_T)):
+                token = request.tokens_T[t]
+                sampled_T = request.tokens_T[request.start : t]
+                log_p_V = POLICY.distribution_V(np.append(context_T, sampled_T), TEMPERATURE)
+                log_q_V = engine.distribution_V(request.tokens_T[:t], TEMPERATURE)
+                gaps.append(log_p_V[token] - log_q_V[token])
+    assert len(gaps) == 3 * 2 * 6
+    assert value == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert value > 0.1
+
+
+def test_a_policy_is_no_distance_from_itself(tokenizer: PreTrainedTokenizerBase) -> None:
+    evaluator = evaluator_of(PROMPTS, tokenizer)
+    assert asyncio.run(evaluator.reverse_kl(POLICY, {"": PrefixEngine(0)}, SAMPLING)) == 0
+
+
+def test_a_prompt_of_an_unknown_teacher_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    teachers = {"code": PrefixEngine(1), "maths": PrefixEngine(2)}
+    prompts = [replace(PROMPTS[0], teacher="history")]
+    with pytest.raises(ConfigError, match="'history'"):
+        asyncio.run(evaluator_of(prompts, tokenizer).reverse_kl(POLICY, teachers, SAMPLING))

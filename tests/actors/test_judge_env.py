@@ -1,0 +1,243 @@
+"""Rewards of a judge, through whole groups: each response scored, or all of them compared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.envs.judge import API_KEY_VARIABLE
+from actors.envs.judge_env import Judged, balanced_pairs
+from actors.rollout.episode import play_group, rollout_group
+from distill.envs.base import EnvDataset, Episode
+from distill.errors import ConfigError, DataError
+from distill.sampling import TrainSampling
+from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
+from tests.samples import TEMPERATURE
+from tests.scripted import Scripted, chat_tokenizer, setting
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
+RUBRIC = "Large numbers are good."
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJudge]:
+    monkeypatch.setenv(API_KEY_VARIABLE, API_KEY)
+    with running_judge() as server:
+        server.script = larger
+        yield server
+
+
+def larger(text: str, given: dict[str, str]) -> str:
+    """A judge of numbers: the larger one is better, and its value is its score."""
+    if "answer" in given:
+        return f"Score: {given['answer']}"
+    a, b = int(given["answer A"]), int(given["answer B"])
+    return f"Verdict: {'TIE' if a == b else 'A' if a > b else 'B'}"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi."}]
+    rows = [
+        {"prompt": "Name a number", "answer": "10", "tag": "numbers"},
+        {"messages": [*chat, {"role": "user", "content": "Another"}]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def judged(server: ScriptedJudge, **settings: Any) -> Judged:
+    given = {"judge_url": server.url, "judge_model": MODEL, "rubric": RUBRIC, "judge_retries": 0}
+    return Judged(**{**given, **settings})
+
+
+def play(dataset: EnvDataset, policy: Scripted, group_size: int, problem: int = 0) -> list[Episode]:
+    builder = pickle.loads(pickle.dumps(dataset.builder(problem, group_size)))
+    return asyncio.run(play_group(policy, builder, SAMPLING, group_id=0, seed=0))
+
+
+def rewards(episodes_G: list[Episode]) -> list[float]:
+    return [episode.reward for episode in episodes_G]
+
+
+def test_every_response_is_scored(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    dataset = judged(server)(prompts, setting(tokenizer))
+    assert not server.bodies, "a verdict before there is a response"
+    server.delay_s = 0.2
+    episodes = play(dataset, Scripted(tokenizer, ["1", "10", "4"]), 3)
+    assert rewards(episodes) == pytest.approx([0.0, 1.0, 1 / 3])
+    assert all(len(episode.turns) == 1 for episode in episodes)
+    assert server.most_at_once == 3, "one waited for another"
+    assert all(RUBRIC in asked and "reference answer" in asked for asked in server.asked)
+
+
+def test_what_the_judge_sees_of_a_chat(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    seen: list[dict[str, str]] = []
+    server.script = lambda text, given: seen.append(given) or "Score: 1"
+    dataset = judged(server, system="Be brief")(prompts, setting(tokenizer))
+    policy = Scripted(tokenizer, ["<think>9, or 8?</think>\n\n7"])
+    play(dataset, policy, 1, problem=1)
+    question = "[system]\nBe brief\n\n[user]\nHi\n\n[assistant]\nHi.\n\n[user]\nAnother"
+    assert seen == [{"question": question, "answer": "7"}]
+    assert "Be brief" in policy.seen[0]
+
+
+def test_thinking_without_an_answer_earns_nothing(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    dataset = judged(server)(prompts, setting(tokenizer))
+    assert rewards(play(dataset, Scripted(tokenizer, ["<think>9", ""]), 2)) == [0.0, 0.0]
+    assert not server.bodies
+
+
+def test_all_pairs_are_compared(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    dataset = judged(server, mode="pairs")(prompts, setting(tokenizer))
+    episodes = play(dataset, Scripted(tokenizer, ["3", "1", "8", "3"]), 4)
+    assert rewards(episodes) == pytest.approx([0.5, 0.0, 1.0, 0.5])
+    assert len(server.bodies) == 2 * 5, "two that say the same are no question"
+
+
+def test_some_pairs_are_compared(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    dataset = judged(server, mode="pairs", max_pairs=6)(prompts, setting(tokenizer))
+    said = ["1", "2", "3", "4", "5", "6"]
+    episodes = play(dataset, Scripted(tokenizer, said), 6)
+    assert len(server.bodies) == 2 * 6
+    assert rewards(episodes)[0] == 0.0 and rewards(episodes)[5] == 1.0
+    assert set(rewards(episodes)) <= {0.0, 0.5, 1.0}, "each is in two pairs"
+    assert rewards(play(dataset, Scripted(tokenizer, said), 6)) == rewards(episodes)
+
+
+@pytest.mark.parametrize("group_size", range(2, 10))
+def test_pairs_are_balanced(group_size: int) -> None:
+    every = group_size * (group_size - 1) // 2
+    least = group_size // 2 if group_size % 2 == 0 else group_size
+    for max_pairs in (None, *range(min(least, every), every + 2)):
+        pairs = balanced_pairs(group_size, max_pairs, seed=3)
+        assert pairs == balanced_pairs(group_size, max_pairs, seed=3)
+        assert len({frozenset(pair) for pair in pairs}) == len(pairs)
+        assert all(a != b for a, b in pairs)
+        counts = Counter(member for pair in pairs for member in pair)
+        assert len(counts) == group_size and len(set(counts.values())) == 1
+        wanted = every if max_pairs is None else min(max_pairs, every)
+        assert wanted - group_size < len(pairs) <= wanted
+
+
+def test_a_judge_without_a_verdict_fails_the_group(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    server.script = lambda text, given: "Nice!"
+    for mode in ("score", "pairs"):
+        dataset = judged(server, mode=mode)(prompts, setting(tokenizer))
+        with pytest.raises(DataError, match="gave no verdict"):
+            play(dataset, Scripted(tokenizer, ["1", "2"]), 2)
+
+
+def test_a_group_to_train_on(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    dataset = judged(server, mode="pairs")(prompts, setting(tokenizer))
+    builder = dataset.builder(0, 2)
+    assert builder.judged and dataset.builder(1, 2).judged, "no row needs an answer"
+    policy = Scripted(tokenizer, ["1", "2"])
+    group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
+    assert [trajectory.reward for trajectory in group.trajectories_G] == [0.0, 1.0]
+    assert group.tag == "numbers"
+
+
+def test_evaluations_score(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str
+) -> None:
+    config = judged(server, mode="pairs", max_pairs=4).evaluation()
+    assert isinstance(config, Judged) and config.evaluation() is config
+    dataset = config(prompts, setting(tokenizer))
+    assert rewards(play(dataset, Scripted(tokenizer, ["10"]), 1)) == [1.0]
+    alone = judged(server, mode="pairs")(prompts, setting(tokenizer))
+    with pytest.raises(ConfigError, match="this one has one"):
+        play(alone, Scripted(tokenizer, ["10"]), 1)
+
+
+def test_bonuses_are_paid_besides(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = tmp_path / "bonuses.jsonl"
+    path.write_text('{"prompt": "Name a number", "bonuses": {"4": 2.0}}\n')
+    dataset = judged(server)(str(path), setting(tokenizer))
+    assert dataset.builder(0, 1).pays_bonuses
+    [episode] = play(dataset, Scripted(tokenizer, ["4"]), 1)
+    bonuses_T = episode.turns[0].bonuses_T
+    assert bonuses_T is not None and bonuses_T.sum() == pytest.approx(2.0)
+
+
+def test_the_rubric_may_stand_in_a_file(
+    server: ScriptedJudge, tokenizer: PreTrainedTokenizerBase, prompts: str, tmp_path: Path
+) -> None:
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Even numbers are good: {really}.\n")
+    play(
+        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer)),
+        Scripted(tokenizer, ["2"]), 1,
+    )  # fmt: skip
+    assert "Even numbers are good: {really}." in server.asked[0]
+    rubric.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"env\.rubric=@.* cannot be read"):
+        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
+    rubric.write_text(" ")
+    with pytest.raises(ConfigError, match=r"env\.rubric=@.* is blank"):
+        judged(server, rubric=f"@{rubric}")(prompts, setting(tokenizer))
+
+
+def test_no_run_starts_without_its_judge(tokenizer: PreTrainedTokenizerBase, prompts: str) -> None:
+    config = Judged(judge_url="http://127.0.0.1:9", judge_model=MODEL, rubric=RUBRIC)
+    with pytest.raises(ConfigError, match=r"env\.judge_url=http://127\.0\.0\.1:9 cannot be used"):
+        config(prompts, setting(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "pair"}, r"env\.mode=pair is unknown; did you mean 'pairs'"),
+        ({"rubric": " "}, r"env\.rubric is blank"),
+        ({"max_pairs": 3}, r"env\.max_pairs=3 is for env\.mode=pairs"),
+        ({"judge_retries": -1}, r"env\.judge_retries=-1 must be at least 0"),
+        ({"judge_url": "http://me:secret@host"}, "ISOTHERM_JUDGE_API_KEY"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    given = {"judge_url": "http://host", "judge_model": MODEL, "rubric": RUBRIC}
+    with pytest.raises(ConfigError, match=message):
+        Judged(**{**given, **settings})
+
+
+def test_groups_that_cannot_be_compared() -> None:
+    given: dict[str, Any] = {"judge_url": "http://host", "judge_model": MODEL, "rubric": RUBRIC}
+    Judged(**given).check_group(1)
+    with pytest.raises(ConfigError, match=r"group_size=1 must be at least 2"):
+        Judged(**given, mode="pairs").check_group(1)
+    few = Judged(**given, mode="pairs", max_pairs=3)
+    for group_size in (2, 3, 6):
+        few.check_group(group_size)
+    for group_size, least in ((5, 5), (8, 4)):
+        with pytest.raises(ConfigError, match=rf"env\.max_pairs=3 must be at least {least}"):
+            few.check_group(group_size)

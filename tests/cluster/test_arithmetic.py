@@ -1,0 +1,173 @@
+"""The demo's task: sums are right, held-out means held out, and the tokenizer loads from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.demos.arithmetic import (
+    ALPHABET,
+    ANSWER_TOKENS,
+    Problem,
+    Problems,
+    train_tokenizer,
+    write_careless_sft,
+    write_prompts,
+    write_sft,
+)
+from distill.data.prompts import load_prompts
+from distill.data.row_files import read_rows
+from distill.data.sft_rows import load_sft_rows
+from distill.errors import ConfigError
+from distill.tokenizer import fingerprint, load_tokenizer
+
+PROBLEMS = Problems.split(held_out=500, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    directory = tmp_path_factory.mktemp("arithmetic")
+    train_tokenizer(directory, PROBLEMS.train)
+    return load_tokenizer(str(directory))
+
+
+def objects(path: Path) -> list[dict[str, str]]:
+    return [row for _, row in read_rows(str(path))]
+
+
+def test_every_problem_is_on_exactly_one_side() -> None:
+    assert (len(PROBLEMS.train), len(PROBLEMS.held_out)) == (9500, 500)
+    every = [Problem(left, right) for left in range(100) for right in range(100)]
+    assert sorted(PROBLEMS.train + PROBLEMS.held_out) == every
+
+
+def test_the_split_follows_its_seed() -> None:
+    assert Problems.split(held_out=500, seed=0) == PROBLEMS
+    assert set(Problems.split(held_out=500, seed=1).held_out) != set(PROBLEMS.held_out)
+
+
+@pytest.mark.parametrize("held_out", [0, 10_000])
+def test_neither_side_may_be_empty(held_out: int) -> None:
+    with pytest.raises(ConfigError, match=rf"held_out={held_out} must be in \[1, 9999\]"):
+        Problems.split(held_out=held_out, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "prompt", "answer"),
+    [
+        (47, 85, "47+85=", "231"),
+        (7, 5, "07+05=", "210"),
+        (0, 0, "00+00=", "000"),
+        (99, 99, "99+99=", "891"),
+    ],
+)
+def test_problems_as_written(left: int, right: int, prompt: str, answer: str) -> None:
+    assert (Problem(left, right).prompt, Problem(left, right).answer) == (prompt, answer)
+
+
+def test_answers_are_the_sums() -> None:
+    for problem in PROBLEMS.held_out:
+        left, right = problem.prompt.rstrip("=").split("+")
+        assert int(problem.answer[::-1]) == int(left) + int(right)
+
+
+def test_the_careless_book_errs_by_forgotten_carries_only() -> None:
+    rng = np.random.default_rng(0)
+    assert Problem(47, 85).careless_answer(1.0, rng) == "220"  # 7+5 -> 2, 4+8 -> 2, no hundreds
+    assert Problem(42, 35).careless_answer(1.0, rng) == "770"  # nothing to forget
+    for problem in PROBLEMS.held_out:
+        assert problem.careless_answer(0.0, rng) == problem.answer
+
+
+def test_the_careless_book_forgets_as_often_as_it_says() -> None:
+    """7 + 5 has one carry to forget."""
+    rng = np.random.default_rng(0)
+    wrong = [Problem(7, 5).careless_answer(0.6, rng) == "200" for _ in range(4000)]
+    assert np.mean(wrong) == pytest.approx(0.6, abs=0.03)
+
+
+def test_files_hold_what_their_readers_want(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts, book = tmp_path / "prompts.jsonl", tmp_path / "sft.jsonl"
+    write_prompts(prompts, PROBLEMS.held_out)
+    write_sft(book, PROBLEMS.train)
+    assert objects(prompts)[0].keys() == {"prompt", "answer"}
+    limits = {"vocab_size": len(tokenizer), "context_length": 32}
+    loaded = load_prompts(str(prompts), tokenizer, max_new_tokens=ANSWER_TOKENS, **limits)
+    assert [p.answer for p in loaded] == [p.answer for p in PROBLEMS.held_out]
+    stop_ids = {tokenizer.eos_token_id}
+    rows = load_sft_rows(
+        str(book), tokenizer, vocab_size=len(tokenizer), max_length=32, stop_ids=stop_ids
+    )
+    assert {int(row.loss_mask_T.sum()) for row in rows} == {ANSWER_TOKENS}
+    assert {int(row.tokens_T[-1]) for row in rows} == {tokenizer.eos_token_id}
+    trained = {row["prompt"] for row in objects(book)}
+    assert trained.isdisjoint(row["prompt"] for row in objects(prompts))
+
+
+def test_the_careless_file_draws_every_edition_from_its_seed(tmp_path: Path) -> None:
+    def book(seed: int) -> list[dict[str, str]]:
+        path = tmp_path / "careless.jsonl"
+        write_careless_sft(path, PROBLEMS.train, forget_carry=0.6, editions=2, seed=seed)
+        return objects(path)
+
+    first, second = book(0)[0::2], book(0)[1::2]
+    assert first != second
+    assert [row["prompt"] for row in first] == [row["prompt"] for row in second]
+    assert [row["prompt"] for row in first] == [problem.prompt for problem in PROBLEMS.train]
+    assert book(0) == book(0) != book(1)
+
+
+@pytest.mark.parametrize(
+    ("forget_carry", "editions", "message"),
+    [
+        (1.5, 1, r"forget_carry=1.5 must be in \[0, 1\]"),
+        (float("nan"), 1, r"forget_carry=nan must be in \[0, 1\]"),
+        (0.6, 0, "editions=0 must be at least 1"),
+    ],
+)
+def test_a_book_that_cannot_be_is_refused(
+    tmp_path: Path, forget_carry: float, editions: int, message: str
+) -> None:
+    path = tmp_path / "careless.jsonl"
+    with pytest.raises(ConfigError, match=message):
+        write_careless_sft(
+            path, PROBLEMS.train, forget_carry=forget_carry, editions=editions, seed=0
+        )
+    assert not path.exists()
+
+
+def test_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    for text in [ALPHABET, *(p.prompt + p.answer for p in PROBLEMS.held_out)]:
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+
+
+def test_the_vocabulary_is_the_alphabet_and_three_specials(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    specials = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    characters = {character: i for i, character in enumerate(sorted(ALPHABET), start=3)}
+    assert tokenizer.get_vocab() == specials | characters
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer("5?")["input_ids"] == [characters["5"], specials["<unk>"]]
+    assert tokenizer.decode([characters["5"], 1], skip_special_tokens=True) == "5"
+
+
+def test_the_tokenizer_is_the_same_whatever_it_is_trained_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    other = train_tokenizer(tmp_path, Problems.split(held_out=9_900, seed=7).train)
+    assert fingerprint(other) == fingerprint(tokenizer)
+
+
+def test_a_message_renders_to_the_plain_prompt(tokenizer: PreTrainedTokenizerBase) -> None:
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "47+85="}], add_generation_prompt=True, tokenize=False
+    )
+    assert rendered == "47+85="

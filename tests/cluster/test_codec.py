@@ -1,0 +1,59 @@
+"""A group that was packed and unpacked is the group."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.queue.codec import pack, unpack
+from distill.types import StopReason, TrajectoryGroup
+from tests.samples import group, ids, segment, top_logprobs, trajectory
+
+
+def assert_same(made: Any, expected: Any) -> None:
+    """Deeply, with types and dtypes; arrays are read-only."""
+    assert type(made) is type(expected)
+    if is_dataclass(expected):
+        for field in fields(expected):
+            assert_same(getattr(made, field.name), getattr(expected, field.name))
+    elif isinstance(expected, tuple):
+        for one, other in zip(made, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert made.dtype == expected.dtype and not made.flags.writeable
+        np.testing.assert_array_equal(made, expected)
+    else:
+        assert made == expected
+
+
+def varied() -> TrajectoryGroup:
+    """Several segments, some with fields that others lack."""
+    return TrajectoryGroup(
+        group_id=17,
+        trajectories_G=(
+            trajectory(
+                segment(2, 5, seed=1, teacher_context_T=ids(7, 8, 9)),
+                segment(4, 3, seed=2, teacher_logprobs_T=None, teacher_logprobs_q1_T=None),
+                reward=0.5,
+            ),
+            replace(
+                trajectory(
+                    segment(1, 4, seed=3, bonuses_T=np.arange(5, dtype=np.float32)),
+                    stop=StopReason.LENGTH,
+                ),
+                metrics={"env/turns": 2.0},
+            ),
+            trajectory(segment(3, 2, seed=4, teacher_top=top_logprobs(2, 3))),
+        ),
+        metrics={"time/rollout": 1.5},
+        teacher="maths",
+        tag="hard",
+    )
+
+
+@pytest.mark.parametrize("made", [group(3), group(0, members=1), varied()])
+def test_it_is_the_same_group(made: TrajectoryGroup) -> None:
+    assert_same(unpack(pack(made)), made)

@@ -1,0 +1,140 @@
+"""A pool of engines whose members die, answer wrongly, leave and join."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from cluster.hosts.engine_pool import EnginePool
+from distill.errors import DataError, EngineError, EngineLost
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+PATIENCE_S = 60
+
+
+class Trouble:
+    """An engine of which only `score` is asked; it answers its own name, or fails."""
+
+    def __init__(self, name: str, how: str = "answers", times: int = 10**9) -> None:
+        self._name, self._how, self._times = name, how, times
+        self._gate: asyncio.Event | None = None
+
+    async def score(self, _requests: object) -> str:
+        self._times -= 1
+        if self._times >= 0:
+            if self._how == "dies":
+                os._exit(1)
+            if self._how == "is lost":
+                raise EngineLost("its server is gone")
+            if self._how == "is wrong":
+                raise EngineError("seven log-probs for eight tokens")
+            if self._how == "refuses":
+                raise DataError("a token outside of the vocabulary")
+            if self._how == "waits":
+                self._gate = asyncio.Event()
+                await self._gate.wait()
+        return self._name
+
+    async def queue_length(self) -> int:
+        return 0
+
+    async def open(self) -> None:
+        assert self._gate is not None
+        self._gate.set()
+
+    async def waits(self) -> bool:
+        return self._gate is not None
+
+
+def made(*hows: Any) -> dict[str, Any]:
+    actor = ray.remote(Trouble).options(num_cpus=0)
+    return {
+        f"e{i}": actor.remote(f"e{i}", *(how if isinstance(how, tuple) else (how,)))
+        for i, how in enumerate(hows)
+    }
+
+
+def asked(pool: EnginePool, times: int = 1) -> list[Any]:
+    async def ask() -> list[Any]:
+        return [await pool.score([]) for _ in range(times)]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("how", ["dies", "is lost"])
+def test_another_engine_answers_for_one_that_is_lost(how: str) -> None:
+    pool = EnginePool("policy", made(how, "answers"), PATIENCE_S)
+    assert asked(pool, times=3) == ["e1"] * 3
+    assert set(pool.under_way.values()) == {0}
+
+
+def test_a_wrong_answer_is_asked_for_again_and_then_believed() -> None:
+    pool = EnginePool("policy", made(("is wrong", 1), "answers"), PATIENCE_S)
+    assert asked(pool) == ["e1"]
+    pool = EnginePool("policy", made("is wrong", "is wrong", "is wrong"), PATIENCE_S)
+    with pytest.raises(EngineError, match="seven log-probs"):
+        asked(pool)
+
+
+def test_a_request_that_an_engine_refuses_is_nobody_else_s() -> None:
+    pool = EnginePool("policy", made(("refuses", 1), ("refuses", 1)), PATIENCE_S)
+    for _ in range(2):  # neither was asked for the other
+        with pytest.raises(DataError, match="outside of the vocabulary"):
+            while True:
+                asked(pool)
+    assert asked(pool) in (["e0"], ["e1"])
+
+
+def test_a_request_waits_for_an_engine_to_join() -> None:
+    members = made("dies", "answers")
+    pool = EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)
+
+    async def join() -> str:
+        waiting = asyncio.create_task(pool.score([]))  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        pool.update({"e1": members["e1"]})
+        return str(await waiting)
+
+    assert asyncio.run(join()) == "e1"
+
+
+def test_patience_ends() -> None:
+    pool = EnginePool("teacher", made("is lost"), patience_s=0.5)
+    with pytest.raises(EngineLost, match=r"no teacher engine answered .* its server is gone"):
+        asked(pool)
+    with pytest.raises(EngineLost, match=r"\(0 in the pool\)"):
+        asked(EnginePool("teacher", {}, patience_s=0.1))
+
+
+def test_without_patience_every_engine_is_asked_once() -> None:
+    assert asked(EnginePool("policy", made("is lost", "answers"))) == ["e1"]
+    with pytest.raises(EngineLost, match="its server is gone"):
+        asked(EnginePool("policy", made("is lost", "is lost")))
+    with pytest.raises(RayActorError):
+        asked(EnginePool("policy", made("dies")))
+
+
+def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None:
+    members = made("waits", "answers")
+    pool = pickle.loads(pickle.dumps(EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)))
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(pool.score([]))
+        while not await members["e0"].waits.remote():
+            await asyncio.sleep(0.01)
+        pool.update({"e1": members["e1"]})
+        assert pool.under_way == {"e0": 1, "e1": 0}
+        assert await pool.score([]) == "e1"
+        members["e0"].open.remote()
+        assert await waiting == "e0"
+        pool.update({"e1": members["e1"]})
+        assert pool.under_way == {"e1": 0}
+
+    asyncio.run(leave())

@@ -1,0 +1,110 @@
+"""Evaluators that die or hang in somebody's code, on real Ray actors: tried twice, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.rollout.inside_file import problems_inside
+from cluster.placement.roles import EVALUATOR
+from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.supervision.supervise import (
+    HEALTH_GROUP,
+    Role,
+    RunFailed,
+    Supervisor,
+    ready_call,
+    whereabouts_call,
+)
+from tests.cluster.stuck_evaluator import StuckEvaluator
+
+# Of a call, and of a heartbeat: what hangs here is seen as soon as it may be.
+DEADLINE_S = 4.0
+
+
+class House:
+    """A driver, its supervisor, and an evaluator."""
+
+    def __init__(self, directory: Path) -> None:
+        self.inside, self.spared = str(directory / "inside"), str(directory / "spared")
+        self.said: list[str] = []
+        self.made = 0
+        self.supervisor = Supervisor(
+            say=self.said.append,
+            record=lambda _event, **_fields: None,
+            buried=lambda member, _why: self.calls.buried(member),
+            hang_after_s=DEADLINE_S / 2,
+            max_restarts=9,
+        )
+        self.driver = Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S)
+        self.calls = EvaluatorCalls(
+            self.supervisor,
+            self.driver,
+            say=self.said.append,
+            prepare=lambda: None,
+            deadline_s=120,
+        )
+        role = Role(
+            name=EVALUATOR,
+            title=lambda _index: EVALUATOR,
+            create=self.create,
+            heartbeat=ready_call,
+            introduction=whereabouts_call,
+            last_words=self.last_words,
+            start_deadline_s=120,
+        )
+        self.supervisor.add(role, 0)
+        self.supervisor.under_way = True
+
+    def create(self, _index: int, _attempt: int) -> Any:
+        self.made += 1
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={HEALTH_GROUP: 1})(StuckEvaluator)
+        return actor_class.options(num_cpus=0).remote(self.inside)
+
+    def last_words(self) -> str:
+        inside = problems_inside(self.inside)
+        return f", in the code of {inside} of env=Bad" if inside else ""
+
+    def evaluate(self, way: str) -> str:
+        def ask() -> Any:
+            [evaluator] = self.supervisor.serving(EVALUATOR).values()
+            return evaluator.evaluate.remote(way, self.spared)
+
+        return self.calls.persist("evaluation", ask)
+
+
+@pytest.fixture
+def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    yield made
+    made.supervisor.end_all()
+
+
+@pytest.mark.parametrize("way", ["dies", "waits", "holds the interpreter"])
+def test_a_second_end_in_the_same_code_ends_the_run_by_its_name(house: House, way: str) -> None:
+    with pytest.raises(RunFailed) as failed:
+        house.evaluate(way)
+    assert str(failed.value).startswith(
+        "evaluation failed: its actor died or hung 2 times, in the code of [1] of env=Bad. Make"
+    )
+    assert house.made == 2
+    assert sum("evaluator died (" in line and "code of [1]" in line for line in house.said) == 2
+
+
+def test_what_ends_an_evaluator_once_is_forgiven(house: House) -> None:
+    def ask() -> Any:
+        [evaluator] = house.supervisor.serving(EVALUATOR).values()
+        if house.made < 3:
+            return evaluator.die_in_no_code.remote()
+        return evaluator.evaluate.remote("dies", house.spared)
+
+    Path(house.spared).touch()
+    assert house.calls.persist("evaluation", ask) == "well"
+    assert house.made == 3
+    assert not any("in the code of" in line for line in house.said)

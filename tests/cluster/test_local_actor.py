@@ -1,0 +1,186 @@
+"""Actors in this process answer as Ray's do, and a run on them needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cluster.command import parse
+from cluster.config.on_policy import OpdConfig
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
+from distill.errors import ConfigError, EngineError
+from tests.tiny import TinyPair
+
+# Only against hangs.
+DEADLINE_S = 60.0
+
+
+class Counter:
+    """Without asynchronous methods: its calls run one after the other."""
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise ConfigError("start must not be negative")
+        self.value = start
+
+    def add(self, number: int) -> int:
+        before = self.value
+        time.sleep(0.01)
+        self.value = before + number
+        return self.value
+
+    def wait_for(self, event: threading.Event) -> str:
+        event.wait(DEADLINE_S)
+        return threading.current_thread().name
+
+    def fail(self) -> None:
+        raise EngineError("the engine said no")
+
+
+class Meeting:
+    """With asynchronous methods: its calls run side by side."""
+
+    def __init__(self) -> None:
+        self.guests, self.closed = 0, False
+        self.all_here = asyncio.Event()
+
+    async def come(self, expected: int) -> int:
+        self.guests += 1
+        if self.guests == expected:
+            self.all_here.set()
+        await self.all_here.wait()
+        return self.guests
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_calls_run_in_order_in_a_thread_of_the_objects_own() -> None:
+    counter = LocalActor(Counter, 5)
+    references = [counter.add.remote(1) for _ in range(20)]
+    ready, rest = calls.wait(references, num_returns=20, timeout=DEADLINE_S)
+    assert not rest and [calls.get(reference) for reference in ready] == list(range(6, 26))
+    event = threading.Event()
+    event.set()
+    assert calls.get(counter.wait_for.remote(event)).startswith("Counter")
+    assert calls.get(counter.__ray_call__.remote(lambda plain: plain.value)) == 25
+
+
+def test_asynchronous_calls_meet() -> None:
+    meeting = LocalActor(Meeting)
+
+    async def all_come() -> list[int]:
+        return await asyncio.gather(*(meeting.come.remote(3) for _ in range(3)))
+
+    assert asyncio.run(all_come()) == [3, 3, 3]
+
+
+def test_a_busy_actor_is_ready_and_its_answer_is_waited_for() -> None:
+    counter, event = LocalActor(Counter, 0), threading.Event()
+    busy = counter.wait_for.remote(event)
+    calls.get(counter.__ray_ready__.options(concurrency_group="health").remote(), DEADLINE_S)
+    with pytest.raises(GetTimeoutError):
+        calls.get(busy, timeout=0.05)
+    assert calls.wait([busy], timeout=0) == ([], [busy])
+    event.set()
+    assert calls.get(busy, DEADLINE_S)
+
+
+def test_errors_arrive_as_they_do_from_ray() -> None:
+    counter = LocalActor(Counter, 0)
+    with pytest.raises(EngineError, match="the engine said no") as raised:
+        calls.get(counter.fail.remote())
+    assert isinstance(raised.value, RayTaskError) and isinstance(raised.value.cause, EngineError)
+    born_dead = LocalActor(Counter, -1)
+    for call in (born_dead.__ray_ready__.remote(), born_dead.add.remote(1)):
+        with pytest.raises(ConfigError, match="start must not be negative"):
+            calls.get(call, DEADLINE_S)
+
+
+def test_who_gives_up_waiting_does_not_stop_the_call() -> None:
+    meeting = LocalActor(Meeting)
+
+    async def impatient() -> list[int]:
+        first = meeting.come.remote(2)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first, 0.05)
+        return [await meeting.come.remote(2), await first]
+
+    assert asyncio.run(impatient()) == [2, 2]
+
+
+def test_an_ended_actor_is_closed_and_refuses() -> None:
+    meeting = LocalActor(Meeting)
+    plain = calls.get(meeting.__ray_call__.remote(lambda plain: plain))
+    waiting = meeting.come.remote(2)
+    calls.kill(meeting)
+    assert plain.closed
+    for reference in (waiting, meeting.come.remote(1), meeting.__ray_ready__.remote()):
+        with pytest.raises(RayActorError, match="Meeting was ended") as raised:
+            calls.get(reference, DEADLINE_S)
+        assert isinstance(raised.value, RayError)
+    calls.kill(meeting)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ray_answers_the_same_calls() -> None:
+    remote: Any = ray.remote
+    counter = remote(Counter).options(num_cpus=0).remote(1)
+    assert calls.get(counter.add.remote(1), DEADLINE_S) == 2
+    failing = counter.fail.remote()
+    assert calls.wait([failing], timeout=DEADLINE_S) == ([failing], [])
+    with pytest.raises(EngineError, match="the engine said no"):
+        calls.get(failing)
+    assert calls.wait([], timeout=0) == ([], [])
+    calls.kill(counter)
+    with pytest.raises(RayError):
+        calls.get(counter.add.remote(1), DEADLINE_S)
+
+
+SCRIPT = """
+import ray, sys
+from cluster.train import main
+code = main(sys.argv[1:])
+assert not ray.is_initialized()
+sys.exit(code)
+"""
+
+
+@pytest.mark.e2e
+def test_a_run_in_one_process_starts_no_ray(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    settings = {
+        "recipe": "opd", "student": tiny_pair.student, "teacher": tiny_pair.teacher,
+        "prompts": tiny_pair.prompts, "out": tmp_path / "run", "steps": 30, "prompts_per_step": 2,
+        "group_size": 2, "max_new_tokens": 4, "eval_size": 2, "engine": "embedded", "local": True,
+        "temperature": 0.7,
+    }  # fmt: skip
+    given = [f"{name}={value}" for name, value in settings.items()]
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *given], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "finished 30 steps" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "setting", ["learner_workers=2", "policy_engines_max=3", "weights=object_store"]
+)
+def test_what_one_process_cannot_have_is_refused(
+    tiny_pair: TinyPair, tmp_path: Path, setting: str
+) -> None:
+    given = [
+        f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}", "local=True", setting,
+        f"prompts={tiny_pair.prompts}", f"out={tmp_path / 'run'}", "temperature=1",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"(?s){setting}.*local=True|local=True.*{setting}"):
+        parse(OpdConfig, given)

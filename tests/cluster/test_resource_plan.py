@@ -1,0 +1,61 @@
+"""The plan's sums and words; the numbers are worked out by hand."""
+
+from __future__ import annotations
+
+from cluster.placement.resource_plan import (
+    Layout,
+    RolePlan,
+    engine_memory,
+    learner_memory,
+    push_line,
+    render,
+)
+from learner.memory import FROZEN, TRAINED, MemoryEstimate
+
+EIGHT_B = MemoryEstimate(parameters=8 << 30, holding=TRAINED)
+
+
+def test_the_plan_counts_what_is_needed_at_the_start_and_at_the_most() -> None:
+    layout = Layout(
+        roles=[
+            RolePlan(name="policy", count=2, most=4, cpus=1, gpus=1, memory=16 << 30),
+            RolePlan(name="learner", count=1, most=1, cpus=1, gpus=2, memory=128 << 30),
+            RolePlan(name="queue", count=1, most=1, cpus=0, memory=0, note="on the head"),
+            RolePlan(name="teacher", count=1, most=1, cpus=1, gpus=0.5),
+        ],
+        strategy="pack",
+        colocate=("learner", "policy"),
+        push="16 GiB",
+    )
+    assert render(layout).splitlines() == [
+        "role     count  each            in all          memory of one",
+        "policy   2..4   1 CPU, 1 GPU    2 CPU, 2 GPU    16 GiB",
+        "learner  1      1 CPU, 2 GPU    1 CPU, 2 GPU    128 GiB",
+        "queue    1      -               -               small  on the head",
+        "teacher  1      1 CPU, 0.5 GPU  1 CPU, 0.5 GPU  unknown",
+        "placed   pack, learner and policy on one node",
+        "push     16 GiB",
+        "needs    4 CPU, 4.5 GPU to start; grown to the most, 6 CPU, 6.5 GPU",
+    ]
+
+
+def test_a_run_that_cannot_grow_has_one_sum() -> None:
+    layout = Layout(roles=[RolePlan(name="learner", count=3, most=3, cpus=1)], strategy="spread")
+    assert render(layout).splitlines()[-2:] == ["placed   spread", "needs    3 CPU"]
+
+
+def test_memory_of_one_member() -> None:
+    assert engine_memory(EIGHT_B, "bfloat16") == 16 << 30
+    assert engine_memory(EIGHT_B, "float32", ranks=4) == 8 << 30
+    assert learner_memory(EIGHT_B, 4) == 32 << 30  # 16 bytes a parameter, a quarter of them
+    frozen = MemoryEstimate(parameters=10, holding=FROZEN)
+    assert learner_memory(frozen, 3) == 14, "40 bytes over three, rounded up"
+    assert engine_memory(None, "float32") is None and learner_memory(None, 2) is None
+
+
+def test_a_push_goes_to_every_engine() -> None:
+    assert push_line(EIGHT_B, "bfloat16", 3) == (
+        "16 GiB (8589.9 M parameters in bfloat16) to 3 policy engines after each step: 48 GiB"
+    )
+    assert "to 1 policy engine after" in push_line(EIGHT_B, "float32", 1)
+    assert push_line(None, "float32", 2).endswith("size unknown")

@@ -1,0 +1,423 @@
+"""A run's directory: one run, resumable, held by one process, and its records true."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import chz
+import pytest
+from transformers import AutoModelForCausalLM
+
+from cluster.command import parse
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.recipes.common import failed_to_resume
+from cluster.run_files.run_directory import RunDirectory
+from cluster.supervision.supervise import RunFailed
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.tool_use import ToolUse
+from distill.errors import CheckpointError, ConfigError, DataError
+from distill.tokenizer import load_tokenizer
+from learner.checkpoint import Checkpoint
+
+NewOpd = Callable[..., OpdConfig]
+# Another valid value of every setting that may differ when a run is resumed.
+MAY_CHANGE = {
+    "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
+    "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
+    "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
+    "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
+    "weights": "disk", "probe_every": 0, "gradient_checkpointing": True, "learner_workers": 2,
+    "compile": True, "offload_optimizer": True, "trace_step": 1,
+    "hang_after_s": 9.0, "max_restarts": 3, "placement": "spread", "placement_deadline_s": 9.0,
+    "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
+    "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
+    "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
+    "keep_rollouts_every": 3, "reward_timeout_s": 9.0,
+}  # fmt: skip
+MUST_STAY = {
+    "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
+    "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
+    "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
+    "dtype": "bfloat16", "learner_dtype": "bfloat16",
+    "max_staleness": 0, "kl_coef": 0.5, "kl_discount_factor": 0.5,
+    "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
+    "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
+    "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
+    "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(),
+}  # fmt: skip
+# Never beside a teacher.
+REFUSED = {"remove_constant_reward_groups"}
+# The same for settings that mean something beside others only: (those others, another value).
+MUST_STAY_BESIDE = {
+    "clip_low": ({"loss": "ppo"}, 0.1),
+    "clip_high": ({"loss": "ppo"}, 0.1),
+    "dual_clip": ({"loss": "ppo"}, 2.0),
+    "dro_beta": ({"loss": "dro"}, 0.1),
+    "correction_cap": ({"correction": "mask"}, 3.0),
+    "baseline": ({"reward_coef": 1.0}, "leave_one_out"),
+    "scale_by_std": ({"reward_coef": 1.0}, True),
+    "reference": ({"reference_kl_coef": 0.1, "reference": "a"}, "b"),
+    "reference_kl_coef": ({"reference_kl_coef": 0.1, "reference": "a"}, 0.2),
+    "divergence": ({"estimator": "full"}, "forward_kl"),
+    "jsd_beta": ({"estimator": "full", "divergence": "jsd"}, 0.3),
+    "teacher_top_k": ({"estimator": "top_k"}, 5),
+    "tail": ({"estimator": "top_k"}, "sampled"),
+    "teachers": (
+        {"teacher": None, "teachers": {"a": TeacherConfig(model="m")}},
+        {"a": TeacherConfig(model="m", weight=2.0)},
+    ),
+    "lora_alpha": ({"lora_rank": 4}, 3.0),
+    "lora_targets": ({"lora_rank": 4}, "q_proj"),
+    "lora_dropout": ({"lora_rank": 4}, 0.1),
+    "sft_batch_size": ({"sft_data": "rows"}, 3),
+    "sft_coef": ({"sft_data": "rows"}, 0.2),
+}
+
+
+def started(config: OpdConfig, resume_from: Checkpoint | None = None) -> RunDirectory:
+    directory = RunDirectory("opd", config)
+    with directory.locked():
+        directory.start(resume_from)
+    return directory
+
+
+def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
+    def write(path: Path) -> None:
+        shutil.copytree(model_dir, path / "model")
+        (path / "trainer.pt").write_bytes(b"state")
+
+    return directory.store.save(
+        step=step, write=write, delivery={"watermark": step, "set_aside": {}}
+    )
+
+
+def test_a_fresh_start_writes_down_what_runs(opd: NewOpd) -> None:
+    config = opd(temperature=1.5)
+    directory = RunDirectory("opd", config)
+    assert directory.check() is None
+    assert not directory.path.exists()  # a check writes nothing
+    started(config)
+    written = json.loads((directory.path / "config.json").read_text())
+    assert written["recipe"] == "opd"
+    env = chz.asdict(config.env) | {"__chz_type__": "distill.envs.single_turn:SingleTurn"}
+    assert written["settings"] == chz.asdict(config) | {"env": env}
+    assert {"ray", "torch", "transformers"} <= written["versions"].keys()
+    assert directory.check() is None  # started, nothing saved yet: start over
+
+
+@pytest.mark.parametrize(
+    "former, now, settings",
+    [
+        ("distill.envs", "distill.envs.games", {"env": TicTacToeGames(), "prompts": None}),
+        ("distill", "distill.rewards", {"reward": "distill.rewards.unit_tests:unit_tests"}),
+    ],
+    ids=["an environment", "a reward"],
+)
+def test_a_run_that_names_a_module_by_its_former_path_is_resumed(
+    opd: NewOpd, former: str, now: str, settings: dict[str, Any]
+) -> None:
+    config = opd(**settings)
+    saved = save(started(config), config.student, 2)
+    file = saved.path.parents[1] / "config.json"
+    written = file.read_text()
+    assert f'"{now}.' in written
+    file.write_text(written.replace(f'"{now}.', f'"{former}.'))
+    assert RunDirectory("opd", config).check() == saved
+    typed = {
+        name: value.replace(now, former) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+    assert RunDirectory("opd", opd(**typed)).check() == saved
+
+
+def test_an_environment_is_found_by_the_former_path_of_its_module() -> None:
+    former = "env=distill.envs." + "tic_tac_toe:TicTacToeGames"
+    others = ["student=s", "teacher=t", "temperature=1", "out=o"]
+    assert parse(OpdConfig, [*others, former]).env == TicTacToeGames()
+
+
+def test_the_same_run_is_resumed_from_its_newest_checkpoint(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    save(directory, config.student, 2)
+    newest = save(directory, config.student, 4)
+    assert RunDirectory("opd", config).check() == newest
+    (newest.path / "manifest.json").unlink()
+    assert RunDirectory("opd", config).check().step == 2
+
+
+@pytest.mark.parametrize("name", list(MUST_STAY))
+def test_another_run_is_refused_and_the_setting_named(opd: NewOpd, name: str) -> None:
+    started(opd())
+    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+        RunDirectory("opd", opd(**{name: MUST_STAY[name]})).check()
+
+
+@pytest.mark.parametrize(("beside", "default"), [({}, 1e-5), ({"lora_rank": 4}, 1e-4)])
+def test_the_rate_that_is_meant_by_default_is_written_down(
+    opd: NewOpd, beside: dict, default: float
+) -> None:
+    """So giving it is the same run, and giving the other model's is another."""
+    directory = started(opd(**beside))
+    written = json.loads((directory.path / "config.json").read_text())
+    assert written["settings"]["lr"] == default
+    assert RunDirectory("opd", opd(**beside, lr=default)).check() is None
+    with pytest.raises(ConfigError, match=r"lr was .* there and is"):
+        RunDirectory("opd", opd(**beside, lr=3e-5)).check()
+
+
+@pytest.mark.parametrize("name", list(MUST_STAY_BESIDE))
+def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
+    beside, value = MUST_STAY_BESIDE[name]
+    started(opd(**beside))
+    with pytest.raises(ConfigError, match=f"holds another run: {name} was .* there and is"):
+        RunDirectory("opd", opd(**beside | {name: value})).check()
+
+
+def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
+    started(opd())
+    assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
+
+
+def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
+    evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
+    must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
+    # liger may change, too, where it is installed.
+    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger"} | REFUSED
+    assert known == chz.chz_fields(OpdConfig).keys()
+
+
+def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:
+    (tmp_path / name).write_text(text)
+    return opd(prompts=str(tmp_path / name))
+
+
+def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
+    config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
+    directory = started(config)
+    assert RunDirectory("opd", config).check() is None
+    was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    assert json.loads((directory.path / "config.json").read_text())["data"]["prompts"] == was
+
+    moved = with_file(opd, tmp_path, '{"prompt": "1"}\n', "moved.jsonl")
+    assert RunDirectory("opd", moved).check() is None
+    other = with_file(opd, tmp_path, '{"prompt": "2"}\n', "other.jsonl")
+    with pytest.raises(ConfigError, match="holds another run: prompts was"):
+        RunDirectory("opd", other).check()
+
+    edited = with_file(opd, tmp_path, '{"prompt": "1"}\n{"prompt": "2"}\n')
+    now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
+    with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl is not .* {now} and was {was}"):
+        RunDirectory("opd", edited).check()
+
+    path = directory.path / "config.json"  # as an earlier release wrote it
+    written = json.loads(path.read_text())
+    del written["data"]
+    path.write_text(json.dumps(written))
+    assert RunDirectory("opd", edited).check() is None
+
+
+def start_line(run_id: str, **changes: object) -> str:
+    ledger = {"groups_per_step": 2, "max_staleness": 0, "total_groups": 8, "lease_s": 9.0}
+    start = {"t": 1.0, "event": "start", "run": "q", "run_id": run_id, "epoch": 1, "watermark": 0}
+    return json.dumps(start | {"set_aside": {}, "settings": ledger} | changes) + "\n"
+
+
+PUT = '{"t": 1.0, "event": "put", "id": 0, "attempt": 1, "worker": "a", "epoch": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("metrics.jsonl", 'x\n{"step": 1}\n', r"metrics.jsonl:1 is no JSON .*; remove the line"),
+        ("metrics.jsonl", '{"step": "1"}\n', r"metrics.jsonl: .* has no number of a step"),
+        ("metrics.jsonl", "[" * 100_000 + "\n", r"metrics.jsonl:1 is no JSON"),
+        ("events.jsonl", '{"t": 1.0}\n{}\n', r"events.jsonl:1 is no object with event and t"),
+        ("ledger.jsonl", start_line("r") + "x\n" + PUT, r"ledger.jsonl, line 2: not an .* move it"),
+        (
+            "ledger.jsonl",
+            start_line("r") + PUT * 2,
+            r"line 2 contradicts the lines before it: .* mo",
+        ),
+        ("ledger.jsonl", start_line("r", settings=3), r"line 1 contradicts .* move it"),
+        ("ledger.jsonl", "\0" * 4096 + "\n", r"line 1: not an event of a ledger .* move it away"),
+    ],
+)
+def test_damaged_lines_are_refused_with_file_and_line(
+    opd: NewOpd, name: str, text: str, complaint: str
+) -> None:
+    directory = started(opd())
+    (directory.path / name).write_text(text)
+    with pytest.raises(DataError, match=complaint):
+        directory.check()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "ledger.jsonl"])
+def test_a_last_line_that_a_crash_cut_short_is_well(opd: NewOpd, name: str) -> None:
+    directory = started(opd())
+    (directory.path / name).write_text('{"t": 1.0, "ev')
+    assert directory.check() is None
+
+
+def test_the_ledger_of_another_run_is_refused(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    directory.ledger.write_text(start_line("another"))
+    assert directory.check() is None  # nothing was saved: the run begins anew, under a new name
+    checkpoint = save(directory, config.student, 2)
+    with pytest.raises(ConfigError, match=r"ledger.jsonl is of run another, and .* holds run"):
+        directory.check()
+    directory.ledger.write_text(start_line(directory.run_id))
+    assert directory.check() == checkpoint
+
+
+def test_another_recipe_is_refused(opd: NewOpd) -> None:
+    started(opd())
+    with pytest.raises(ConfigError, match="holds a run of recipe=opd"):
+        RunDirectory("sft", opd()).check()
+
+
+def test_places_that_hold_something_else(opd: NewOpd, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out=.*file is a file"):
+        RunDirectory("opd", opd(out=str(tmp_path / "file"))).check()
+    with pytest.raises(ConfigError, match="is not empty and holds no isotherm run"):
+        RunDirectory("opd", opd(out=str(tmp_path))).check()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def refusal(config: OpdConfig, answer: Connection) -> None:
+    """In a child that is not root, and so needs permission."""
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        RunDirectory("opd", config).check()
+        answer.send("nothing")
+    except ConfigError as error:
+        answer.send(str(error))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+@pytest.mark.parametrize("name", ["checkpoints", "final", "adapter", "failed", "metrics.jsonl"])
+def test_what_cannot_be_written_is_refused(opd: NewOpd, name: str) -> None:
+    out = Path(tempfile.mkdtemp())  # pytest's own directories are closed to others
+    try:
+        config = opd(out=str(out))
+        directory = started(config)
+        directory.append_metrics({"step": 1})
+        for path in (out, *out.iterdir()):
+            path.chmod(0o777)
+        if name != "metrics.jsonl":
+            (out / name).mkdir()
+        (out / name).chmod(0o555)
+        answer, theirs = multiprocessing.get_context("fork").Pipe(duplex=False)
+        child = multiprocessing.get_context("fork").Process(target=refusal, args=(config, theirs))
+        child.start()
+        child.join(timeout=300)
+        assert answer.recv() == f"out={out} cannot be written (no permission in {out / name})"
+    finally:
+        shutil.rmtree(out)
+
+
+def test_a_run_that_cannot_resume_says_how_to_go_on(opd: NewOpd) -> None:
+    checkpoint = save(started(opd()), opd().student, 2)
+    error = failed_to_resume(RunFailed("learner died at its start"), checkpoint)
+    assert "learner died at its start. No step was made since resuming" in str(error)
+    assert f"from {checkpoint.path}" in str(error) and "move it away" in str(error)
+
+
+def test_a_file_in_a_directory_s_place_is_refused(opd: NewOpd) -> None:
+    (started(opd()).path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match="checkpoints is no directory; remove it"):
+        RunDirectory("opd", opd()).check()
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    older, newest = (save(directory, config.student, step) for step in (2, 4))
+    (newest.path / "trainer.pt").write_bytes(b"stute")
+    told: list[str] = []
+    assert RunDirectory("opd", config).check(told.append) == older
+    assert newest.path.is_dir()  # a check writes nothing
+    assert "step-000004 is damaged: trainer.pt has sha256" in told[0]
+    started(config, older)
+    assert sorted(path.name for path in directory.store.root.iterdir()) == [
+        "step-000002", "step-000004.damaged",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"recipe": "opd"}', "[" * 100_000])
+def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
+    directory = started(opd())
+    (directory.path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json is unreadable"):
+        directory.check()
+
+
+def test_only_broken_checkpoints_are_no_fresh_start(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    (save(directory, config.student, 2).path / "trainer.pt").unlink()
+    with pytest.raises(CheckpointError, match="none of them complete"):
+        directory.check()
+
+
+def test_metrics_after_the_checkpoint_are_dropped_on_resuming(opd: NewOpd) -> None:
+    config = opd()
+    directory = started(config)
+    for step in (1, 2, 3, 4):
+        directory.append_metrics({"step": step, "train/loss": step / 8})
+    with (directory.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "train/lo')  # the crash
+    checkpoint = save(directory, config.student, 2)
+    resumed = started(config, checkpoint)
+    kept = [{"step": 1, "train/loss": 0.125}, {"step": 2, "train/loss": 0.25}]
+    assert resumed.read_metrics() == kept
+    resumed.append_metrics({"step": 3, "train/loss": 9.0})
+    assert resumed.read_metrics() == [*kept, {"step": 3, "train/loss": 9.0}]
+    assert started(config).read_metrics() == []  # nothing saved: from the beginning
+
+
+def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
+    ours, theirs = RunDirectory("opd", opd()), RunDirectory("opd", opd())
+    with ours.locked():
+        assert theirs.check() is None
+        with pytest.raises(ConfigError, match="in use by a running job"), theirs.locked():
+            pass
+    with theirs.locked():
+        pass
+
+
+def test_finished_means_finished(opd: NewOpd) -> None:
+    directory = started(opd())
+    assert not directory.is_finished()
+    directory.write_json("summary.json", {"status": "failed"})
+    assert not directory.is_finished()
+    directory.write_json("summary.json", {"status": "finished"})
+    assert directory.is_finished()
+    assert not started(opd()).is_finished()  # it goes on: the old summary is no longer true
+
+
+def test_the_final_model_is_the_checkpoint_s(opd: NewOpd, tiny_pair) -> None:
+    config = opd()
+    directory = started(config)
+    for model_dir in (tiny_pair.teacher, tiny_pair.student):  # the second replaces the first
+        step = len(list(directory.store.root.glob("*"))) + 1
+        directory.finish(save(directory, model_dir, step))
+    final = AutoModelForCausalLM.from_pretrained(directory.final)
+    expected = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
+    for name, parameter in expected.named_parameters():
+        assert final.get_parameter(name).equal(parameter)
+    assert load_tokenizer(str(directory.final)).eos_token_id == 1
+    assert not list(directory.path.glob(".*.partial"))

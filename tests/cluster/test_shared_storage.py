@@ -1,0 +1,86 @@
+"""Paths that a node lacks, and directories that only look shared."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.placement import shared_storage as visible
+from cluster.placement.shared_storage import require_same_directory, require_visible
+from distill.errors import ConfigError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def node(ray_cluster: None) -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, here: Path, there: Path) -> None:
+    """Makes the one node see `there` under the name of `here`, as another machine's disk would."""
+    exists, read = os.path.exists, Path.read_text
+
+    def moved(path: str) -> str:
+        return str(path).replace(str(here), str(there))
+
+    monkeypatch.setattr(visible, "_exist", lambda paths: [exists(moved(path)) for path in paths])
+    monkeypatch.setattr(
+        visible, "_read", lambda path: read(Path(moved(path))) if exists(moved(path)) else None
+    )
+
+
+def test_paths_that_every_node_has_pass(node: str, tmp_path: Path) -> None:
+    (tmp_path / "student").mkdir()
+    require_visible({"student": str(tmp_path / "student")}, [node])
+    require_same_directory("out", str(tmp_path), [node])
+    assert [path.name for path in tmp_path.iterdir()] == ["student"], "the probe was left behind"
+
+
+def test_hub_names_and_urls_are_left_alone(ray_cluster: None) -> None:
+    require_visible({"student": "Qwen/Qwen3-0.6B", "teacher": "http://host:1"}, ["no such node"])
+
+
+def test_a_path_that_a_node_lacks_is_named(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for path in (here / "student", here / "teacher", there / "student"):
+        path.mkdir(parents=True)
+    elsewhere(monkeypatch, here, there)
+    ip = re.escape(ray.nodes()[0]["NodeManagerAddress"])
+    with pytest.raises(ConfigError, match=rf"teacher=.*/here/teacher .* node {ip}.* every node"):
+        require_visible({name: str(here / name) for name in ("student", "teacher")}, [node])
+
+
+def test_a_directory_of_the_nodes_own_is_refused(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    elsewhere(monkeypatch, here, there)
+    with pytest.raises(ConfigError, match=r"out=.*/here is another directory on the Ray node"):
+        require_same_directory("out", str(here), [node])
+    assert not list(here.iterdir())
+
+
+def test_a_node_that_does_not_answer_is_named(ray_cluster: None, tmp_path: Path) -> None:
+    lost = "ab" * 28
+    with pytest.raises(ConfigError, match=f"the Ray node {lost} "):
+        require_visible({"student": str(tmp_path)}, [lost], deadline_s=5)
+
+
+def test_storage_that_hangs_runs_into_the_deadline(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # opening it waits for a writer, as a dead mount waits for its server
+    read = Path.read_text
+    monkeypatch.setattr(visible, "_read", lambda _: read(pipe))
+    with pytest.raises(ConfigError, match="did not look for out within 3 s"):
+        require_same_directory("out", str(tmp_path), [node], deadline_s=3)

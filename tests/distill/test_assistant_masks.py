@@ -1,0 +1,221 @@
+"""Only what the assistant says is trained, after what a served model would see before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.data.assistant_masks import Chain, conversation_chains
+from distill.errors import DataError
+from distill.tokenizer import load_tokenizer
+from tests.tiny import CHAT_TEMPLATE, save_tokenizer
+
+CHATML = (
+    "{% if tools %}<s>tools{% for tool in tools %} {{ tool.function.name }}{% endfor %}<e>\n"
+    "{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}</call>{% endfor %}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}<s>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<e>{% endgeneration %}{% else %}{{ m.content }}<e>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+# As Qwen3's: the thinking of a turn goes once another user message follows it.
+FORGETFUL = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{% if loop.index0 < ns.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+# Opens the thinking for the model, and writes earlier turns without it.
+OPENS_THINKING = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n<think>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatty(tmp_path: Path) -> PreTrainedTokenizerBase:
+    """Characters, and `<s>` and `<e>` as special tokens around each message."""
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.add_tokens(["<s>", "<e>"], special_tokens=True)
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def say(*contents: str) -> list[dict]:
+    """User and assistant in turns."""
+    return [
+        {"role": "assistant" if i % 2 else "user", "content": content}
+        for i, content in enumerate(contents)
+    ]
+
+
+def chains_of(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings) -> list[Chain]:
+    stop_ids = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<e>")}
+    return conversation_chains(tokenizer, messages, stop_ids=stop_ids, **settings)
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, chains: list[Chain]) -> list[str]:
+    """Each chain's text, its trained spans in [[ ]]."""
+    texts = []
+    for chain in chains:
+        edges = np.flatnonzero(np.diff(chain.loss_mask_T, append=False)) + 1
+        parts = [tokenizer.decode(part.tolist()) for part in np.split(chain.tokens_T, edges)]
+        texts.append("".join(f"[[{part}]]" if i % 2 else part for i, part in enumerate(parts)))
+    return texts
+
+
+def test_every_assistant_turn_and_its_end_are_trained(chatty: PreTrainedTokenizerBase) -> None:
+    messages = [{"role": "system", "content": "be kind"}, *say("hi", "ho", "and?", "no")]
+    [chain] = chains_of(chatty, messages)
+    assert shown(chatty, [chain]) == [
+        "<s>system\nbe kind<e>\n<s>user\nhi<e>\n<s>assistant\n[[ho<e>]]\n<s>user\nand?<e>\n"
+        "<s>assistant\n[[no<e>]]\n"
+    ]
+    assert chain.tokens_T.dtype == np.int32
+    whole = chatty.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert chain.tokens_T.tolist() == whole
+
+
+def test_a_template_with_generation_marks(chatty: PreTrainedTokenizerBase) -> None:
+    chatty.chat_template = GENERATION
+    messages = say("hi", "ho", "and?", "no")
+    [chain] = chains_of(chatty, messages)
+    marked = chatty.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert chain.tokens_T.tolist() == marked["input_ids"]
+    assert chain.loss_mask_T.tolist() == [bool(mask) for mask in marked["assistant_masks"]]
+
+
+def test_without_a_stop_id_all_of_the_turn_is_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    chains = chains_of(tokenizer, say("hi", "ho", "and?", "no"))
+    assert shown(tokenizer, chains) == ["u:hi\na:[[ho\n]]u:and?\na:[[no\n]]"]
+
+
+def test_thinking_that_is_dropped_later_is_trained_where_it_is_seen(
+    chatty: PreTrainedTokenizerBase,
+) -> None:
+    chatty.chat_template = FORGETFUL
+    messages = say("hi", "<think>hm</think>ho", "and?", "<think>er</think>no")
+    assert shown(chatty, chains_of(chatty, messages)) == [
+        "<s>user\nhi<e>\n<s>assistant\n[[<think>hm</think>ho<e>]]\n",
+        "<s>user\nhi<e>\n<s>assistant\nho<e>\n<s>user\nand?<e>\n"
+        "<s>assistant\n[[<think>er</think>no<e>]]\n",
+    ]
+
+
+def test_turns_that_the_template_keeps_share_a_chain(chatty: PreTrainedTokenizerBase) -> None:
+    chatty.chat_template = FORGETFUL
+    messages = say("a", "b", "c", "<think>d</think>e", "f", "g")
+    assert shown(chatty, chains_of(chatty, messages)) == [
+        "<s>user\na<e>\n<s>assistant\nb<e>\n<s>user\nc<e>\n"
+        "<s>assistant\n[[<think>d</think>e<e>]]\n",
+        "<s>user\na<e>\n<s>assistant\n[[b<e>]]\n<s>user\nc<e>\n<s>assistant\ne<e>\n"
+        "<s>user\nf<e>\n<s>assistant\n[[g<e>]]\n",
+    ]
+
+
+def test_turns_of_the_context_are_not_trained(chatty: PreTrainedTokenizerBase) -> None:
+    chains = chains_of(chatty, say("hi", "ho", "and?", "no"), context=2)
+    assert shown(chatty, chains) == [
+        "<s>user\nhi<e>\n<s>assistant\nho<e>\n<s>user\nand?<e>\n<s>assistant\n[[no<e>]]\n"
+    ]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
+def test_tool_calls_are_trained_and_what_tools_say_is_not(
+    chatty: PreTrainedTokenizerBase, arguments: object
+) -> None:
+    """OpenAI's format has the arguments as JSON text; templates want the object."""
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert shown(chatty, chains_of(chatty, messages, tools=tools)) == [
+        "<s>tools add<e>\n<s>user\nhi<e>\n"
+        '<s>assistant\n[[<call>add{"x": 1}</call><e>]]\n<s>tool\n2<e>\n<s>assistant\n[[two<e>]]\n'
+    ]
+
+
+def test_a_token_across_the_boundary_is_cut_as_generation_would_cut_it() -> None:
+    """`:` and ` yes` join to `: yes` when encoded at once; a served model sees `:` and goes on."""
+    ids = {"<unk>": 0, "<eos>": 1, ":": 2, " ": 3, "y": 4, ": ": 5, "u": 6, "a": 7}
+    backend = Tokenizer(models.BPE(ids, [(":", " ")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    [chain] = conversation_chains(tokenizer, say("y", " y"), stop_ids=())
+    assert tokenizer("u:ya: y")["input_ids"] == [6, 2, 4, 7, 5, 4]
+    assert chain.tokens_T.tolist() == [6, 2, 4, 7, 2, 3, 4]
+    assert chain.loss_mask_T.tolist() == [False] * 5 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": "hi"}], r"no assistant turn to train in messages\[0:\]"),
+        ([{"role": "assistant", "content": "hi"}], r"messages\[0\] is the assistant's"),
+        (
+            [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "{x"}}]},
+            ],
+            r"`arguments` of a tool call are not JSON: '\{x'",
+        ),
+    ],
+)
+def test_conversations_that_cannot_be_trained(
+    chatty: PreTrainedTokenizerBase, messages: list[dict], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        chains_of(chatty, messages)
+
+
+def test_a_context_without_an_answer_is_refused(chatty: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(DataError, match=r"no assistant turn to train in messages\[2:\]"):
+        chains_of(chatty, say("hi", "ho", "and?"), context=2)
+
+
+def test_a_generation_prompt_that_the_turn_does_not_continue_is_refused(
+    chatty: PreTrainedTokenizerBase,
+) -> None:
+    chatty.chat_template = OPENS_THINKING
+    with pytest.raises(DataError, match=r"<think>' with messages\[1\], the assistant's"):
+        chains_of(chatty, say("hi", "ho"))
+    [chain] = chains_of(chatty, say("hi", "<think>hm</think>ho"))
+    assert shown(chatty, [chain]) == ["<s>user\nhi<e>\n<s>assistant\n<think>[[hm</think>ho<e>]]\n"]
+
+
+def test_a_template_that_leaves_the_assistant_out_is_refused(
+    chatty: PreTrainedTokenizerBase,
+) -> None:
+    chatty.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"does not continue .* 'hi' with messages\[1\]"):
+        chains_of(chatty, say("hi", "ho"))
+
+
+def test_a_template_that_refuses_is_quoted(chatty: PreTrainedTokenizerBase) -> None:
+    chatty.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match="refuses these messages: no system role"):
+        chains_of(chatty, say("hi", "ho"))

@@ -1,0 +1,312 @@
+"""The handshake's verdict: who is off, by how much, and that NaN never agrees."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill.engine import EngineInfo
+from distill.errors import CalibrationError
+from distill.handshake.comparison import (
+    MEAN_SHARE,
+    NUM_PROBES,
+    TOLERANCE,
+    CalibrationReport,
+    Comparison,
+    Suspicion,
+    compare,
+    compare_with_law,
+    concatenated,
+    looser,
+    probe_pairs,
+    probe_prompts,
+)
+from distill.handshake.identity import fact_differences
+from distill.tokenizer import TokenizerProbe
+from distill.types import FloatArray
+
+
+def compared(
+    *gaps: float,
+    party: str = "teacher prefill",
+    dtype: str = "float32",
+    temperature: float = 1.2,
+    must_differ: bool = False,
+    suspicions: Sequence[Suspicion] = (),
+) -> Comparison:
+    """`party` against a reference of -2 everywhere, off by `gaps`."""
+    reference = np.full(len(gaps), -2, np.float32)
+    return compare(
+        party,
+        reference + np.array(gaps, np.float32),
+        "teacher decode",
+        reference,
+        temperature=temperature,
+        dtype=dtype,
+        must_differ=must_differ,
+        suspicions=suspicions,
+    )
+
+
+def compared_with(logprobs_N: FloatArray, reference_N: FloatArray) -> Comparison:
+    return compare("a", logprobs_N, "b", reference_N, temperature=1.2, dtype="float32")
+
+
+def test_gaps_written_out() -> None:
+    comparison = compared(0.25, -0.5, 0.0)
+    assert comparison.max_gap == 0.5
+    assert comparison.mean_gap == 0.25
+    assert comparison.num_tokens == 3
+    assert not comparison.agrees
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("temperature", "times"), [(0.5, 2), (1.0, 1), (2.0, 1)])
+def test_the_tolerance_is_the_precision_s_over_t(
+    dtype: str, temperature: float, times: float
+) -> None:
+    allowed, others = times * TOLERANCE[dtype], [0.0] * 19
+    assert compared(0.9 * allowed, *others, dtype=dtype, temperature=temperature).agrees
+    assert not compared(1.1 * allowed, *others, dtype=dtype, temperature=temperature).agrees
+
+
+def test_a_small_gap_everywhere_is_worse_than_an_outlier() -> None:
+    outlier = compared(0.9, *[0.0] * 19, dtype="bfloat16")
+    everywhere = compared(*[0.2] * 20, dtype="bfloat16")
+    assert outlier.agrees and not everywhere.agrees
+    assert outlier.tolerance == everywhere.tolerance == TOLERANCE["bfloat16"]
+    assert everywhere.mean_tolerance == pytest.approx(MEAN_SHARE * TOLERANCE["bfloat16"])
+
+
+def test_the_looser_dtype_decides() -> None:
+    assert looser("float32", "bfloat16") == looser("bfloat16", "float32") == "bfloat16"
+    assert looser("float32", "float16") == "float16"
+    assert looser("float32", "float32") == "float32"
+
+
+@pytest.mark.parametrize("gap", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_never_agrees(gap: float) -> None:
+    assert not compared(0.0, gap, dtype="bfloat16").agrees
+
+
+def test_log_probs_too_small_for_a_float32_softmax_are_all_alike() -> None:
+    reference = np.full(2, -200, np.float32)
+    assert compared_with(np.array([-np.inf, -95], np.float32), reference).agrees
+    assert not compared_with(np.array([-np.inf, -30], np.float32), reference).agrees
+
+
+def test_agreement_passes() -> None:
+    report = CalibrationReport(comparisons=(compared(1e-5), compared(0.0)))
+    assert report.agrees
+    report.require_agreement()
+
+
+def test_the_party_furthest_off_is_named() -> None:
+    report = CalibrationReport(
+        comparisons=(
+            compared(0.002, party="policy decode"),
+            compared(4.0, 0.0, party="teacher prefill"),
+            compared(0.0, party="policy prefill"),
+        )
+    )
+    with pytest.raises(CalibrationError) as error:
+        report.require_agreement()
+    assert "teacher prefill disagrees with teacher decode at temperature 1.2" in str(error.value)
+    assert "up to 4 nats on 2 tokens (mean 2; allowed 0.001, mean 0.0001)" in str(error.value)
+    assert error.value.exit_code == 3
+
+
+def test_nan_is_furthest_off() -> None:
+    report = CalibrationReport(
+        comparisons=(compared(9.0), compared(math.nan, party="learner"), compared(1.0))
+    )
+    with pytest.raises(CalibrationError, match=r"learner disagrees .* not finite"):
+        report.require_agreement()
+
+
+def test_the_report_as_json() -> None:
+    report = CalibrationReport(comparisons=(compared(0.0), compared(0.5)))
+    came = json.loads(json.dumps(report.to_json()))
+    assert came["agrees"] is False
+    assert [row["agrees"] for row in came["comparisons"]] == [True, False]
+    assert came["comparisons"][1] == {
+        "party": "teacher prefill",
+        "reference": "teacher decode",
+        "temperature": 1.2,
+        "num_tokens": 1,
+        "max_gap": 0.5,
+        "mean_gap": 0.5,
+        "tolerance": 0.001,
+        "must_differ": False,
+        "diagnosis": "",
+        "culprit": "",
+        "agrees": False,
+    }
+
+
+def test_json_has_no_constants_that_json_lacks() -> None:
+    report = CalibrationReport(comparisons=(compared(math.nan), compared(math.inf)))
+    rows = json.loads(json.dumps(report.to_json(), allow_nan=False))["comparisons"]
+    assert [row["max_gap"] for row in rows] == ["nan", "inf"]
+
+
+def test_a_mistake_that_fits_is_told_first() -> None:
+    reference = np.array([-2, -3], np.float32)
+    mistaken = np.array([-5, -1], np.float32)
+
+    def judged(found_N: FloatArray) -> Comparison:
+        return compare(
+            "a", found_N, "b", reference, temperature=0.5, dtype="float32",
+            suspicions=[
+                Suspicion("b", "it is upside down", found_N, -mistaken),
+                Suspicion("c", "it was mistaken", found_N, mistaken),
+            ],
+        )  # fmt: skip
+
+    explained, unexplained = judged(mistaken), judged(reference - 9)
+    assert explained.diagnosis == "it was mistaken" and not explained.agrees
+    assert explained.culprit == "c"
+    assert explained.complaint().endswith("It was mistaken")
+    assert unexplained.diagnosis == "" and "check its weights" in unexplained.complaint().lower()
+    assert judged(reference).agrees and judged(reference).diagnosis == ""
+    report = CalibrationReport(comparisons=(unexplained, explained))
+    assert report.verdict() == "no agreement: 2 of 2 comparisons failed; c is off"
+    with pytest.raises(CalibrationError, match="It was mistaken"):
+        report.require_agreement()
+
+
+Z = np.array([[3.0, 1.0, -2.0], [0.5, -4.0, 9.0]], np.float32)
+
+
+def pair_differences(temperature: float) -> FloatArray:
+    """log p(a) - log p(b) of the softmax itself, normaliser and all."""
+    p_NV = np.exp(Z / temperature)
+    log_p_NV = np.log(p_NV / p_NV.sum(axis=1, keepdims=True))
+    return log_p_NV[:, 0] - log_p_NV[:, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.9, 1.0, 1.7])
+def test_the_law_holds_of_a_softmax(temperature: float) -> None:
+    law = compare_with_law(
+        "a", pair_differences(temperature), pair_differences(1.0),
+        temperature=temperature, dtype="float32",
+    )  # fmt: skip
+    assert law.agrees and law.max_gap < 1e-5 and law.num_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("used", "diagnosis"), [(1.0, "not divided by T"), (0.25, "divided by T twice"), (0.7, "")]
+)
+def test_the_law_finds_the_temperature_that_was_used(used: float, diagnosis: str) -> None:
+    law = compare_with_law(
+        "a", pair_differences(used), pair_differences(1.0), temperature=0.5, dtype="float32"
+    )
+    assert not law.agrees
+    assert diagnosis in law.diagnosis and bool(diagnosis) == bool(law.diagnosis)
+
+
+def test_near_one_the_law_accuses_nobody_of_what_cannot_be_told() -> None:
+    law = compare_with_law(
+        "a", pair_differences(0.2), pair_differences(1.0), temperature=1.0, dtype="float32"
+    )
+    assert not law.agrees and law.diagnosis == ""
+
+
+def info(**changes: Any) -> EngineInfo:
+    settings = {
+        "kind": "k", "model": "m", "vocab_size": 10, "context_length": 20, "weight_version": 0,
+        "dtype": "float32", "eos_token_ids": (1,), "tokenizer": OURS, "temperature_scaling": "s",
+    }  # fmt: skip
+    return EngineInfo(**settings | changes)
+
+
+OURS = TokenizerProbe(texts=((1, 2), (3,)), chat=(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("policy", "teacher", "difference"),
+    [
+        ({}, {}, None),
+        ({}, {"vocab_size": 11}, None),
+        ({}, {"vocab_size": 9}, "teacher 0 has a vocabulary of 9, smaller than policy 0's 10"),
+        ({"vocab_size": 11}, {"vocab_size": 11}, "policy 1 has a vocabulary of 11 and policy 0"),
+        ({}, {"eos_token_ids": (1, 2)}, "teacher 0 ends at token ids [1, 2] and policy 0 at [1]"),
+        ({"eos_token_ids": ()}, {}, "policy 1 ends at token ids [] and policy 0 at [1]"),
+        ({}, {"eos_token_ids": None}, None),
+        ({"tokenizer": None}, {"tokenizer": None}, None),
+        ({}, {"tokenizer": replace(OURS, chat=None)}, None),
+        ({}, {"tokenizer": replace(OURS, chat=(4,))}, "teacher 0 has another tokenizer: it"),
+        ({"tokenizer": replace(OURS, texts=((1, 2), (9,)))}, {}, "as [9], the run's tokenizer as"),
+    ],
+)
+def test_facts_that_differ(
+    policy: dict[str, Any], teacher: dict[str, Any], difference: str | None
+) -> None:
+    policies = {"policy 0": info(), "policy 1": info(**policy)}
+    found = fact_differences(policies, {"teacher 0": info(**teacher)}, OURS)
+    assert len(found) == (difference is not None)
+    assert difference is None or difference in found[0]
+
+
+def test_facts_that_differ_are_a_disagreement() -> None:
+    report = CalibrationReport(comparisons=(compared(0.0),), differences=("x is not y",))
+    assert (
+        not report.agrees
+        and report.verdict() == "no agreement on vocabulary, tokenizer or stop tokens"
+    )
+    with pytest.raises(CalibrationError, match="x is not y"):
+        report.require_agreement()
+
+
+def test_the_report_tells_of_the_parties_without_their_token_ids() -> None:
+    report = CalibrationReport(comparisons=(compared(0.0),), parties={"a": info()})
+    [told] = report.to_json()["parties"].values()
+    assert told["tokenizer"] == OURS.digest() and told["vocab_size"] == 10
+    assert OURS.digest() != replace(OURS, chat=None).digest()
+
+
+def test_a_party_that_ignores_the_temperature_is_told_from_one_that_heeds_it() -> None:
+    def heeds(gap: float) -> CalibrationReport:
+        return CalibrationReport(comparisons=(compared(gap, must_differ=True),))
+
+    heeds(0.5).require_agreement()
+    with pytest.raises(CalibrationError, match="ignores the temperature"):
+        heeds(0.0).require_agreement()
+    with pytest.raises(CalibrationError):
+        heeds(math.nan).require_agreement()
+
+
+def test_probes_are_seeded_and_inside_the_vocabulary() -> None:
+    probes = probe_prompts(11, 64, seed=3)
+    assert all(4 <= len(tokens) <= 24 for tokens in probes)
+    assert set(np.concatenate(probes).tolist()) == set(range(11))
+    assert [p.tolist() for p in probes] == [p.tolist() for p in probe_prompts(11, 64, seed=3)]
+    assert [p.tolist() for p in probes] != [p.tolist() for p in probe_prompts(11, 64, seed=4)]
+
+
+@pytest.mark.parametrize("context_length", [2, 3, 16, 30])
+def test_probes_leave_room_to_sample_in_a_short_context(context_length: int) -> None:
+    assert all(1 <= len(p) <= context_length // 2 for p in probe_prompts(11, context_length))
+
+
+def test_a_pair_is_of_two_tokens_of_the_vocabulary() -> None:
+    for vocab_size in (2, 3, 500):
+        a_P, b_P = probe_pairs(vocab_size)
+        assert len(a_P) == len(b_P) == NUM_PROBES and (a_P != b_P).all()
+        assert {*a_P.tolist(), *b_P.tolist()} <= set(range(vocab_size))
+
+
+def test_nothing_compared_is_no_agreement() -> None:
+    with pytest.raises(AssertionError):
+        compared()
+
+
+def test_concatenated_keeps_the_order() -> None:
+    joined = concatenated([np.array([1.0]), np.array([2.0, 3.0])])
+    assert joined.tolist() == [1, 2, 3] and joined.dtype == np.float32

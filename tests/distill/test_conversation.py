@@ -1,0 +1,413 @@
+"""What was sampled is kept as sampled; what is seen next is what the template writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat import conversation as turns
+from distill.chat.conversation import BEFORE, JOIN, NO_TEXT, STOP, TURN, Conversation
+from distill.chat.segments import SegmentBuilder
+from distill.chat.template import chat_text, encode_chat, render_messages
+from distill.engine import Sample
+from distill.errors import ConfigError, DataError
+from distill.types import Segment, StopReason, TokenArray
+from tests.chat_templates import ADD, FORMATS, TEMPLATES, chat_tokenizer, stop_of
+from tests.samples import sample
+
+QUESTION = {"role": "user", "content": "What is 1 + 2?"}
+THANKS = {"role": "user", "content": "Thanks."}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+BAR, GAP = "\uff5c", "\u2581"
+DEEPSEEK = (
+    "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n"
+    '{"a": 1, "b": 2}\n```<|tool_call_end|><|tool_calls_end|>'
+)
+CALLS = {
+    "qwen3-coder": XML,
+    "llama": '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdefghi"}]',
+    "deepseek": DEEPSEEK.replace("|", BAR).replace("_", GAP),
+}
+
+
+def result(parsed: turns.ParsedTurn, content: str = "3") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": parsed.calls[0].id, "name": "add", "content": content}
+
+
+def spoken(tokenizer: PreTrainedTokenizerBase, text: str) -> Sample:
+    return sample(*encode_chat(tokenizer, text).tolist())
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    return tokenizer.get_vocab()[token]
+
+
+class Episode:
+    """A conversation as an environment drives it, with all that was seen and sampled."""
+
+    def __init__(self, family: str, *messages: dict[str, Any], **settings: Any) -> None:
+        self.tokenizer = chat_tokenizer(family)
+        self.stop = stop_of(family)
+        tools = settings.pop("tools", [ADD] if family in FORMATS else [])
+        self.talk = Conversation(self.tokenizer, messages or [QUESTION], tools=tools, **settings)
+        self.tools = tools
+        self.turns: list[tuple[TokenArray, Sample]] = []
+
+    def says(self, text: str, *, stop: str | None = None) -> turns.ParsedTurn:
+        return self.samples(spoken(self.tokenizer, text + (self.stop if stop is None else stop)))
+
+    def samples(self, taken: Sample) -> turns.ParsedTurn:
+        self.turns.append((self.talk.observation_T, taken))
+        return self.talk.said(taken)
+
+    def hears(self, *messages: dict[str, Any]) -> bool:
+        """Whether the next observation extends what was seen, having checked that it is right."""
+        observation_T, taken = self.turns[-1]
+        partings = len(self.talk.partings)
+        self.talk.hear(messages)
+        extended = len(self.talk.partings) == partings
+        served = chat_text(
+            self.tokenizer, self.talk.messages, tools=self.tools or None, add_generation_prompt=True
+        )
+        seen_T = np.concatenate([observation_T, taken.tokens_T])
+        next_T = self.talk.observation_T
+        assert next_T.dtype == np.int32 and self.shown(next_T) == served
+        if extended:
+            assert next_T[: len(seen_T)].tolist() == seen_T.tolist()
+        else:
+            assert "\ufffd" in self.shown(taken.tokens_T) or not served.startswith(
+                self.shown(seen_T)
+            )
+            assert next_T.tolist() == encode_chat(self.tokenizer, served).tolist()
+        return extended
+
+    def shown(self, tokens_T: TokenArray) -> str:
+        return str(self.tokenizer.decode(tokens_T.tolist(), skip_special_tokens=False))
+
+    def segments(self) -> tuple[Segment, ...]:
+        builder = SegmentBuilder(0.7)
+        for observation_T, taken in self.turns:
+            builder.append(observation_T, taken)
+        return builder.build()
+
+
+def parted(episode: Episode) -> list[str]:
+    return [parting.reason for parting in episode.talk.partings]
+
+
+def trained(episode: Episode) -> list[list[str]]:
+    """The text of each trained span, by segment."""
+    texts = []
+    for segment in episode.segments():
+        edges = np.flatnonzero(np.diff(segment.action_mask_T)) + 1
+        spans = np.split(segment.tokens_T, edges)
+        texts.append([episode.shown(span) for span in spans[1::2]])
+    return texts
+
+
+def test_the_first_observation_is_the_prompt() -> None:
+    episode = Episode("qwen2.5")
+    rendered_T = render_messages(episode.tokenizer, [QUESTION], tools=[ADD])
+    assert episode.talk.observation_T.tolist() == rendered_T.tolist()
+    assert episode.talk.messages == [QUESTION] and episode.talk.partings == ()
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_tool_loop(family: str) -> None:
+    """Only templates that drop or rewrite what was said open a new segment."""
+    episode = Episode(family)
+    thought = "hm\n</think>\n\n" if family in ("qwq", "opens thinking") else ""
+    call = thought + CALLS.get(family, CALL)
+    parsed = episode.says(call)
+    assert [call.name for call in parsed.calls] == ["add"] and not parsed.malformed
+    extended = episode.hears(result(parsed))
+    assert extended == (family != "qwq")
+    episode.says(f"{thought}It is 3.")
+    assert episode.hears(THANKS) == (family != "qwq")
+    roles = [message["role"] for message in episode.talk.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
+    assert len(episode.segments()) == (2 if family == "qwq" else 1)
+
+
+def test_thinking_is_kept_in_the_tool_loop_and_goes_with_the_next_question() -> None:
+    episode = Episode("qwen3")
+    first = f"<think>\nadd\n</think>\n\n{CALL}"
+    assert episode.hears(result(episode.says(first)))
+    second = "<think>\n3\n</think>\n\nIt is 3."
+    episode.says(second)
+    assert not episode.hears(THANKS)
+    assert parted(episode) == [BEFORE] and "</think>" not in episode.shown(
+        episode.talk.observation_T
+    )
+    episode.says("You are welcome.")
+    stop = episode.stop
+    assert trained(episode) == [[first + stop, second + stop], [f"You are welcome.{stop}"]]
+    [parting] = episode.talk.partings
+    assert parting.turn == 1 and "<think>\nadd" in parting.seen and len(parting.served) <= 120
+
+
+@pytest.mark.parametrize("text", ["hm</think>It is 3.", "</think>", "<think>", "a</think></think>"])
+def test_an_orphan_of_the_thinking_parts(text: str) -> None:
+    episode = Episode("qwen3")
+    parsed = episode.says(f"{text}{CALL}")
+    heard = result(parsed) if parsed.calls else THANKS
+    extended = episode.hears(heard)
+    assert extended == (text == "<think>") and parsed.content.startswith(text)
+
+
+def test_a_prompt_that_opens_the_thinking_is_part_of_the_turn() -> None:
+    episode = Episode("opens thinking")
+    parsed = episode.says(f"{CALL} maybe")
+    assert parsed.calls == () and parsed.content == f"{CALL} maybe"
+    assert episode.talk.messages[-1]["content"] == f"<think>\n{CALL} maybe"
+    assert episode.hears(THANKS)
+
+
+def test_a_template_that_trims() -> None:
+    episode = Episode("trims")
+    episode.says("yes")
+    assert episode.hears(THANKS)
+    episode.says("yes ")
+    assert not episode.hears(THANKS)
+    episode.says("yes")
+    assert episode.hears(THANKS)
+    assert parted(episode) == [TURN]
+    assert trained(episode) == [["yes<|im_end|>", "yes <|im_end|>"], ["yes<|im_end|>"]]
+
+
+def test_a_turn_that_was_cut_off_is_ended_by_what_follows() -> None:
+    episode = Episode("qwen2.5")
+    taken = spoken(episode.tokenizer, "It is ab")
+    parsed = episode.samples(replace(taken, stop_reason=StopReason.LENGTH))
+    assert parsed.content == "It is ab" and episode.hears(THANKS)
+    seen = len(episode.turns[0][0]) + len(taken.tokens_T)
+    assert episode.shown(episode.talk.observation_T[seen:]).startswith("<|im_end|>\n")
+
+
+def test_a_stop_token_that_the_template_does_not_write() -> None:
+    episode = Episode("qwen2.5")
+    assert episode.says("Yes.", stop="<|endoftext|>").content == "Yes."
+    assert not episode.hears(THANKS) and parted(episode) == [STOP]
+
+
+def test_a_control_token_within_the_turn_is_not_said() -> None:
+    episode = Episode("qwen2.5")
+    assert episode.says("Yes<|im_start|>user\nNo").content == "Yesuser\nNo"
+    assert not episode.hears(THANKS) and parted(episode) == [TURN]
+
+
+def test_bytes_that_are_no_text() -> None:
+    episode = Episode("qwen2.5")
+    tokenizer = episode.tokenizer
+    first = token_id(tokenizer, "\u00e2")
+    parsed = episode.samples(sample(first, token_id(tokenizer, episode.stop)))
+    assert parsed.content == "\ufffd"
+    assert not episode.hears(THANKS) and parted(episode) == [NO_TEXT]
+
+
+def test_an_id_that_the_tokenizer_does_not_know() -> None:
+    episode = Episode("qwen2.5")
+    ids = spoken(episode.tokenizer, "Yes.<|im_end|>").tokens_T.tolist()
+    episode.talk.said(sample(len(episode.tokenizer) + 5, *ids))
+    episode.talk.hear([THANKS])
+    assert parted(episode) == [NO_TEXT]
+
+
+def test_sampled_tokens_are_not_the_tokenizers_own_choice() -> None:
+    """Letter by letter where the tokenizer would merge: kept, and never encoded again."""
+    episode = Episode("qwen2.5")
+    letters = [int(encode_chat(episode.tokenizer, letter)[0]) for letter in "assistant"]
+    assert len(encode_chat(episode.tokenizer, "assistant")) < len(letters)
+    stop = token_id(episode.tokenizer, episode.stop)
+    assert episode.samples(sample(*letters, stop)).content == "assistant"
+    assert episode.hears(THANKS)
+
+
+def test_a_call_that_cannot_be_read_stays_as_written() -> None:
+    episode = Episode("qwen2.5")
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": }}\n</tool_call>'
+    parsed = episode.says(broken)
+    assert isinstance(parsed.calls[0].arguments, str)
+    assert episode.hears(result(parsed, "no JSON")) and parted(episode) == []
+
+
+def test_parallel_calls_and_their_ids() -> None:
+    episode = Episode("qwen2.5")
+    first = episode.says(f"Both.\n{CALL}\n{CALL}")
+    assert first.content == "Both."
+    assert episode.hears(*(result(first) | {"tool_call_id": call.id} for call in first.calls))
+    second = episode.says(CALL)
+    assert [call.id for call in (*first.calls, *second.calls)] == [
+        "call00000",
+        "call00001",
+        "call00002",
+    ]
+
+
+def test_calls_that_the_template_refuses_are_plain_text() -> None:
+    episode = Episode("llama")
+    text = ";".join([CALLS["llama"]] * 2)
+    parsed = episode.says(text)
+    assert len(parsed.calls) == 2 and "tool_calls" in episode.talk.messages[-1]
+    assert episode.hears(result(parsed), result(parsed))
+    assert episode.talk.messages[1] == {"role": "assistant", "content": text}
+
+
+def test_messages_that_the_template_refuses_are_not_heard() -> None:
+    episode = Episode("gemma")
+    episode.says("Yes.")
+    before = episode.talk.messages
+    for refused in ({"role": "tool", "content": "3"}, {"role": "user", "content": "\ud800"}):
+        with pytest.raises(DataError):
+            episode.talk.hear([refused])
+    with pytest.raises(DataError, match="no role system"):
+        episode.talk.replace([{"role": "system", "content": "Be kind."}])
+    assert episode.talk.messages == before and episode.talk.partings == ()
+    assert episode.hears(THANKS)
+
+
+def test_a_history_that_was_condensed_is_rendered_anew() -> None:
+    episode = Episode("qwen2.5")
+    episode.says("Yes.")
+    episode.hears(THANKS)
+    summary = {"role": "user", "content": "We spoke of sums."}
+    episode.talk.replace([summary])
+    rendered_T = render_messages(episode.tokenizer, [summary], tools=[ADD])
+    assert episode.talk.observation_T.tolist() == rendered_T.tolist()
+    assert episode.talk.partings == () and episode.talk.messages == [summary]
+    episode.says("We did.")
+    assert episode.hears(THANKS) and len(episode.segments()) == 2
+
+
+def test_more_may_be_heard_before_the_model_speaks() -> None:
+    episode = Episode("qwen2.5")
+    episode.says("Yes.")
+    assert episode.hears(THANKS) and episode.hears(THANKS)
+    episode.says("No.")
+    assert len(episode.segments()) == 1
+
+
+def test_two_turns_in_a_row_are_a_mistake() -> None:
+    episode = Episode("qwen2.5")
+    episode.says("Yes.")
+    with pytest.raises(AssertionError, match="must come between two turns"):
+        episode.says("Yes.")
+
+
+def test_tools_need_a_template_for_them() -> None:
+    with pytest.raises(ConfigError, match="does not show `tools`"):
+        Episode("gemma", tools=[ADD])
+    episode = Episode("gemma")
+    assert episode.says(CALL) == turns.ParsedTurn(text=CALL, content=CALL)
+    assert episode.hears(THANKS)
+
+
+def test_partings_are_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_logged", set())
+    episode = Episode("trims")
+    with caplog.at_level(logging.WARNING, logger=turns.__name__):
+        for _ in range(3):
+            episode.says(" yes")
+            assert not episode.hears(THANKS)
+    [record] = caplog.records
+    assert TURN in record.getMessage() and " yes<|im_end|>" in record.getMessage()
+    assert [parting.turn for parting in episode.talk.partings] == [0, 1, 2]
+
+
+def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
+    """As SentencePiece's: a text that is encoded alone starts with a space."""
+    tokens = ["<unk>", "\u2581", *"abcdefgh:"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_tokens([AddedToken("<e>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + assistant + "{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("said", [("c", "d", "<e>"), ("c", "d")])
+def test_what_follows_is_encoded_as_it_is_there(said: tuple[str, ...]) -> None:
+    tokenizer = spacing_tokenizer(":{{ m.content }}<e>")
+    talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
+    reason = StopReason.EOS if "<e>" in said else StopReason.LENGTH
+    ids = [token_id(tokenizer, token) for token in said]
+    talk.said(replace(sample(*ids), stop_reason=reason))
+    talk.hear([{"role": "user", "content": "ef"}])
+    tokens = ["\u2581", *"ab:", *"cd", "<e>", *"ef:"]
+    assert tokenizer.convert_ids_to_tokens(talk.observation_T.tolist()) == tokens
+    assert talk.partings == ()
+
+
+def test_what_cannot_be_encoded_on_its_own_parts() -> None:
+    tokenizer = spacing_tokenizer(":{{ m.content }}")
+    talk = Conversation(tokenizer, [{"role": "user", "content": "ab"}])
+    ids = [token_id(tokenizer, token) for token in "cd"]
+    talk.said(replace(sample(*ids), stop_reason=StopReason.LENGTH))
+    talk.hear([{"role": "user", "content": "ef"}])
+    assert [parting.reason for parting in talk.partings] == [JOIN]
+    assert tokenizer.decode(talk.observation_T.tolist()) == "ab:cdef:"
+
+
+_TEXTS = st.sampled_from(["Yes.", " no ", "<think>\nhm\n</think>\n\nSo.", "x</think>y", "\n", ""])
+_HEARD = st.sampled_from(["Go on.", "  ", "<think>", "caf\u00e9 \U0001f40c", "e\u0301"])
+
+
+@st.composite
+def turns_of(draw: st.DrawFn, family: str) -> tuple[Sample, str]:
+    """A turn of text, calls and random ids, with or without its end; and what is heard then."""
+    tokenizer = chat_tokenizer(family)
+    call = CALLS.get(family, CALL)
+    texts = draw(st.lists(_TEXTS | st.sampled_from([call, call[:20]]), max_size=3))
+    ids = encode_chat(tokenizer, "".join(texts)).tolist()
+    ids += draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=4) | st.just([]))
+    ended = draw(st.booleans()) or not ids
+    if ended:
+        ids.append(token_id(tokenizer, stop_of(family)))
+    taken = sample(*ids)
+    return (taken if ended else replace(taken, stop_reason=StopReason.LENGTH)), draw(_HEARD)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(data=st.data())
+def test_sampled_tokens_land_once_in_the_context_that_the_model_saw(
+    family: str, data: st.DataObject
+) -> None:
+    """Whatever is sampled. `Episode.hears` checks each observation against the template's text."""
+    episode = Episode(family)
+    drawn = data.draw(st.lists(turns_of(family), min_size=1, max_size=4))
+    for turn, (taken, heard) in enumerate(drawn):
+        # no two tokens have the same log-prob
+        parsed = episode.samples(replace(taken, logprobs_T=taken.logprobs_T - 1000 * turn))
+        answers: Sequence[dict[str, Any]] = [result(parsed, heard)] if parsed.calls else ()
+        episode.hears(*answers or [{"role": "user", "content": heard}])
+    chains = episode.segments()
+    kept = [float(p) for chain in chains for p in chain.behaviour_logprobs_T[chain.action_mask_T]]
+    assert kept == [float(p) for _, taken in episode.turns for p in taken.logprobs_T]
+    for observation_T, taken in episode.turns:
+        [chain] = [c for c in chains if taken.logprobs_T[0] in c.behaviour_logprobs_T]
+        start, stop = len(observation_T), len(observation_T) + len(taken.tokens_T)
+        assert chain.behaviour_logprobs_T[start] == taken.logprobs_T[0]
+        assert chain.tokens_T[:start].tolist() == observation_T.tolist()
+        assert chain.tokens_T[start:stop].tolist() == taken.tokens_T.tolist()
+        assert chain.action_mask_T[start:stop].all()

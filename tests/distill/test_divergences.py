@@ -1,0 +1,333 @@
+"""Divergences against sums written out, what each must satisfy, and a known collapse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distill.objective.divergences import (
+    TAIL_FLOOR,
+    coarse,
+    divergence,
+    generalised_jsd,
+    kl,
+    reverse_kl,
+    top_of_reverse_kl,
+    with_tail,
+)
+from distill.objective.settings import DivergenceName
+
+TEMPERATURES = [0.1, 0.5, 1.0, 2.0, 10.0]
+NAMES: list[DivergenceName] = ["reverse_kl", "forward_kl", "jsd"]
+logit_pairs = st.integers(1, 6).flatmap(
+    lambda vocab: st.tuples(
+        *[st.lists(st.floats(-20, 20, width=32), min_size=vocab, max_size=vocab)] * 2
+    )
+)
+
+
+def softmax(logits: list[float], temperature: float) -> list[float]:
+    highest = max(logits)
+    weights = [math.exp((z - highest) / temperature) for z in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def kl_by_hand(student: list[float], teacher: list[float], temperature: float) -> float:
+    total = 0.0
+    highest = max(teacher)
+    log_normaliser = math.log(sum(math.exp((z - highest) / temperature) for z in teacher))
+    for v, p in enumerate(softmax(student, temperature)):
+        log_q = (teacher[v] - highest) / temperature - log_normaliser
+        total += p * (math.log(p) - log_q) if p > 0 else 0.0
+    return total
+
+
+@given(pair=logit_pairs, temperature=st.sampled_from(TEMPERATURES))
+def test_the_sum_written_out(pair: tuple, temperature: float) -> None:
+    student, teacher = pair
+    [value] = reverse_kl(torch.tensor([student]), torch.tensor([teacher]), temperature).tolist()
+    assert value == pytest.approx(kl_by_hand(student, teacher, temperature), rel=1e-3, abs=1e-4)
+    assert value >= -1e-4
+
+
+@given(pair=logit_pairs, temperature=st.sampled_from(TEMPERATURES), shift=st.floats(-5, 5))
+def test_zero_for_equal_distributions(pair: tuple, temperature: float, shift: float) -> None:
+    logits = torch.tensor([pair[0]])
+    assert reverse_kl(logits, logits, temperature).item() == 0
+    assert reverse_kl(logits, logits + shift, temperature).item() == pytest.approx(0, abs=1e-3)
+
+
+def test_known_values() -> None:
+    even = torch.zeros(1, 2)
+    odds = torch.tensor([[0.0, math.log(3)]])  # (1/4, 3/4) at T = 1, (1/10, 9/10) at T = 1/2
+    assert reverse_kl(even, odds, 1.0).item() == pytest.approx(0.5 * math.log(4 / 3))
+    assert reverse_kl(even, odds, 0.5).item() == pytest.approx(0.5 * math.log(100 / 36))
+    assert reverse_kl(odds, even, 1.0).item() == pytest.approx(
+        0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    )
+
+
+def test_both_sides_are_divided_by_the_temperature() -> None:
+    student, teacher = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))
+    at_T = reverse_kl(student, teacher, 0.5)
+    torch.testing.assert_close(at_T, reverse_kl(2 * student, 2 * teacher, 1.0))
+    assert (at_T - reverse_kl(2 * student, teacher, 1.0)).abs().min() > 1e-2  # towards q_1
+
+
+def test_half_precision_logits_are_computed_in_fp32() -> None:
+    student, teacher = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = reverse_kl(student.float(), teacher.float(), 0.7)
+    assert reverse_kl(student, teacher, 0.7).tolist() == exact.tolist()
+
+
+def test_vocabularies_must_agree() -> None:
+    with pytest.raises(AssertionError, match="vocabularies differ"):
+        reverse_kl(torch.zeros(1, 3), torch.zeros(1, 4), 1.0)
+    with pytest.raises(AssertionError, match="over different things"):
+        kl(torch.zeros(1, 3), torch.zeros(1, 4))
+
+
+def log_pair(seed: int, *, rows: int = 6, vocab: int = 9) -> tuple[Tensor, Tensor]:
+    """log p and log q, shape (rows, vocab), float64."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(2, rows, vocab, generator=generator, dtype=torch.float64)
+    log_p_NV, log_q_NV = torch.log_softmax(logits, dim=-1)
+    return log_p_NV, log_q_NV
+
+
+def divergence_by_hand(p: list[float], q: list[float], name: DivergenceName, beta: float) -> float:
+    total = 0.0
+    for p_v, q_v in zip(p, q, strict=True):
+        if name == "reverse_kl":
+            total += p_v * math.log(p_v / q_v)
+        elif name == "forward_kl":
+            total += q_v * math.log(q_v / p_v)
+        else:
+            m_v = beta * q_v + (1 - beta) * p_v
+            total += beta * q_v * math.log(q_v / m_v) + (1 - beta) * p_v * math.log(p_v / m_v)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_divergence_written_out(name: DivergenceName, beta: float, seed: int) -> None:
+    log_p_NV, log_q_NV = log_pair(seed)
+    made = divergence(log_p_NV, log_q_NV, name, beta)
+    in_fp32 = divergence(log_p_NV.float(), log_q_NV.float(), name, beta)
+    for n in range(len(made)):
+        expected = divergence_by_hand(
+            log_p_NV[n].exp().tolist(), log_q_NV[n].exp().tolist(), name, beta
+        )
+        assert made[n].item() == pytest.approx(expected, rel=1e-9)
+        assert in_fp32[n].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert divergence(log_p_NV, log_p_NV, name, beta).tolist() == pytest.approx([0] * len(made))
+
+
+def test_the_jsd_is_symmetric_at_one_half_and_at_most_log_2() -> None:
+    log_p_NV, log_q_NV = log_pair(0)
+    torch.testing.assert_close(
+        generalised_jsd(log_p_NV, log_q_NV, 0.5), generalised_jsd(log_q_NV, log_p_NV, 0.5)
+    )
+    gap_N = generalised_jsd(log_p_NV, log_q_NV, 0.2) - generalised_jsd(log_q_NV, log_p_NV, 0.2)
+    assert gap_N.abs().max() > 1e-2
+    torch.testing.assert_close(  # the teacher's share counts the teacher's side
+        generalised_jsd(log_p_NV, log_q_NV, 0.2), generalised_jsd(log_q_NV, log_p_NV, 0.8)
+    )
+    apart = torch.tensor([[0.0, -80.0]]), torch.tensor([[-80.0, 0.0]])
+    assert generalised_jsd(*apart, 0.5).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("beta", "weight", "limit"), [(1e-6, 1e-6, "forward_kl"), (1 - 1e-6, 1e-6, "reverse_kl")]
+)
+def test_the_jsd_tends_to_the_kls(beta: float, weight: float, limit: DivergenceName) -> None:
+    """Value and gradient, each divided by the share that vanishes."""
+    log_p_NV, log_q_NV = log_pair(1)
+    logits_NV = log_p_NV.clone().requires_grad_(True)
+
+    def value_and_gradient(name: DivergenceName) -> tuple[Tensor, Tensor]:
+        value_N = divergence(torch.log_softmax(logits_NV, dim=1), log_q_NV, name, beta)
+        return value_N.detach(), torch.autograd.grad(value_N.sum(), logits_NV)[0]
+
+    for made, expected in zip(value_and_gradient("jsd"), value_and_gradient(limit), strict=True):
+        torch.testing.assert_close(made / weight, expected, rtol=1e-2, atol=1e-3)
+
+
+def likeliest(log_q_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(log-probs, ids) of the K likeliest, shapes (N, K)."""
+    log_q_NK, ids_NK = log_q_NV.topk(k, dim=1)
+    return log_q_NK, ids_NK
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_a_partition_loses_no_mass(k: int) -> None:
+    log_p_NV, log_q_NV = log_pair(2)
+    log_q_NK, ids_NK = likeliest(log_q_NV, k)
+    for log_part_NK, log_all_NV in (
+        (coarse(log_p_NV, ids_NK), log_p_NV),
+        (with_tail(log_q_NK), log_q_NV),
+    ):
+        assert log_part_NK.exp().sum(dim=1).tolist() == pytest.approx([1] * 6)
+        for n in range(6):
+            top = [log_all_NV[n, v].item() for v in ids_NK[n].tolist()]
+            rest = sum(log_all_NV[n, v].exp().item() for v in range(9) if v not in ids_NK[n])
+            assert log_part_NK[n].tolist() == pytest.approx([*top, math.log(rest)])
+
+
+def test_a_top_of_the_whole_vocabulary_has_no_rest() -> None:
+    with pytest.raises(AssertionError, match="there is no rest"):
+        coarse(torch.zeros(1, 2), torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_partition_s_divergence_is_between_zero_and_the_whole_one(
+    name: DivergenceName, seed: int
+) -> None:
+    """It grows with K (a finer partition), and with all but one token it is the whole one."""
+    log_p_NV, log_q_NV = log_pair(seed)
+    whole_N = divergence(log_p_NV, log_q_NV, name, 0.5)
+    least_N = torch.zeros_like(whole_N)
+    for k in range(1, 9):
+        log_q_NK, ids_NK = likeliest(log_q_NV, k)
+        made_N = divergence(coarse(log_p_NV, ids_NK), with_tail(log_q_NK), name, 0.5)
+        assert (made_N >= least_N - 1e-12).all() and (made_N <= whole_N + 1e-12).all()
+        least_N = made_N
+    torch.testing.assert_close(least_N, whole_N)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_partition_s_divergence_is_zero_where_the_partitions_agree_only(
+    name: DivergenceName,
+) -> None:
+    _, log_q_NV = log_pair(4)
+    log_q_NK, ids_NK = likeliest(log_q_NV, 3)
+    tail_N1 = with_tail(log_q_NK)[:, -1:]
+    generator = torch.Generator().manual_seed(0)
+    within_NV = torch.randn(log_q_NV.shape, generator=generator, dtype=torch.float64)
+    within_NV = torch.log_softmax(within_NV.scatter(1, ids_NK, -math.inf), dim=1)
+    same_NV = (within_NV + tail_N1).scatter(1, ids_NK, log_q_NK)  # another tail, of the same mass
+    assert same_NV.exp().sum(dim=1).tolist() == pytest.approx([1] * 6)
+    zero_N = divergence(coarse(same_NV, ids_NK), with_tail(log_q_NK), name, 0.5)
+    assert zero_N.abs().max() < 1e-12
+    assert divergence(same_NV, log_q_NV, name, 0.5).min() > 1e-3
+    moved_NV = torch.log_softmax(
+        same_NV + 0.1 * (same_NV == same_NV.max(dim=1, keepdim=True)[0]), 1
+    )
+    assert divergence(coarse(moved_NV, ids_NK), with_tail(log_q_NK), name, 0.5).min() > 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_teacher_without_a_tail_leaves_value_and_gradient_finite(name: DivergenceName) -> None:
+    """Rounding may leave the top K with a sum of 1, or a little more."""
+    logits_NV = torch.randn(1, 6, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    for surplus in (0.0, 3e-4):
+        log_q_NK = torch.tensor([[0.75, 0.25 + surplus]]).log()
+        assert with_tail(log_q_NK)[0, -1].item() == pytest.approx(math.log(TAIL_FLOOR))
+        log_p_NV = torch.log_softmax(logits_NV, dim=1)
+        value = divergence(coarse(log_p_NV, torch.tensor([[4, 1]])), with_tail(log_q_NK), name, 0.5)
+        [gradient_NV] = torch.autograd.grad(value.sum(), logits_NV)
+        assert 0.01 < value.item() < -math.log(TAIL_FLOOR)
+        assert gradient_NV.isfinite().all() and gradient_NV.norm() > 1e-3
+
+
+# What follows descends on the logits of one softmax, from a student that already is the teacher
+# and from one that knows nothing of it.
+VOCAB, K = 50, 4
+
+
+def peaked_teacher() -> tuple[Tensor, Tensor, Tensor]:
+    """log q over the vocabulary, log q of the likeliest, their ids; the tail has a few percent."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(1, VOCAB, generator=generator, dtype=torch.float64)
+    logits_NV[0, :K] += 6
+    log_q_NV = torch.log_softmax(logits_NV, dim=1)
+    return log_q_NV, *likeliest(log_q_NV, K)
+
+
+def starting_student(knows: bool) -> Tensor:
+    log_q_NV, _, _ = peaked_teacher()
+    generator = torch.Generator().manual_seed(1)
+    random_NV = torch.randn(1, VOCAB, generator=generator, dtype=torch.float64)
+    return log_q_NV if knows else random_NV
+
+
+def descend(loss: Callable[[Tensor], Tensor], start_NV: Tensor) -> Tensor:
+    """log p after 1500 steps of gradient descent on the logits."""
+    logits_NV = start_NV.clone().requires_grad_(True)
+    optimizer = torch.optim.SGD([logits_NV], lr=4.0)
+    for _ in range(1500):
+        optimizer.zero_grad()
+        loss(torch.log_softmax(logits_NV, dim=1)).sum().backward()
+        optimizer.step()
+    return torch.log_softmax(logits_NV.detach(), dim=1)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_plain_truncated_reverse_kl_runs_away_from_the_teacher(knows: bool) -> None:
+    """sum_{k in top} p_k log(p_k / q_k) is least at p_k = q_k / e: it pays to leave the top."""
+    log_q_NV, log_q_NK, ids_NK = peaked_teacher()
+
+    def truncated(log_p_NV: Tensor) -> Tensor:
+        log_p_NK = log_p_NV.gather(1, ids_NK)
+        return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
+
+    log_p_NV = descend(truncated, starting_student(knows))
+    teacher_mass = log_q_NK.exp().sum().item()
+    assert teacher_mass > 0.9
+    student_mass = log_p_NV.gather(1, ids_NK).exp().sum().item()
+    assert student_mass == pytest.approx(teacher_mass / math.e, abs=0.02)
+    assert truncated(log_p_NV).item() == pytest.approx(-teacher_mass / math.e, abs=0.02)
+    assert kl(log_p_NV, log_q_NV).item() > 0.5
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_with_the_tail_as_a_bucket_only_the_tail_s_inside_is_left_open(knows: bool) -> None:
+    log_q_NV, log_q_NK, ids_NK = peaked_teacher()
+    start_NV = starting_student(knows)
+    log_p_NV = descend(lambda log_p_NV: kl(coarse(log_p_NV, ids_NK), with_tail(log_q_NK)), start_NV)
+    left = kl(log_p_NV, log_q_NV).item()
+    torch.testing.assert_close(log_p_NV.gather(1, ids_NK).exp(), log_q_NK.exp(), rtol=0, atol=1e-3)
+    tail_mass = 1 - log_q_NK.exp().sum().item()
+    assert -1e-15 <= left < 1.5 * tail_mass  # 0, up to the order of a sum
+    assert (left < 1e-6) == knows
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_with_the_tail_sampled_nothing_is_left_open(knows: bool) -> None:
+    """The expectation of the sampled term over the tokens outside: what policy gradients see."""
+    log_q_NV, log_q_NK, ids_NK = peaked_teacher()
+    outside_NV = torch.ones_like(log_q_NV).scatter(1, ids_NK, 0)
+
+    def completed(log_p_NV: Tensor) -> Tensor:
+        sampled_NV = outside_NV * log_p_NV.exp() * (log_p_NV - log_q_NV).detach()
+        return top_of_reverse_kl(log_p_NV, ids_NK, log_q_NK) + sampled_NV.sum(dim=1)
+
+    log_p_NV = descend(completed, starting_student(knows))
+    assert 0 <= kl(log_p_NV, log_q_NV).item() < 1e-3
+
+
+def test_the_top_and_the_sampled_tail_have_the_gradient_of_the_whole() -> None:
+    log_p_NV, log_q_NV = log_pair(5)
+    log_q_NK, ids_NK = likeliest(log_q_NV, 3)
+    logits_NV = log_p_NV.clone().requires_grad_(True)
+    log_p_NV = torch.log_softmax(logits_NV, dim=1)
+    [whole_NV] = torch.autograd.grad(kl(log_p_NV, log_q_NV).sum(), logits_NV, retain_graph=True)
+    top = top_of_reverse_kl(log_p_NV, ids_NK, log_q_NK).sum()
+    [made_NV] = torch.autograd.grad(top, logits_NV, retain_graph=True)
+    assert (made_NV - whole_NV).norm() > 0.1 * whole_NV.norm()
+    for n in range(len(log_p_NV)):
+        for v in range(9):
+            if v in ids_NK[n]:
+                continue  # a token of the top: its advantage is zero
+            gap = (log_p_NV[n, v] - log_q_NV[n, v]).item()
+            [score_NV] = torch.autograd.grad(log_p_NV[n, v], logits_NV, retain_graph=True)
+            made_NV = made_NV + log_p_NV[n, v].exp().item() * gap * score_NV
+    torch.testing.assert_close(made_NV, whole_NV)

@@ -1,0 +1,153 @@
+"""A checkpoint loads whole or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BloomConfig
+
+from distill.errors import CheckpointError, ConfigError
+from distill.models.loading import (
+    context_length,
+    load_causal_lm,
+    load_config,
+    new_qwen3,
+    resolve_device,
+    vocab_size,
+)
+from tests.tiny import VOCAB_SIZE, tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_dir(tmp_path_factory.mktemp("models"), seed=0, hidden_size=32, layers=1)
+
+
+@pytest.fixture
+def copy(intact: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "model"))
+
+
+def load(path: Path | str, dtype: torch.dtype = torch.float32):
+    return load_causal_lm(str(path), dtype=dtype, device="cpu")
+
+
+def test_every_weight_comes_back(intact: str) -> None:
+    model, stored = load(intact), load_file(Path(intact) / "model.safetensors")
+    loaded = dict(model.named_parameters())
+    assert set(loaded) == set(stored)
+    for name, tensor in stored.items():
+        assert torch.equal(loaded[name], tensor), name
+    config = load_config(intact)
+    assert (vocab_size(config), context_length(config)) == (VOCAB_SIZE, 128)
+
+
+def test_the_precision_asked_for(intact: str) -> None:
+    model = load(intact, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_same_seed_makes_the_same_model_and_spares_the_global_one() -> None:
+    def new(seed: int) -> torch.Tensor:
+        model = new_qwen3(
+            vocab_size=7, hidden_size=32, layers=1, heads=1, context_length=8,
+            eos_token_id=1, pad_token_id=0, seed=seed,
+        )  # fmt: skip
+        return model.get_input_embeddings().weight.detach()
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert torch.equal(new(3), new(3)) and not torch.equal(new(3), new(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_widths_that_kernels_refuse() -> None:
+    with pytest.raises(ConfigError, match="hidden_size=48 must be a multiple of 32"):
+        new_qwen3(
+            vocab_size=7, hidden_size=48, layers=1, heads=1, context_length=8,
+            eos_token_id=1, pad_token_id=0, seed=0,
+        )  # fmt: skip
+
+
+def test_no_such_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read a model config from .*nowhere"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"model_type": "no-such-model"}', '{"model_type": 3}']
+)
+def test_a_corrupt_config(copy: Path, content: str) -> None:
+    (copy / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="cannot read a model config"):
+        load(copy)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "num_hidden_layers"])
+def test_a_config_with_words_for_numbers(copy: Path, field: str) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {field: "many"}))
+    with pytest.raises(CheckpointError, match=rf"cannot read a model config .*{field}"):
+        load(copy)
+
+
+def test_a_config_that_does_not_say_its_context() -> None:
+    with pytest.raises(CheckpointError, match="bloom config has no max_position_embeddings"):
+        context_length(BloomConfig())
+
+
+def test_no_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot load weights from"):
+        load(copy)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_weights_cut_short(copy: Path, kept: int) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match="cannot load weights from"):
+        load(copy)
+
+
+def change_weights(directory: Path, change) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(copy: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change_weights(copy, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=f"lacks 1 of the model's tensors, '{name}'"):
+        load(copy)
+
+
+def test_a_tensor_of_another_shape(copy: Path) -> None:
+    change_weights(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(CheckpointError, match="cannot load weights from"):
+        load(copy)
+
+
+def test_a_missing_shard(copy: Path) -> None:
+    index = {
+        "metadata": {},
+        "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"},
+    }
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="cannot load weights from"):
+        load(copy)
+
+
+def test_devices_by_name() -> None:
+    assert resolve_device("cpu") == "cpu"
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
