@@ -19,7 +19,7 @@ from actors.sglang.external import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import env_field
-from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
+from distill.envs.base import EnvConfig, EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.rewards.accuracy import CONFIDENCE
@@ -132,7 +132,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     model_config = load_config(config.model)
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
-    setting = Setting(
+    setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
@@ -162,7 +162,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
 
 def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
     count = len(problems)
-    return Chosen(problems, range(count if limit is None else min(limit, count)))
+    return Subset(problems, range(count if limit is None else min(limit, count)))
 
 
 Results = dict[str, tuple[dict[str, float], list[Response]]]

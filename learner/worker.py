@@ -150,7 +150,7 @@ class LearnerWorker:
             root=self._root,
             shares=shares,
         )
-        self._let_go()
+        self._reshard_root()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self._update_check = UpdateCheck()
         self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
@@ -259,7 +259,7 @@ class LearnerWorker:
             ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
             made.append(np.split(logprobs_N, ends))
         self._forward.training_mode()
-        self._let_go()
+        self._reshard_root()
         return made
 
     def base_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:
@@ -268,8 +268,8 @@ class LearnerWorker:
         with adapter_off(self.lora):
             return self.logprobs(batches)
 
-    def _let_go(self) -> None:
-        """After a pass without gradients: FSDP leaves what is in no layer whole."""
+    def _reshard_root(self) -> None:
+        """Reshards FSDP2's root parameters after a forward without gradients, which leaves them."""
         if self._root is not None:
             reshard(self._root)
 

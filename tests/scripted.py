@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from cluster.demos.chat_worlds import DIGITS_APART, product_book, products, train_chat_tokenizer
 from distill.chat.template import encode_chat
 from distill.engine import GenerateRequest, Sample
-from distill.envs.base import Setting
+from distill.envs.base import EnvContext
 from distill.rewards.registry import RewardFunction, exact_match
 from distill.types import StopReason
 
@@ -31,8 +31,8 @@ def setting(
     max_new_tokens: int = 48,
     reward: RewardFunction = exact_match,
     **changes: object,
-) -> Setting:
-    return Setting(
+) -> EnvContext:
+    return EnvContext(
         tokenizer=tokenizer,
         vocab_size=len(tokenizer),
         context_length=context_length,

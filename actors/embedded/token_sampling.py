@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from distill.sampling import EvalSampling, Sampling
+from distill.sampling import UNSCALED, EvalSampling, Sampling
 
 
 class SamplingPlan:
@@ -23,8 +23,8 @@ class SamplingPlan:
     ) -> None:
         """`given`: a row's token to report the log-prob of, in place of the one it samples."""
         # A greedy row is left unscaled: nothing is ever divided by a temperature of 0.
-        temperatures = [sampling.temperature or 1.0 for sampling in samplings]
-        self._unscaled = all(temperature == 1.0 for temperature in temperatures)
+        temperatures = [sampling.temperature or UNSCALED for sampling in samplings]
+        self._unscaled = all(temperature == UNSCALED for temperature in temperatures)
         self._temperature_N1 = torch.tensor(temperatures, device=device)[:, None]
         greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
         self._greedy = torch.tensor(greedy, dtype=torch.int64, device=device)

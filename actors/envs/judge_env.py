@@ -24,7 +24,7 @@ import numpy as np
 from actors.envs.judge import Judge, together
 from distill.chat.template import Message
 from distill.data.prompts import ChatStyle, Prompt
-from distill.envs.base import EnvConfig, Setting, require_path
+from distill.envs.base import EnvConfig, EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of
@@ -172,13 +172,13 @@ class Judged(ChatEnvConfig):
             return self
         return chz.replace(self, mode="score", max_pairs=None)
 
-    def __call__(self, path: str | None, setting: Setting) -> ChatDataset:
+    def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         """Reads the prompts, and asks the judge which models it has: a run without it is no run."""
         dataset = super().__call__(path, setting)
         asyncio.run(self.judge().check())
         return dataset
 
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         judge, rubric = self.judge(), read_rubric(self.rubric)
         prompts_P = setting.prompts(require_path(path, "Judged"), ChatStyle(system=self.system))
         return [self._problem(prompt, judge, rubric) for prompt in prompts_P]

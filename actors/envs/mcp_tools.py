@@ -28,7 +28,7 @@ import chz
 
 from distill.chat.template import Message
 from distill.engine import Sampler
-from distill.envs.base import Setting
+from distill.envs.base import EnvContext
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import MessageProblem
 from distill.envs.tool_use import ToolUse
@@ -338,7 +338,7 @@ class McpToolUse(ToolUse):
             )
         return [*others, *chosen]
 
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         server = self.server()
         return [
             replace(problem, make=partial(McpEnv, problem.make, server))

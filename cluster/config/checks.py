@@ -22,7 +22,7 @@ from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
 from distill.data.preferences import load_preference_pairs
 from distill.data.sft_rows import load_sft_rows
 from distill.engine import EngineInfo
-from distill.envs.base import Chosen, EnvConfig, EnvDataset, Setting, problems_of
+from distill.envs.base import EnvConfig, EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import (
     context_length,
@@ -147,7 +147,7 @@ def _load_problems(
         return problems_of(
             env,
             path,
-            Setting(
+            EnvContext(
                 tokenizer=tokenizer,
                 vocab_size=vocab_size(student),
                 context_length=min([context_length(student), *rooms]),
@@ -168,7 +168,7 @@ def _load_problems(
         )
     train = load(config.env, config.prompts, config.max_new_tokens)
     held_out = load(evaluation, config.eval_prompts, longest)
-    return train, Chosen(held_out, range(min(len(held_out), config.eval_size)))
+    return train, Subset(held_out, range(min(len(held_out), config.eval_size)))
 
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
@@ -311,7 +311,7 @@ def _hold_out(
     order = np.random.default_rng(config.seed).permutation(len(problems)).tolist()
     held_out = set(order[:size])
     rest = [p for p in range(len(problems)) if p not in held_out]
-    return Chosen(problems, rest), Chosen(evaluated, sorted(held_out))
+    return Subset(problems, rest), Subset(evaluated, sorted(held_out))
 
 
 def _shards(directory: Path) -> list[str]:

@@ -127,8 +127,8 @@ class RolloutCast:
 
     @property
     def queue_role(self) -> Role:
-        healing = not self._config.local  # Ray makes it again
-        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, healing=healing)
+        by_ray = not self._config.local
+        return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
     def evaluator_role(self) -> Role:
         config, inputs = self._config, self._inputs
@@ -374,7 +374,7 @@ def learner_role(config: CommonConfig) -> Role:
         create=None,
         heartbeat=ready_call,
         introduction=aside_whereabouts_call,
-        vital=True,
+        critical=True,
         start_deadline_s=config.deadline_s,
     )
 

@@ -185,7 +185,7 @@ class Driver:
         if isinstance(cause, IsothermError):
             return cause
         # What is left of a broken connection is explained by who is at its other end.
-        if dead := dead_among(self._supervisor.vital()):
+        if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")

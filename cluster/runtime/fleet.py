@@ -1,7 +1,7 @@
-"""The actors of an opd or rl run, kept alive: who serves whom, who joins, who leaves.
+"""Lifecycle of a rollout run's actors: start, admission, drain, restart, recovery.
 
-    a rollout worker dies     its groups are leased again at once; it is made again
-    an engine dies            requests under way go to another; it is made again and, while the
+    a rollout worker dies     its groups are leased again at once; it is restarted
+    an engine dies            requests under way go to another; it is restarted and, while the
                               learner is idle, given the present weights, examined, and announced
     an engine leaves          no worker gives it anything new; it goes once it is idle
     the learner dies          see `recover`: back to its checkpoint, and the queue with it
@@ -64,7 +64,7 @@ _CLOSE_S = 5.0
 
 
 class Fleet:
-    """Everyone of a run but its driver.
+    """Lifecycle manager of all actors of a rollout run.
 
     Args:
         examine: the handshake of some engines with the learner.

@@ -15,18 +15,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import ray
 
+from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import POLICY, ROLLOUT
 from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName
-from cluster.supervision.supervise import State
-
-if TYPE_CHECKING:
-    from cluster.runtime.fleet import Fleet  # which owns this
+from cluster.supervision.supervise import State, Supervisor
 
 # Least length of a window.
 _WINDOW_S = 5.0
@@ -43,6 +41,18 @@ class _Sample:
     scoring: float
 
 
+class Pools(Protocol):
+    """The pools of a run, which grow and shrink by one member."""
+
+    supervisor: Supervisor
+    statuses: dict[str, WorkerStatus]
+    bounds: dict[str, tuple[int, int]]
+
+    def grow(self, role: str) -> None: ...
+
+    def shrink(self, role: str) -> None: ...
+
+
 class Scaling:
     """Call `look` often; `waiting` and `waited` around the learner's waits for groups.
 
@@ -54,7 +64,7 @@ class Scaling:
 
     def __init__(
         self,
-        fleet: Fleet,
+        pools: Pools,
         directory: RunDirectory,
         say: Callable[[str], None],
         *,
@@ -63,22 +73,22 @@ class Scaling:
         steps_in_flight: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._fleet, self._directory, self._say, self._clock = fleet, directory, say, clock
+        self._pools, self._directory, self._say, self._clock = pools, directory, say, clock
         self._roles: dict[PoolName, list[str]] = {"policy": [POLICY], "rollout": [ROLLOUT]}
-        if teachers := [role for role in fleet.bounds if role not in (POLICY, ROLLOUT)]:
+        if teachers := [role for role in pools.bounds if role not in (POLICY, ROLLOUT)]:
             self._roles["teacher"] = teachers
-        pools = [
+        sizes = [
             Pool(
                 name=name,
-                minimum=sum(fleet.bounds[role][0] for role in roles),
-                maximum=sum(fleet.bounds[role][1] for role in roles),
+                minimum=sum(pools.bounds[role][0] for role in roles),
+                maximum=sum(pools.bounds[role][1] for role in roles),
             )
             for name, roles in self._roles.items()
         ]
         window_s = min(_WINDOW_S, up_after_s / 2)
-        self._elastic = any(pool.maximum > pool.minimum for pool in pools)
+        self._elastic = any(pool.maximum > pool.minimum for pool in sizes)
         self._autoscaler = Autoscaler(
-            [pool for pool in pools if pool.maximum > pool.minimum],
+            [pool for pool in sizes if pool.maximum > pool.minimum],
             up_after_s=up_after_s,
             down_after_s=max(up_after_s, down_after_s),
             cooldown_s=2 * up_after_s,
@@ -133,7 +143,7 @@ class Scaling:
             self._act(observation)
 
     def _sample(self) -> _Sample:
-        workers = self._fleet.statuses.values()
+        workers = self._pools.statuses.values()
         stages = [group.stage for worker in workers for group in worker.groups]
         return _Sample(
             sampling=stages.count("sampling"),
@@ -159,7 +169,7 @@ class Scaling:
             queue_depth=status.depth,
             sizes={name: self._size(roles) for name, roles in self._roles.items()},
             ready={
-                name: sum(len(self._fleet.supervisor.serving(role)) for role in roles)
+                name: sum(len(self._pools.supervisor.serving(role)) for role in roles)
                 for name, roles in self._roles.items()
             },
             exhausted=status.exhausted,
@@ -183,15 +193,15 @@ class Scaling:
         """One member more or less: of several teachers, at the busiest or the idlest."""
         load = {role: self._load(role) for role in self._roles[pool]}
         if grows:
-            below = [role for role in load if self._size([role]) < self._fleet.bounds[role][1]]
-            self._fleet.grow(max(below, key=load.__getitem__))
+            below = [role for role in load if self._size([role]) < self._pools.bounds[role][1]]
+            self._pools.grow(max(below, key=load.__getitem__))
         else:
-            above = [role for role in load if self._size([role]) > self._fleet.bounds[role][0]]
-            self._fleet.shrink(min(above, key=load.__getitem__))
+            above = [role for role in load if self._size([role]) > self._pools.bounds[role][0]]
+            self._pools.shrink(min(above, key=load.__getitem__))
 
     def _load(self, role: str) -> float:
         """Requests under way a member."""
-        workers = self._fleet.statuses.values()
+        workers = self._pools.statuses.values()
         requests = sum(
             count
             for worker in workers
@@ -201,7 +211,7 @@ class Scaling:
         return requests / max(1, self._size([role]))
 
     def _size(self, roles: list[str]) -> int:
-        return sum(self._fleet.supervisor.expected(role) for role in roles)
+        return sum(self._pools.supervisor.expected(role) for role in roles)
 
     def _record_nodes(self) -> None:
         alive = sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1
@@ -211,7 +221,7 @@ class Scaling:
 
     def _record_sizes(self) -> None:
         """Events of pools that have changed."""
-        members = self._fleet.supervisor.members
+        members = self._pools.supervisor.members
         for pool, roles in self._roles.items():
             states: Mapping[str, tuple[State, ...]] = {
                 "ready": (State.SERVING,),

@@ -1,4 +1,4 @@
-"""The learner's seat: its workers, and what it takes to put others in their place."""
+"""(Re)starts the learner's workers from a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeLearners = Callable[[Checkpoint | None, int], LearnerActors]
 
 
 class LearnerSeat:
-    """Holds the present learner; the loss of any of its workers empties the seat."""
+    """The present learner's workers; the loss of one is the loss of all."""
 
     def __init__(
         self, make: MakeLearners, role: Role, supervisor: Supervisor, directory: RunDirectory

@@ -24,8 +24,8 @@ from cluster.supervision.supervise import RunFailed
 _SHOWN = 8
 
 
-class Patients(Protocol):
-    """Whom the watchdog acts upon."""
+class StallActions(Protocol):
+    """What stall detection may do: lease groups again, restart an actor."""
 
     def re_lease(self, ids: list[int], reason: str) -> None: ...
 
@@ -37,13 +37,13 @@ class Watchdog:
 
     def __init__(
         self,
-        patients: Patients,
+        actions: StallActions,
         say: Callable[[str], None],
         stall_after_s: float,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._patients, self._say, self._clock = patients, say, clock
+        self._actions, self._say, self._clock = actions, say, clock
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
         self._since = clock()
@@ -89,9 +89,9 @@ class Watchdog:
         ]
         if self._stalls > 1:
             for name in sorted(suspects(status, workers, still_s, self._stall_after_s)):
-                self._patients.bury(name, f"nothing came of its work for {stalled_s:.0f} s")
+                self._actions.bury(name, f"nothing came of its work for {stalled_s:.0f} s")
         if late:
-            self._patients.re_lease(late, f"no progress for {stalled_s:.0f} s")
+            self._actions.re_lease(late, f"no progress for {stalled_s:.0f} s")
 
 
 def quiet_s(

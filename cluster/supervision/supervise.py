@@ -75,9 +75,9 @@ class Role:
         heartbeat: asks an actor whether it is healthy.
         introduction: asks it for its process and its node.
         gated: it serves only once it is admitted; the others at their first heartbeat.
-        vital: its death ends the call that the driver waits for; it is not made again here.
-        healing: Ray makes it again by itself, and its handle stays good; only a hang is ended here.
-            Its heartbeat says which process it is.
+        critical: its death ends the call that the driver waits for; it is not made again here.
+        restarted_by_ray: Ray restarts it by itself, and its handle stays good; only a hang is
+            ended here. Its heartbeat says which process it is.
         last_words: what one that is being buried was at, for the message of its end.
         placed: whether there is a place for the one with this index on the cluster.
         start_deadline_s: longest from there to its first heartbeat.
@@ -91,8 +91,8 @@ class Role:
     placed: Callable[[int], bool] = lambda _index: True
     last_words: Callable[[], str] = lambda: ""
     gated: bool = False
-    vital: bool = False
-    healing: bool = False
+    critical: bool = False
+    restarted_by_ray: bool = False
     start_deadline_s: float
 
 
@@ -219,9 +219,9 @@ class Supervisor:
         coming = {restart.index for restart in self._restarts if restart.role.name == role}
         return coming | {member.index for member in self.members(role)}
 
-    def vital(self) -> dict[str, Any]:
+    def critical(self) -> dict[str, Any]:
         """Those without which the learner cannot go on, by name."""
-        return {member.name: member.handle for member in self._members if member.role.vital}
+        return {member.name: member.handle for member in self._members if member.role.critical}
 
     def admit(self, member: Member) -> None:
         """It serves from now on."""
@@ -264,7 +264,7 @@ class Supervisor:
         """Looks at everyone's heartbeat and makes again what is due.
 
         Raises:
-            LearnerLost: a vital actor died.
+            LearnerLost: a critical actor died.
             RunFailed: an actor died at the run's start, or too often.
         """
         now = time.monotonic()
@@ -291,7 +291,7 @@ class Supervisor:
             except RayError as error:
                 self.bury(member, reason_of(error), error)
                 continue
-            if member.role.healing and said != member.said is not None:
+            if member.role.restarted_by_ray and said != member.said is not None:
                 self._healed(member)
             if said != member.said:
                 member.moved = time.monotonic()
@@ -314,14 +314,14 @@ class Supervisor:
     def _ask(self, now: float) -> None:
         for member in list(self._members):
             starting = member.state is State.STARTING
-            comes_back = member.role.healing and member.died is not None
+            comes_back = member.role.restarted_by_ray and member.died is not None
             slow = starting or comes_back
             limit = member.role.start_deadline_s if slow else self._hang_after_s
             if member.beat is None:
                 placed = not starting or member.role.placed(member.index)
                 if placed and now - member.asked >= _BEAT_S:
                     member.asked, member.beat = now, member.role.heartbeat(member.handle)
-            elif member.role.healing and self._is_healing(member, now):
+            elif member.role.restarted_by_ray and self._ray_restarts_it(member, now):
                 continue
             elif now - member.asked > limit:
                 what = "did not start" if slow else "gave no sign of life"
@@ -336,7 +336,7 @@ class Supervisor:
         now = time.monotonic()
         why += member.role.last_words()
         self._record("death", who=member.name, why=why)
-        if member.role.healing:
+        if member.role.restarted_by_ray:
             self._heal(member, why, hangs=error is None)
             return
         self._members.remove(member)
@@ -347,7 +347,7 @@ class Supervisor:
             if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause
             raise RunFailed(f"{member.name} died at its start ({why})")
-        if member.role.vital:
+        if member.role.critical:
             raise LearnerLost(f"{member.name} died ({why})")
         delay = self.allow(member.role.name, member.index, f"{member.name} died ({why})")
         self._say(f"{member.name} died ({why}); it is made again in {delay:.1f} s")
@@ -370,7 +370,7 @@ class Supervisor:
             raise RunFailed(f"{what}, {limit}")
         return delay
 
-    def _is_healing(self, member: Member, now: float) -> bool:
+    def _ray_restarts_it(self, member: Member, now: float) -> bool:
         """Whether Ray is making it again just now: the heartbeat then counts from here."""
         state = ray._private.state.actors(member.handle._actor_id.hex()).get("State")
         if state == "ALIVE":

@@ -47,8 +47,8 @@ _logged: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parting:
-    """Where the template did not go on from what the model saw and said.
+class PrefixBreak:
+    """A place where the re-rendered template does not extend the token prefix.
 
     Attributes:
         turn: of the assistant's turns, the one after which it happened, from 0.
@@ -109,7 +109,7 @@ class Conversation:
         self._control = {
             id_ for id_, token in added.items() if token.special and str(token) not in meant
         }
-        self._partings: list[Parting] = []
+        self._prefix_breaks: list[PrefixBreak] = []
         self._turns = self._calls = 0
         self._seen = _NOTHING
         self._spoken: tuple[int, dict[str, Any]] | None = None  # its place, and it as plain text
@@ -126,8 +126,8 @@ class Conversation:
         return list(self._messages)
 
     @property
-    def partings(self) -> tuple[Parting, ...]:
-        return tuple(self._partings)
+    def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
+        return tuple(self._prefix_breaks)
 
     def said(self, sample: Sample) -> ParsedTurn:
         """Adds the assistant's turn: its tokens as sampled, and what they say as a message.
@@ -279,10 +279,10 @@ class Conversation:
         seen = self._seen
         at = seen.turn if reason == NO_TEXT else agreement(seen.text, served)
         shown = slice(max(0, at - _SHOWN_BEFORE), at + _SHOWN_AFTER)
-        parting = Parting(
+        parting = PrefixBreak(
             turn=self._turns - 1, seen=seen.text[shown], served=served[shown], reason=reason
         )
-        self._partings.append(parting)
+        self._prefix_breaks.append(parting)
         key = (hash(str(self._tokenizer.chat_template)), reason)
         if key not in _logged:
             _logged.add(key)

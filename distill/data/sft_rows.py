@@ -33,10 +33,11 @@ from distill.data.assistant_masks import Chain, conversation_chains
 from distill.data.row_files import located, read_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
+from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint
 
 # Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
-SFT_TEMPERATURE = 1.0
+SFT_TEMPERATURE = UNSCALED
 # The fields of each form, the one that names it first.
 _FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
 

@@ -135,8 +135,8 @@ class EnvDataset(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The run that an environment is for.
+class EnvContext:
+    """Facts of the run that an environment is built for.
 
     Attributes:
         vocab_size: of the model; ids are below it.
@@ -203,7 +203,7 @@ class EnvConfig(ABC):
         """Raises ConfigError for a group that cannot be made."""
 
     @abstractmethod
-    def __call__(self, path: str | None, setting: Setting) -> EnvDataset:
+    def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:
         """The problems of the file at `path`; `path` is None where it reads none.
 
         Raises:
@@ -211,7 +211,7 @@ class EnvConfig(ABC):
         """
 
 
-def problems_of(env: EnvConfig, path: str | None, setting: Setting) -> EnvDataset:
+def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDataset:
     """`env(path, setting)`; whatever goes wrong in somebody's code is an error of the settings.
 
     Raises:
@@ -229,7 +229,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: Setting) -> EnvDatase
         ) from error
 
 
-class Chosen(EnvDataset):
+class Subset(EnvDataset):
     """Some of a dataset's problems."""
 
     def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
@@ -266,7 +266,7 @@ class EnvStream:
         return f"problem {self._dataset.line(self._order.index(group_id))} of {self._title}"
 
 
-def only_teacher(setting: Setting) -> str:
+def only_teacher(setting: EnvContext) -> str:
     """The teacher of problems that name none.
 
     Raises:

@@ -228,7 +228,7 @@ class ChatEnv(Env):
             observation_T=self.conversation.observation_T if goes_on else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
-            metrics={**self._counts, "partings": len(self.conversation.partings)}
+            metrics={**self._counts, "partings": len(self.conversation.prefix_breaks)}
             | dict(answered.metrics),
         )
 

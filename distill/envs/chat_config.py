@@ -17,10 +17,10 @@ from distill.engine import Sampler
 from distill.envs.base import (
     Env,
     EnvConfig,
+    EnvContext,
     EnvDataset,
     EnvGroupBuilder,
     Episode,
-    Setting,
     only_teacher,
 )
 from distill.envs.chat import ChatEnv, ChatLimits, ChatSetting, Condensing, MessageEnv
@@ -191,7 +191,7 @@ class ChatConfig(EnvConfig):
         """The tools of these environments: the chat template must know how to write their calls."""
         return ()
 
-    def chat_setting(self, setting: Setting) -> ChatSetting:
+    def chat_setting(self, setting: EnvContext) -> ChatSetting:
         """What all episodes have in common.
 
         Raises:
@@ -222,7 +222,7 @@ class ChatConfig(EnvConfig):
                     "no tools; leave it out"
                 )
 
-    def _limits(self, setting: Setting) -> ChatLimits:
+    def _limits(self, setting: EnvContext) -> ChatLimits:
         longest = setting.context_length if self.max_tokens is None else self.max_tokens
         if not setting.max_new_tokens < longest <= setting.context_length:
             raise ConfigError(
@@ -238,7 +238,7 @@ class ChatConfig(EnvConfig):
             tools=self._tool_limits(),
         )
 
-    def _condensing(self, setting: Setting) -> Condensing | None:
+    def _condensing(self, setting: EnvContext) -> Condensing | None:
         if self.condenser is None:
             return None
         longest = self._limits(setting).max_tokens
@@ -255,7 +255,7 @@ class ChatConfig(EnvConfig):
         )
 
     def _condenser(
-        self, setting: Setting, target: int
+        self, setting: EnvContext, target: int
     ) -> Callable[[Mapping[str, Sampler]], Condenser]:
         assert self.condenser is not None
         if self.condenser != BY_POLICY:
@@ -285,14 +285,14 @@ class ChatEnvConfig(ChatConfig):
     """`env=package.module:YourClass`: give it your fields, and `problems`."""
 
     @abstractmethod
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         """What there is to play; `path` is the run's `prompts`, or `eval_prompts`."""
 
-    def answer(self, setting: Setting) -> Callable[[str], Hashable | None] | None:
+    def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         """Finds what a last turn answers, so that several can vote; None: nothing can."""
         return None
 
-    def __call__(self, path: str | None, setting: Setting) -> ChatDataset:
+    def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
         problems_P = self.problems(path, setting)
         for number, problem in enumerate(problems_P, 1):

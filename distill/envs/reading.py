@@ -21,7 +21,7 @@ import chz
 from distill.chat.template import Message, check_text, render_messages
 from distill.data.row_files import located, read_rows
 from distill.engine import Sampler
-from distill.envs.base import Setting, require_path
+from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import ConfigError, DataError
@@ -170,7 +170,7 @@ class Reading(ChatEnvConfig):
         if self.part_tokens is not None and self.part_tokens < 1:
             raise ConfigError(f"env.part_tokens={self.part_tokens} must be at least 1")
 
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
         problems_P = []
         for number, row in read_rows(require_path(path, "Reading")):
@@ -179,7 +179,7 @@ class Reading(ChatEnvConfig):
         return problems_P
 
     def _problem(
-        self, row: Mapping[str, Any], number: int, wording: Wording, setting: Setting
+        self, row: Mapping[str, Any], number: int, wording: Wording, setting: EnvContext
     ) -> MessageProblem:
         question, text = check_text(row, "question"), check_text(row, "document")
         room = self.part_tokens or self._room(question, wording, setting)
@@ -213,7 +213,7 @@ class Reading(ChatEnvConfig):
             pays_bonuses=bool(self.fact_bonus and document.facts),
         )
 
-    def _room(self, question: str, wording: Wording, setting: Setting) -> int:
+    def _room(self, question: str, wording: Wording, setting: EnvContext) -> int:
         """Tokens of a part: what the context leaves beside the question, the notes and a turn.
 
         Raises:
@@ -232,7 +232,7 @@ class Reading(ChatEnvConfig):
             )
         return room
 
-    def answer(self, setting: Setting) -> Callable[[str], Hashable | None] | None:
+    def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         return answer_of(setting.reward)
 
 

@@ -15,9 +15,9 @@ from distill.engine import Sample, Sampler
 from distill.envs.base import (
     Env,
     EnvConfig,
+    EnvContext,
     EnvDataset,
     EnvGroupBuilder,
-    Setting,
     StepResult,
     require_path,
 )
@@ -176,7 +176,7 @@ class SingleTurn(EnvConfig):
     def _format(self) -> None:
         Format(pattern=self.format, reward=self.format_reward)
 
-    def __call__(self, path: str | None, setting: Setting) -> PromptDataset:
+    def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
         prompts_P = setting.prompts(require_path(path, "SingleTurn"))
         format = Format(pattern=self.format, reward=self.format_reward)
         return PromptDataset(prompts_P, setting.tokenizer, setting.reward, format)

@@ -9,7 +9,7 @@ import chz
 
 from distill.chat.template import Message
 from distill.data.prompts import ChatStyle, Prompt
-from distill.envs.base import Setting, require_path
+from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of, format_field, format_of, format_reward_field
@@ -64,7 +64,7 @@ class ToolUse(ChatEnvConfig):
     def toolbox(self) -> Sequence[Tool]:
         return load_tools(self.tools)
 
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         tools = self.toolbox()
         format = Format(pattern=self.format, reward=self.format_reward)
         style = ChatStyle(system=self.system, tools=[tool.schema for tool in tools])
@@ -78,5 +78,5 @@ class ToolUse(ChatEnvConfig):
             for prompt in setting.prompts(require_path(path, "ToolUse"), style)
         ]
 
-    def answer(self, setting: Setting) -> Callable[[str], Hashable | None] | None:
+    def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         return answer_of(setting.reward)

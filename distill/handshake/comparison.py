@@ -146,7 +146,7 @@ def compare_with_law(
     temperature: float,
     dtype: str,
 ) -> Comparison:
-    """Pins the absolute meaning of T, for who agrees with himself in everything else.
+    """Checks that log-prob differences scale as 1/T; catches engines that are consistently wrong.
 
     Two tokens a, b in one context: log p_T(a) - log p_T(b) = (z_a - z_b) / T. No normaliser is
     left, so the difference at T is the one at T = 1, divided by T.

@@ -1,4 +1,4 @@
-"""Rewards of single tokens from an oracle: facts that a good answer says, paid where it does."""
+"""Token-level rewards from an oracle: the first mention of each key fact is paid."""
 
 from __future__ import annotations
 

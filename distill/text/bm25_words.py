@@ -1,4 +1,4 @@
-"""What texts are searched by: words, or characters and pairs of them where words have no spaces."""
+"""BM25 tokenizer: casefolded words; unigrams and bigrams of CJK characters."""
 
 from __future__ import annotations
 

@@ -189,12 +189,12 @@ def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
 
 
 def test_the_loss_of_a_vital_actor_is_the_learner_s(new_house: Callable[..., House]) -> None:
-    house = new_house(vital=True)
+    house = new_house(critical=True)
     house.started(0)
     os.kill(house.pid(), signal.SIGKILL)
     with pytest.raises(LearnerLost, match="helper 0 died"):
         house.until(lambda: False)
-    assert house.supervisor.vital() == {} and house.made == [(0, 0)]
+    assert house.supervisor.critical() == {} and house.made == [(0, 0)]
 
 
 def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House]) -> None:
@@ -225,7 +225,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
 
 
 def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
-    house = new_house(hang_after_s=4, healing=True)
+    house = new_house(hang_after_s=4, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     member: Member = house.supervisor.adopt(house.role, 0, handle)
     house.until(lambda: bool(house.told("start", "helper 0")))

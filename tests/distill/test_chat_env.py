@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import play_group, rollout_group
 from distill.chat.template import Message
-from distill.envs.base import EnvDataset, Episode, Setting
+from distill.envs.base import EnvContext, EnvDataset, Episode
 from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.tool_use import ToolUse
@@ -76,7 +76,7 @@ class Echoes(ChatEnvConfig):
 
     words: str = chz.field(default="hi", doc="words, blanks between")
 
-    def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+    def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         return [MessageProblem(make=partial(Echo, word)) for word in self.words.split()]
 
 
@@ -242,7 +242,7 @@ def test_a_privileged_teacher_has_room_for_every_turn(
 def test_a_hint_without_room_for_a_turn_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     @chz.chz
     class Hinted(Echoes):
-        def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
             hint_T = np.zeros(473, np.int32)
             return [MessageProblem(make=partial(Echo, "hi"), teacher_tokens_T=hint_T)]
 
@@ -396,7 +396,7 @@ def test_tools_of_an_environment_are_named_in_its_settings(
 ) -> None:
     @chz.chz
     class Unnamed(Echoes):
-        def problems(self, path: str | None, setting: Setting) -> Sequence[MessageProblem]:
+        def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
             return [MessageProblem(make=partial(Echo, "hi", load_tools("calculator")))]
 
     @chz.chz

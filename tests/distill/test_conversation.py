@@ -78,9 +78,9 @@ class Episode:
     def hears(self, *messages: dict[str, Any]) -> bool:
         """Whether the next observation extends what was seen, having checked that it is right."""
         observation_T, taken = self.turns[-1]
-        partings = len(self.talk.partings)
+        partings = len(self.talk.prefix_breaks)
         self.talk.hear(messages)
-        extended = len(self.talk.partings) == partings
+        extended = len(self.talk.prefix_breaks) == partings
         served = chat_text(
             self.tokenizer, self.talk.messages, tools=self.tools or None, add_generation_prompt=True
         )
@@ -107,7 +107,7 @@ class Episode:
 
 
 def parted(episode: Episode) -> list[str]:
-    return [parting.reason for parting in episode.talk.partings]
+    return [parting.reason for parting in episode.talk.prefix_breaks]
 
 
 def trained(episode: Episode) -> list[list[str]]:
@@ -124,7 +124,7 @@ def test_the_first_observation_is_the_prompt() -> None:
     episode = Episode("qwen2.5")
     rendered_T = render_messages(episode.tokenizer, [QUESTION], tools=[ADD])
     assert episode.talk.observation_T.tolist() == rendered_T.tolist()
-    assert episode.talk.messages == [QUESTION] and episode.talk.partings == ()
+    assert episode.talk.messages == [QUESTION] and episode.talk.prefix_breaks == ()
 
 
 @pytest.mark.parametrize("family", FORMATS)
@@ -157,7 +157,7 @@ def test_thinking_is_kept_in_the_tool_loop_and_goes_with_the_next_question() -> 
     episode.says("You are welcome.")
     stop = episode.stop
     assert trained(episode) == [[first + stop, second + stop], [f"You are welcome.{stop}"]]
-    [parting] = episode.talk.partings
+    [parting] = episode.talk.prefix_breaks
     assert parting.turn == 1 and "<think>\nadd" in parting.seen and len(parting.served) <= 120
 
 
@@ -277,7 +277,7 @@ def test_messages_that_the_template_refuses_are_not_heard() -> None:
             episode.talk.hear([refused])
     with pytest.raises(DataError, match="no role system"):
         episode.talk.replace([{"role": "system", "content": "Be kind."}])
-    assert episode.talk.messages == before and episode.talk.partings == ()
+    assert episode.talk.messages == before and episode.talk.prefix_breaks == ()
     assert episode.hears(THANKS)
 
 
@@ -289,7 +289,7 @@ def test_a_history_that_was_condensed_is_rendered_anew() -> None:
     episode.talk.replace([summary])
     rendered_T = render_messages(episode.tokenizer, [summary], tools=[ADD])
     assert episode.talk.observation_T.tolist() == rendered_T.tolist()
-    assert episode.talk.partings == () and episode.talk.messages == [summary]
+    assert episode.talk.prefix_breaks == () and episode.talk.messages == [summary]
     episode.says("We did.")
     assert episode.hears(THANKS) and len(episode.segments()) == 2
 
@@ -328,7 +328,7 @@ def test_partings_are_told_once(
             assert not episode.hears(THANKS)
     [record] = caplog.records
     assert TURN in record.getMessage() and " yes<|im_end|>" in record.getMessage()
-    assert [parting.turn for parting in episode.talk.partings] == [0, 1, 2]
+    assert [parting.turn for parting in episode.talk.prefix_breaks] == [0, 1, 2]
 
 
 def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
@@ -356,7 +356,7 @@ def test_what_follows_is_encoded_as_it_is_there(said: tuple[str, ...]) -> None:
     talk.hear([{"role": "user", "content": "ef"}])
     tokens = ["\u2581", *"ab:", *"cd", "<e>", *"ef:"]
     assert tokenizer.convert_ids_to_tokens(talk.observation_T.tolist()) == tokens
-    assert talk.partings == ()
+    assert talk.prefix_breaks == ()
 
 
 def test_what_cannot_be_encoded_on_its_own_parts() -> None:
@@ -365,7 +365,7 @@ def test_what_cannot_be_encoded_on_its_own_parts() -> None:
     ids = [token_id(tokenizer, token) for token in "cd"]
     talk.said(replace(sample(*ids), stop_reason=StopReason.LENGTH))
     talk.hear([{"role": "user", "content": "ef"}])
-    assert [parting.reason for parting in talk.partings] == [JOIN]
+    assert [parting.reason for parting in talk.prefix_breaks] == [JOIN]
     assert tokenizer.decode(talk.observation_T.tolist()) == "ab:cdef:"
 
 

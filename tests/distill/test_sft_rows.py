@@ -14,6 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.data.sft_rows import SFT_TEMPERATURE, load_sft_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
+from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint, load_tokenizer
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
@@ -41,7 +42,7 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
     assert row.weights_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert row.behaviour_logprobs_T.tolist() == [0] * 7
-    assert row.temperature == SFT_TEMPERATURE == 1.0
+    assert row.temperature == SFT_TEMPERATURE == UNSCALED
     assert row.source.endswith("data.jsonl:1")
 
 

@@ -21,7 +21,7 @@ import chz
 from distill.chat.conversation import Conversation
 from distill.chat.template import Message
 from distill.engine import GenerateRequest, Sampler
-from distill.envs.base import Env, EnvConfig, EnvDataset, EnvGroupBuilder, Setting, only_teacher
+from distill.envs.base import Env, EnvConfig, EnvContext, EnvDataset, EnvGroupBuilder, only_teacher
 from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
 from distill.envs.chat_config import ChatConfig, first_length, require_room
 from distill.errors import ConfigError
@@ -351,14 +351,14 @@ class TwoPlayerConfig(ChatConfig):
     def evaluation(self) -> EnvConfig:
         return chz.replace(self, opponent=self.eval_opponent, opponent_temperature=None)
 
-    def __call__(self, path: str | None, setting: Setting) -> TableDataset:
+    def __call__(self, path: str | None, setting: EnvContext) -> TableDataset:
         chat = self.chat_setting(setting)
         table = Table(self.new_game(0), self.forfeit_reward)
         seat = Seat(table, table.game.to_move, None, rules=self.rules)
         require_room("a game", first_length(seat, chat), chat, setting.max_new_tokens)
         return TableDataset(self, self._new_opponent(chat, setting), chat, only_teacher(setting))
 
-    def _new_opponent(self, chat: ChatSetting, setting: Setting) -> NewOpponent | None:
+    def _new_opponent(self, chat: ChatSetting, setting: EnvContext) -> NewOpponent | None:
         if self.opponent == "self":
             return None
         if self.opponent == FROZEN:
