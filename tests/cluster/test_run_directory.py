@@ -186,13 +186,15 @@ def test_so_are_settings_that_need_others(opd: NewOpd, name: str) -> None:
 def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     started(opd())
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
+    assert RunDirectory("opd", opd(local=True)).check() is None
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
-    # liger may change, too, where it is installed.
-    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger"} | REFUSED
+    # liger may change, too, where it is installed; local where there is one learner worker.
+    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger", "local"}
+    known |= REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
 
 
