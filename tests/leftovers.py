@@ -42,7 +42,11 @@ def nothing_left_over(
     shared, actors = abandoned_memory(), set(living_actors())
     yield
     left = gone(lambda: marked(mark))
-    assert not left, f"processes live on: {[_described(process) for process in left]}"
+    described = [_described(process) for process in left]
+    for process in left:  # they would take the next tests' time
+        with suppress(psutil.Error):
+            process.kill()
+    assert not left, f"processes live on: {described}"
     left = gone(lambda: living_actors().keys() - actors)
     assert not left, f"actors live on: {[living_actors().get(each) for each in left]}"
     left = gone(lambda: abandoned_memory() - shared)

@@ -99,7 +99,6 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     assert audit(out / "ledger.jsonl").problems == []
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +108,7 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, steps=5, max_staleness=0, eval_prompts=unanswered,
-        reward="tests.e2e.rewards:refuses_zero",
+        reward="tests.e2e.rewards:refuses_zero", local=True,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     life = audit(out / "ledger.jsonl")
@@ -120,19 +119,18 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
 
     out = tmp_path / "broken"
     arguments = opd_arguments(
-        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken"
+        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True
     )
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, steps=2)
+    arguments = opd_arguments(tiny_pair, out, steps=2, local=True)
     assert main(["recipe=opd", *arguments]) == 0
     manifest = json.loads((out / "checkpoints/step-000002/manifest.json").read_text())
     assert summary(out)["checkpoint"]["seal"] == manifest["seal"]
@@ -141,5 +139,6 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     assert "nothing to do" in capsys.readouterr().out
     assert main(["recipe=opd", *arguments, "temperature=0.9"]) == 2
     assert "temperature was 0.7 there and is 0.9 now" in capsys.readouterr().err
-    assert main(["recipe=opd", *opd_arguments(tiny_pair, out, steps=4)]) == 0, capsys.readouterr()
+    longer = opd_arguments(tiny_pair, out, steps=4, local=True)
+    assert main(["recipe=opd", *longer]) == 0, capsys.readouterr()
     assert_whole(out, 4)

@@ -19,6 +19,7 @@ from cluster.config.supervised import DpoConfig
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo
+from cluster.train import main
 from learner.lora import LoraSettings, adapter_tensors, add_lora, save_adapter
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
@@ -50,6 +51,7 @@ def settings(pair: TinyPair, out: Path, **changes: object) -> dict[str, object]:
     } | changes  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """The engines hold the merged weights, as the handshake and the probe of every push prove."""
@@ -93,8 +95,9 @@ def test_preferences_on_two_workers_with_the_base_as_reference(
     for workers in (1, 2):
         out = tmp_path / f"of {workers}"
         config = DpoConfig(
-            **shared, out=str(out), steps=3, lora_rank=4, learner_workers=workers, seed=1
-        )
+            **shared, out=str(out), steps=3, lora_rank=4, learner_workers=workers, seed=1,
+            local=workers == 1,
+        )  # fmt: skip
         run_dpo(config, QUIET)
         made.append(metrics(out))
     alone, together = made
@@ -131,27 +134,29 @@ def test_a_supervised_run_survives_its_learner(tiny_pair: TinyPair, tmp_path: Pa
     made = []
     for name in ("struck", "whole"):
         out = tmp_path / name
-        process = start(
-            "cluster.train", "recipe=sft", f"model={tiny_pair.student}", f"data={data}",
-            f"out={out}", "steps=200", "batch_size=4", "checkpoint_every=20", "lr=1e-3",
-        )  # fmt: skip
+        arguments = [
+            "recipe=sft", f"model={tiny_pair.student}", f"data={data}", f"out={out}", "steps=200",
+            "batch_size=4", "checkpoint_every=20", "lr=1e-3",
+        ]  # fmt: skip
         if name == "struck":
+            process = start("cluster.train", *arguments)
             wait_until(lambda out=out: len(metrics(out)) >= 25, process)
             os.kill(process_of("learner", out), signal.SIGKILL)
-        code, output = finish(process)
-        assert code == 0, output
+            code, output = finish(process)
+            assert code == 0, output
+        else:
+            assert main([*arguments, "local=True"]) == 0
         assert [step["step"] for step in metrics(out)] == list(range(1, 201))
         assert len(events(out, "restart")) == (name == "struck")
         made.append(logits(AutoModelForCausalLM.from_pretrained(out / "final")))
     torch.testing.assert_close(*made, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_one_step_is_traced_and_engines_get_what_they_hold(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    changes = {"steps": 3, "trace_step": 2, "dtype": "bfloat16"}
+    changes = {"steps": 3, "trace_step": 2, "dtype": "bfloat16", "local": True}
     run_on_policy(OpdConfig(**settings(tiny_pair, out, **changes)), QUIET)
     parameters = AutoModelForCausalLM.from_pretrained(tiny_pair.student).num_parameters()
     assert {step["push/bytes"] for step in metrics(out)} == {2 * parameters}
