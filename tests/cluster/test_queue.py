@@ -84,6 +84,11 @@ def account(trained: TrainedGroups, taken: Taken) -> None:
             trained.add(group_id)
 
 
+def payloads(queue: GroupQueue) -> list[int]:
+    """Groups whose payloads the actor holds."""
+    return ray.get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._payloads)))
+
+
 def kill_queue(queue: GroupQueue) -> int:
     pid = ray.get(queue.actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
@@ -110,11 +115,10 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     put(queue, leases[0], leases[1], leases[2])  # repeats are dropped after they were trained, too
     taken = queue.take(trained, 2)
     assert ids(taken) == [2, 3]
-    held = ray.get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._payloads)))
-    assert held == [2, 3], "payloads of trained groups are kept"
+    assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
     account(trained, taken)
     queue.publish(2, trained.watermark)
-    assert queue.empty() and ray.get(queue.status()).duplicates == 4
+    assert payloads(queue) == [] and ray.get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
     assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
         expected.tokens_T.tolist()
