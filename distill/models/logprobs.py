@@ -82,7 +82,7 @@ class VocabularyHead:
     """hidden_NH -> logits_NV as the model itself computes it, checked once against the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ConfigError if the model post-processes its logits in a way unknown here."""
+        """Raises ConfigError if the logits are no known function of its hidden states."""
         projection = model.get_output_embeddings()
         if projection is None:
             raise ConfigError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
@@ -113,7 +113,15 @@ class VocabularyHead:
         ids_BT = (
             torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
         )
-        hidden_NH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state[0]
+        decoder = model.base_model
+        hidden_BTH = getattr(decoder(input_ids=ids_BT, use_cache=False), "last_hidden_state", None)
+        if hidden_BTH is None:
+            raise ConfigError(
+                f"{type(model).__name__} has no decoder of its own: base_model is "
+                f"{type(decoder).__name__}, which gives no last_hidden_state. isotherm projects "
+                "hidden states itself; give a checkpoint of a model class that has one"
+            )
+        hidden_NH = hidden_BTH[0]
         expected_NV = model(input_ids=ids_BT, use_cache=False).logits[0]
         model.train(was_training)
         gap = (self(hidden_NH).float() - expected_NV.float()).abs().max().item()

@@ -12,6 +12,8 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     PreTrainedModel,
     Qwen3ForCausalLM,
 )
@@ -372,3 +374,17 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
     model = qwen3().train()
     VocabularyHead(model)
     assert model.training and all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_without_a_decoder_of_its_own_is_refused() -> None:
+    """Llama 4's text model is in an attribute that its `base_model` does not name."""
+    config = Llama4TextConfig(
+        **SHAPE,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        head_dim=16,
+        attn_implementation="eager",
+    )
+    model = Llama4ForCausalLM(config)
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM has no decoder of its own"):
+        VocabularyHead(model)
