@@ -291,7 +291,13 @@ async def condense_history(
     budget, summary = max_tokens - fixed, ""
     if budget:
         text = "\n\n".join(map(_transcript, middle))
-        summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
+        try:
+            summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
+        except DataError as error:
+            raise DataError(
+                f"max_tokens={max_tokens} is less than the {fixed} tokens of what stays as it is "
+                f"and what a summary of the rest needs ({error})"
+            ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
     condensed = [*head, _summary_message(summary), *tail]
     while (excess := num_tokens(condensed) - max_tokens) > 0:

@@ -420,6 +420,14 @@ def test_a_budget_below_what_must_stay() -> None:
     assert condense(HISTORY, fixed)[1]["content"] == SUMMARY_PREFIX
 
 
+def test_room_for_less_than_a_character() -> None:
+    history = [SYSTEM, message("user", "\N{EURO SIGN}" * 90), message("user", "now?")]
+    kept = [SYSTEM, message("user", SUMMARY_PREFIX), history[-1]]
+    fixed = len(render_messages(BYTES, kept))
+    with pytest.raises(DataError, match=rf"max_tokens={fixed + 1} is less than the {fixed} tokens"):
+        condense(history, fixed + 1, keep_last=1)
+
+
 def test_nothing_between_to_condense() -> None:
     with pytest.raises(DataError, match="max_tokens=60 is less than"):
         condense([*HISTORY[-2:], message("user", STORY)], 60, keep_last=3)
