@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distill.errors import CheckpointError
 from distill.objective.batching import Batch, TrainingRow
-from distill.objective.losses import Metrics, StepCounts, dpo
+from distill.objective.losses import Metrics, StepCounts
+from distill.objective.objectives import dpo
 from distill.types import FloatArray
 from learner.forward import Forward
 

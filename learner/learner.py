@@ -256,7 +256,7 @@ class Learner:
         path = self._dump_dir / "non_finite_rows.npz"
         arrays = {}
         for i, row in enumerate(rows):
-            for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T"):
+            for name in ("tokens_T", "loss_mask_T", "advantages_T", "behaviour_logprobs_T"):
                 arrays[f"row{i}/{name}"] = getattr(row, name)
             arrays[f"row{i}/temperature"] = np.array(row.temperature)
             arrays[f"row{i}/source"] = np.array(row.source)

@@ -1,4 +1,4 @@
-"""From an objective's settings to the loss of a micro-batch."""
+"""The losses of rollouts and of supervised rows: a forward pass, and the objective on it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distill.models.logprobs import DivergenceOf
 from distill.objective.batching import Batch
-from distill.objective.divergences import coarse, divergence, top_of_reverse_kl, with_tail
-from distill.objective.losses import Metrics, StepCounts, cross_entropy, policy_loss
-from distill.objective.settings import DEFAULT_JSD_BETA, ObjectiveConfig
+from distill.objective.losses import Metrics, StepCounts
+from distill.objective.objectives import cross_entropy, policy_loss, teacher_divergence
+from distill.objective.settings import ObjectiveConfig
 from learner.forward import Forward
 from learner.teachers import LocalTeachers
 
@@ -28,33 +27,16 @@ class PolicyObjectiveLoss:
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts
     ) -> tuple[Tensor, Metrics]:
+        how = self.objective
+        distribution = None
+        if self.teachers is not None and how.estimator == "full" and how.kl_coef:
+            distribution = self.teachers.distribution_of(batch)
         stats = forward(
             batch,
-            divergence_of=self._divergence_of(batch),
-            entropy_gradient=self.objective.entropy_coef > 0,
+            divergence_of=teacher_divergence(batch, how, distribution),
+            entropy_gradient=how.entropy_coef > 0,
         )
-        return policy_loss(stats, batch, counts, self.objective)
-
-    def _divergence_of(self, batch: Batch) -> DivergenceOf | None:
-        how = self.objective
-        if how.estimator == "sampled" or not how.kl_coef:
-            return None
-        jsd_beta = DEFAULT_JSD_BETA if how.jsd_beta is None else how.jsd_beta
-        if how.estimator == "full":
-            assert self.teachers is not None, "estimator=full needs the teachers in the learner"
-            return self.teachers.divergence_of(batch, how.divergence, jsd_beta)
-        ids_NK, log_q_NK = batch.teacher_top_ids_NK, batch.teacher_top_logprobs_NK
-        assert ids_NK is not None and log_q_NK is not None, "the rows lack the teacher's top_k"
-
-        def of_top(log_p_NV: Tensor, positions: slice) -> Tensor:
-            ids_nK, log_q_nK = ids_NK[positions], log_q_NK[positions]
-            if how.tail == "sampled":
-                return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK)
-            return divergence(
-                coarse(log_p_NV, ids_nK), with_tail(log_q_nK), how.divergence, jsd_beta
-            )
-
-        return of_top
+        return policy_loss(stats, batch, counts, how)
 
 
 def cross_entropy_loss(
@@ -62,6 +44,6 @@ def cross_entropy_loss(
 ) -> tuple[Tensor, Metrics]:
     """The `LossFunction` of supervised fine-tuning."""
     stats = forward(batch)
-    loss, metrics = cross_entropy(stats.logprobs_N, batch.weights_N, counts)
+    loss, metrics = cross_entropy(stats.logprobs_N, batch.advantages_N, counts)
     metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
     return loss, metrics

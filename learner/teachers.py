@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from distill.models.loading import load_causal_lm, resolve_device
-from distill.models.logprobs import DivergenceOf
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
-from distill.objective.divergences import divergence
-from distill.objective.settings import DivergenceName
+from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
 from distill.types import FloatArray
 from learner.config import LearnerConfig, token_budget
@@ -38,8 +36,8 @@ class LocalTeachers:
             self._forwards[name] = Forward(model)
 
     @torch.no_grad()
-    def divergence_of(self, batch: Batch, name: DivergenceName, jsd_beta: float) -> DivergenceOf:
-        """The divergence of the learner's distributions from those of the batch's teacher.
+    def distribution_of(self, batch: Batch) -> TeacherDistribution:
+        """log q_T of slices of the batch's trained tokens, by the batch's teacher.
 
         The teacher runs once over the batch, to its hidden states; its distributions are made a
         chunk of positions at a time beside the learner's own.
@@ -48,19 +46,18 @@ class LocalTeachers:
         assert len({row.teacher for row in batch.rows}) == 1, "a batch has one teacher"
         hidden_NH = teacher.hidden(collate([as_seen(row) for row in batch.rows], self._device))
 
-        def of(log_p_NV: torch.Tensor, positions: slice) -> torch.Tensor:
-            # not in the learner's precision
-            with torch.no_grad(), torch.autocast(log_p_NV.device.type, enabled=False):
-                log_q_NV = teacher.head.log_distribution(
+        @torch.no_grad()
+        def log_q(positions: slice) -> torch.Tensor:
+            with torch.autocast(hidden_NH.device.type, enabled=False):  # not as the learner's is
+                return teacher.head.log_distribution(
                     hidden_NH[positions], batch.temperature_N[positions]
                 )
-            return divergence(log_p_NV, log_q_NV, name, jsd_beta)
 
-        return of
+        return log_q
 
     @torch.no_grad()
     def logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log q_T of each row's trained tokens by the teacher of that name, an array a row."""
+        """log q_T of each row's trained tokens by the teacher of that name: one array per row."""
         forward = self._forwards[name]
         return [forward(collate([row], self._device)).logprobs_N.cpu().numpy() for row in rows_D]
 
@@ -81,7 +78,7 @@ class FrozenReference:
 
     @torch.no_grad()
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens, an array a row."""
+        """log p_T of each row's trained tokens: one array per row."""
         by_row: dict[int, FloatArray] = {}
         for rows_B in split_by_token_budget(rows_D, self._token_budget):
             logprobs_N = self._forward(collate(rows_B, self._device)).logprobs_N.cpu().numpy()
@@ -108,7 +105,7 @@ def as_seen(row: TrainingRow) -> TrainingRow:
         row,
         tokens_T=in_context(row.tokens_T, context_T, row.teacher_replaces),
         loss_mask_T=behind(row.loss_mask_T),
-        weights_T=behind(row.weights_T),
+        advantages_T=behind(row.advantages_T),
         behaviour_logprobs_T=behind(row.behaviour_logprobs_T),
         proximal_logprobs_T=None,
         reference_logprobs_T=None,

@@ -63,7 +63,7 @@ def in_float64(batch: Batch) -> Batch:
     proximal_N = batch.proximal_logprobs_N
     return replace(
         batch,
-        weights_N=batch.weights_N.double(),
+        advantages_N=batch.advantages_N.double(),
         behaviour_logprobs_N=batch.behaviour_logprobs_N.double(),
         proximal_logprobs_N=None if proximal_N is None else proximal_N.double(),
     )
@@ -132,7 +132,7 @@ def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Writ
         for n in tokens:
             mean += (stats.logprobs_N[n].item() - old[n]) / len(tokens)
         for n in tokens:
-            A = batch.weights_N[n].item()
+            A = batch.advantages_N[n].item()
             one = twin(how, stats.logprobs_N[n].item(), old[n], A, math.exp(mean))
             scale = 1 / counts.tokens
             if how.normalisation == "sequence":

@@ -76,7 +76,7 @@ def training_row(
     row = TrainingRow(
         tokens_T=fields["tokens_T"],
         loss_mask_T=fields["action_mask_T"],
-        weights_T=rng.normal(size=prompt + trained).astype(np.float32),
+        advantages_T=rng.normal(size=prompt + trained).astype(np.float32),
         behaviour_logprobs_T=fields["behaviour_logprobs_T"],
         temperature=temperature,
         source=f"row {seed}",

@@ -120,7 +120,7 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
         "behaviour_logprobs": _nats(segment.behaviour_logprobs_T[mask_T]),
         "teacher_logprobs": None if teacher_T is None else _nats(teacher_T[mask_T]),
         "versions": segment.versions_T[mask_T].tolist(),
-        "advantages": [_significant(value) for value in row.weights_T[mask_T]],
+        "advantages": [_significant(value) for value in row.advantages_T[mask_T]],
         "bonuses": None
         if bonuses_T is None
         else [_significant(value) for value in bonuses_T[mask_T]],

@@ -222,7 +222,7 @@ def supervised_row(chain: Chain, source: str) -> TrainingRow:
     return TrainingRow(
         tokens_T=chain.tokens_T,
         loss_mask_T=chain.loss_mask_T,
-        weights_T=chain.loss_mask_T.astype(np.float32),
+        advantages_T=chain.loss_mask_T.astype(np.float32),
         behaviour_logprobs_T=np.zeros(len(chain.tokens_T), np.float32),
         temperature=SFT_TEMPERATURE,
         source=source,

@@ -1,13 +1,11 @@
-"""Advantages: numbers on tokens that say how much more, or less, of each we want. No gradients."""
+"""Parts of advantages: baselines, discounted sums, log-prob gaps. Numpy, no gradients."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
 from distill.errors import DataError
-from distill.objective.settings import Baseline, PolicyObjective
+from distill.objective.settings import Baseline
 from distill.types import FloatArray, Segment, TrajectoryGroup
 
 # Added to a group's standard deviation before dividing by it.
@@ -59,35 +57,6 @@ def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
     return sums_N
 
 
-def opd_advantages(
-    segments: Sequence[Segment], kl_coef: float, kl_discount_factor: float
-) -> list[FloatArray]:
-    """A_t = -kl_coef * sum_{s >= t} g^{s-t} (log p_T(y_s) - log q_T(y_s)) on actions, 0 elsewhere.
-
-    The sum goes to the end of the trajectory, whose segments these are; an array for each. log p_T
-    is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
-    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0. The loss puts the learner's own log p_T in place of
-    the behaviour's: `distill.objective.losses.own_advantages`.
-
-    Raises:
-        DataError: a segment has not been scored by a teacher.
-    """
-    gaps = []
-    for segment in segments:
-        if segment.teacher_logprobs_T is None:
-            raise DataError(
-                "teacher_logprobs_T is missing: the segment was not scored by a teacher"
-            )
-        mask_T = segment.action_mask_T
-        gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
-    sums_N = discounted_future_sum(np.concatenate(gaps), kl_discount_factor)
-    ends = np.cumsum([len(gap_N) for gap_N in gaps])[:-1]
-    return [
-        on_actions(segment, -kl_coef * part_N)
-        for segment, part_N in zip(segments, np.split(sums_N, ends), strict=True)
-    ]
-
-
 def outside_top(segment: Segment, values_T: FloatArray) -> FloatArray:
     """The values of those actions that are not among the teacher's likeliest; 0 elsewhere.
 
@@ -111,45 +80,6 @@ def reference_gaps(segment: Segment) -> FloatArray:
         raise DataError("reference_logprobs_T is missing: no reference model scored the segment")
     mask_T = segment.action_mask_T
     return segment.behaviour_logprobs_T[mask_T] - segment.reference_logprobs_T[mask_T]
-
-
-def policy_advantages(
-    groups_P: Sequence[TrajectoryGroup], objective: PolicyObjective
-) -> list[tuple[TrajectoryGroup, Segment, FloatArray]]:
-    """Every segment with its advantages from rewards, bonuses and the reference; 0 off actions.
-
-        A_t = reward_coef * A_i + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
-
-    A_i is the trajectory's reward advantage within its group, b_t the token's own reward, kl_t its
-    log p_T - log ref_T and mean_kl the mean of those over all action tokens of `groups_P`: centred,
-    the penalty shifts probability between tokens and does not reward or punish length.
-
-    Raises:
-        DataError: a term needs a score that a segment does not have.
-    """
-    mean_kl = 0.0
-    if objective.reference_kl_coef:
-        gaps = [reference_gaps(segment) for group in groups_P for segment in group.segments()]
-        mean_kl = float(np.concatenate(gaps).mean(dtype=np.float64))
-    rows = []
-    for group in groups_P:
-        rewards_G = np.array([member.reward for member in group.trajectories_G], np.float32)
-        advantages_G = np.zeros_like(rewards_G)
-        if objective.reward_coef:
-            advantages_G = objective.reward_coef * reward_advantages(
-                rewards_G, baseline=objective.baseline, scale_by_std=objective.scale_by_std
-            )
-        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
-            for segment in trajectory.segments:
-                on_actions_N = np.full(segment.num_actions, advantage, np.float32)
-                if objective.bonus_coef and segment.bonuses_T is not None:
-                    bonuses_N = segment.bonuses_T[segment.action_mask_T]
-                    on_actions_N += np.float32(objective.bonus_coef) * bonuses_N
-                if objective.reference_kl_coef:
-                    penalty_N = mean_kl - reference_gaps(segment)
-                    on_actions_N += np.float32(objective.reference_kl_coef) * penalty_N
-                rows.append((group, segment, on_actions(segment, on_actions_N)))
-    return rows
 
 
 def on_actions(segment: Segment, values_N: FloatArray) -> FloatArray:

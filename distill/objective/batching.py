@@ -28,7 +28,7 @@ class OtherRows:
         tokens: how many tokens are trained in them.
         log_ratio: the sum of log pi - log old over those; gspo's ratio is the sequence's.
         future_kl: of those that follow, sum_s g^s c_s (log pi - log mu)(y_s), s counted from the
-            first of them; see `distill.objective.losses.own_advantages`.
+            first of them; see `distill.objective.objectives.own_advantages`.
     """
 
     tokens: int = 0
@@ -46,7 +46,7 @@ class TrainingRow:
     Attributes:
         tokens_T: token ids.
         loss_mask_T: True where the token is trained; never at position 0.
-        weights_T: the loss's per-token weight: an advantage, or 1 for supervised rows.
+        advantages_T: how much more of each token is wanted; 1 for supervised rows.
         behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
         temperature: the T of the learner's log-probs.
         source: where the row came from, for error messages and the dump of bad rows.
@@ -56,9 +56,9 @@ class TrainingRow:
         teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
         teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
             None: what the row has there.
-        teacher_top: that teacher's likeliest tokens, a row a trained token.
-        sampled_kl_coef_T: weight of log p - log q of the sampled token in `weights_T`, where that
-            log p is the sampler's; None: the advantage has no such term.
+        teacher_top: that teacher's likeliest tokens, one row per trained token.
+        sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, where
+            that log p is the sampler's; None: the advantage has no such term.
         ends_sequence: False where the row that follows goes on with the same sequence.
         other_rows: what is needed of the rest of that sequence.
 
@@ -68,7 +68,7 @@ class TrainingRow:
 
     tokens_T: TokenArray
     loss_mask_T: BoolArray
-    weights_T: FloatArray
+    advantages_T: FloatArray
     behaviour_logprobs_T: FloatArray
     temperature: float
     source: str
@@ -85,7 +85,7 @@ class TrainingRow:
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature, f"temperature of {self.source}")
-        floats = ["weights_T", "behaviour_logprobs_T"]
+        floats = ["advantages_T", "behaviour_logprobs_T"]
         for name in ("proximal_logprobs_T", "reference_logprobs_T", "sampled_kl_coef_T"):
             if getattr(self, name) is not None:
                 floats.append(name)
@@ -139,7 +139,7 @@ class Batch:
     tokens_BT: Tensor
     position_N: Tensor
     tokens_N: Tensor
-    weights_N: Tensor
+    advantages_N: Tensor
     behaviour_logprobs_N: Tensor
     temperature_N: Tensor
     row_N: Tensor
@@ -164,8 +164,8 @@ class Batch:
         return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
 
     def of_rows(self, values: Sequence[float]) -> Tensor:
-        """A number a row, shape (rows,), beside `weights_N`."""
-        return self.weights_N.new_tensor(values)
+        """One number per row as a tensor, shape (rows,)."""
+        return self.behaviour_logprobs_N.new_tensor(values)
 
     def future_sum(self, values_N: Tensor, discount: float, after_B: Tensor) -> Tensor:
         """S_t = v_t + g S_{t+1} within each row, whose last token is followed by `after_B`."""
@@ -389,7 +389,7 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         position_N=gather(positions, torch.long),
         tokens_N=gather([row.tokens_T[mask] for row, mask in trained], torch.long),
-        weights_N=gather([row.weights_T[mask] for row, mask in trained], torch.float32),
+        advantages_N=gather([row.advantages_T[mask] for row, mask in trained], torch.float32),
         behaviour_logprobs_N=gather(
             [row.behaviour_logprobs_T[mask] for row, mask in trained], torch.float32
         ),

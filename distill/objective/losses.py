@@ -1,32 +1,27 @@
-"""Losses: pure functions from tensors over trained tokens to `(loss, metrics)`.
+"""Policy losses over the ratio of learner to sampler, per token, and the metrics of ratios.
 
-A policy loss has two halves. `importance_sampling`, `ppo`, `cispo`, `dro` and `gspo` give each
-token its own loss; `policy_loss` weighs the tokens by the counts of the *whole* optimizer step and
-adds them up, so micro-batches add up to exactly the big batch's loss. Metrics do the same: each is
-this micro-batch's share of a mean over the step, to be added up, but for those whose name ends in
-`_max` or `_min`. Advantages and the log-probs that ratios are taken against carry no gradient.
+Pure functions of tensors over trained tokens. `importance_sampling`, `ppo`, `cispo`, `dro` and
+`gspo` give each token its own loss; `distill.objective.objectives.policy_loss` weighs the tokens
+by the counts of the *whole* optimizer step and adds them up, so micro-batches add up to exactly the
+big batch's loss. Metrics do the same: each is this micro-batch's share of a mean over the step, to
+be added up, but for those whose name ends in `_max` or `_min`. Advantages and the log-probs that
+ratios are taken against carry no gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from distill.models.logprobs import TokenStats
-from distill.objective.batching import Batch
 from distill.objective.settings import (
     CLIP,
     CORRECTION_CAP,
     DRO_BETA,
     DUAL_CLIP,
-    Normalisation,
-    ObjectiveConfig,
     PolicyObjective,
 )
 
@@ -125,38 +120,18 @@ def gspo(
     return TokenLoss(-torch.minimum(free_N, bounded_N), bounded_N < free_N)
 
 
-def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Tensor:
-    """The batch's advantages with the learner's own log pi wherever they have the sampler's log mu.
-
-        A_t - b d_t - sum_{s >= t} g^{s-t} c_s d_s    with    d = log pi - log mu, no gradient
-
-    b is `reference_kl_coef`, c the weight of the teacher's sampled term and g `kl_discount_factor`;
-    the sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
-    pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
-    that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
-    centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
-    """
-    moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
-    advantages_N = batch.weights_N.detach()
-    if how.reference_kl_coef:
-        advantages_N = advantages_N - how.reference_kl_coef * moved_N
-    if (coef_N := batch.sampled_kl_coef_N) is not None:
-        after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
-        moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
-        advantages_N = advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
-    return advantages_N
-
-
-def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:
-    """The mean log ratio of each token's whole sequence, shape (N,)."""
-    others_B = batch.of_rows([row.other_rows.log_ratio for row in batch.rows])
-    return ((batch.sum_by_row(log_ratio_N) + others_B) / batch.sequence_tokens())[batch.row_N]
-
-
 def token_losses(
-    logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, batch: Batch, how: PolicyObjective
+    logprobs_N: Tensor,
+    old_N: Tensor,
+    advantages_N: Tensor,
+    how: PolicyObjective,
+    mean_of_sequence: Callable[[Tensor], Tensor],
 ) -> TokenLoss:
-    """The loss named by `how`, with its bounds or their defaults."""
+    """The loss named by `how`, with its bounds or their defaults.
+
+    Args:
+        mean_of_sequence: of values (N,), the mean of each token's whole sequence; for gspo.
+    """
     old_N, advantages_N = old_N.detach(), advantages_N.detach()
     assert logprobs_N.shape == old_N.shape == advantages_N.shape and logprobs_N.ndim == 1
     low, high = CLIP.get(how.loss, (0.0, 0.0))
@@ -176,7 +151,7 @@ def token_losses(
             return dro(logprobs_N, old_N, advantages_N, beta=how.dro_beta or DRO_BETA)
         case "gspo":
             return gspo(
-                logprobs_N, old_N, advantages_N, partial(mean_of_sequence, batch=batch),
+                logprobs_N, old_N, advantages_N, mean_of_sequence,
                 clip_low=low, clip_high=high,
             )  # fmt: skip
         case unknown:
@@ -198,53 +173,6 @@ def mismatch_weights(
         return weight_N.clamp(max=cap), weight_N > cap
     dropped_N = (weight_N > cap) | (weight_N < 1 / cap)
     return weight_N.masked_fill(dropped_N, 0), dropped_N
-
-
-def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
-    """What each token's loss is multiplied by, shape (N,): one over the step's tokens, or over its
-    sequences and the tokens of its own."""
-    if how == "token":
-        return torch.ones_like(batch.weights_N) / counts.tokens
-    return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
-
-
-def policy_loss(
-    stats: TokenStats, batch: Batch, counts: StepCounts, how: ObjectiveConfig
-) -> tuple[Tensor, Metrics]:
-    """The policy loss, less the entropy bonus, plus the divergence from the teacher.
-
-    Args:
-        stats: of the learner's present weights; `divergence_N` where a divergence is trained on.
-        batch: `weights_N` are the advantages, in which every log p is the sampler's.
-
-    Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
-    `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
-    sample size; `train/clip_share`, `train/correction_share`; `train/entropy`;
-    `opd/divergence` where there is one.
-    """
-    logprobs_N, behaviour_N = stats.logprobs_N, batch.behaviour_logprobs_N
-    weight_N, corrected_N = torch.ones_like(behaviour_N), None
-    old_N = behaviour_N
-    if how.correction != "none":
-        # Before the first update of a step the learner is its own proximal policy.
-        proximal_N = batch.proximal_logprobs_N
-        old_N = logprobs_N.detach() if proximal_N is None else proximal_N
-        weight_N, corrected_N = mismatch_weights(old_N, behaviour_N, how)
-    made = token_losses(logprobs_N, old_N, own_advantages(logprobs_N, batch, how), batch, how)
-    scale_N = normaliser(batch, counts, how.normalisation)
-    per_token_N = weight_N * made.loss_N
-    if how.entropy_coef:
-        per_token_N = per_token_N - how.entropy_coef * stats.entropy_N
-    if stats.divergence_N is not None:
-        per_token_N = per_token_N + batch.teacher_coef_N * stats.divergence_N
-    metrics = ratio_metrics(logprobs_N.detach(), behaviour_N, counts)
-    metrics["train/clip_share"] = made.clipped_N.sum() / counts.tokens
-    metrics["train/entropy"] = stats.entropy_N.detach().sum() / counts.tokens
-    if corrected_N is not None:
-        metrics["train/correction_share"] = corrected_N.sum() / counts.tokens
-    if stats.divergence_N is not None:
-        metrics["opd/divergence"] = stats.divergence_N.detach().sum() / counts.tokens
-    return (scale_N * per_token_N).sum(), metrics
 
 
 def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -> Metrics:
@@ -295,41 +223,6 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if squared:
         metrics["train/ess"] = metrics["train/ratio"] ** 2 / squared
     return metrics
-
-
-def cross_entropy(
-    logprobs_N: Tensor, weights_N: Tensor, counts: StepCounts
-) -> tuple[Tensor, Metrics]:
-    """-sum_t w_t log p(y_t) / tokens: plain supervised fine-tuning on the tokens given."""
-    assert logprobs_N.shape == weights_N.shape and logprobs_N.ndim == 1
-    loss = -(weights_N * logprobs_N).sum() / counts.tokens
-    return loss, {"train/nll": -logprobs_N.detach().sum() / counts.tokens}
-
-
-def dpo(
-    logprobs_D: Tensor, reference_D: Tensor, counts: StepCounts, *, beta: float
-) -> tuple[Tensor, Metrics]:
-    """-mean over pairs of log sigmoid(beta ((log pi - log ref)(chosen) - (...)(rejected))).
-
-    Rafailov et al. 2023. Log-probs are sums over a response's tokens, shape (rows,): the chosen one
-    of each pair, then its rejected one.
-
-    Metrics, means over pairs: `dpo/accuracy` (share of pairs whose chosen response has the higher
-    implicit reward beta (log pi - log ref)), `dpo/margin`, `dpo/chosen_reward`,
-    `dpo/rejected_reward`.
-    """
-    assert logprobs_D.shape == reference_D.shape and len(logprobs_D) % 2 == 0
-    pairs = counts.sequences // 2
-    chosen_P, rejected_P = (beta * (logprobs_D - reference_D)).view(-1, 2).unbind(dim=1)
-    margin_P = chosen_P - rejected_P
-    loss = -logsigmoid(margin_P).sum() / pairs
-    means = {
-        "dpo/accuracy": (margin_P > 0).float(),
-        "dpo/margin": margin_P.detach(),
-        "dpo/chosen_reward": chosen_P.detach(),
-        "dpo/rejected_reward": rejected_P.detach(),
-    }
-    return loss, {name: values_P.sum() / pairs for name, values_P in means.items()}
 
 
 def _ratio(logprobs_N: Tensor, old_N: Tensor) -> Tensor:

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
-from distill.objective.advantages import (
-    discounted_future_sum,
-    on_actions,
-    opd_advantages,
-    outside_top,
-    policy_advantages,
-)
+from distill.objective.advantages import discounted_future_sum, on_actions
 from distill.objective.batching import OtherRows, TrainingRow
+from distill.objective.objectives import TokenTerms, policy_terms
 from distill.objective.settings import ObjectiveConfig
 from distill.types import (
     BoolArray,
@@ -27,7 +21,7 @@ from distill.types import (
     TrajectoryGroup,
 )
 
-# log p_T of each row's trained tokens, by some weights: an array a row.
+# log p_T of each row's trained tokens, by some weights: one array per row.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
@@ -36,68 +30,40 @@ def policy_rows(
     objective: ObjectiveConfig,
     teacher_weights: Mapping[str, float] | None = None,
 ) -> list[TrainingRow]:
-    """One row a segment, weighted by its advantages, at the segment's own temperature.
+    """One row per segment, with its terms of the objective, at the segment's own temperature.
 
-    Each group's teacher counts kl_coef times its weight (1 without weights). Its part is an
-    advantage where it is known by the sampled token alone, and `teacher_coef` where the learner
-    computes a divergence. A trajectory's rows are one sequence.
+    A trajectory's rows are one sequence.
 
     Raises:
         DataError: a segment lacks a score that the objective needs.
     """
-    rows_D = []
-    advantages = iter(policy_advantages(groups_P, objective))
-    for group in groups_P:
-        coef = objective.kl_coef
-        if coef and teacher_weights is not None:
-            coef *= teacher_weights[group.teacher]
-        for trajectory in group.trajectories_G:
-            tokens = sum(segment.num_actions for segment in trajectory.segments)
-            for of_teacher in _teacher_terms(trajectory, objective, coef):
-                _, segment, advantages_T = next(advantages)
-                rows_D.append(
-                    TrainingRow(
-                        tokens_T=segment.tokens_T,
-                        loss_mask_T=segment.action_mask_T,
-                        weights_T=advantages_T + of_teacher.advantages_T,
-                        behaviour_logprobs_T=segment.behaviour_logprobs_T,
-                        temperature=segment.temperature,
-                        source=f"group {group.group_id}",
-                        teacher=group.teacher,
-                        teacher_coef=0.0 if objective.estimator == "sampled" else coef,
-                        teacher_context_T=segment.teacher_context_T,
-                        teacher_replaces=segment.teacher_replaces,
-                        teacher_top=segment.teacher_top,
-                        sampled_kl_coef_T=of_teacher.sampled_kl_coef_T,
-                        ends_sequence=segment is trajectory.segments[-1],
-                        other_rows=OtherRows(tokens=tokens - segment.num_actions),
-                    )
-                )
-    return rows_D
+    return [
+        _policy_row(group, trajectory, segment, of_segment)
+        for group, trajectory, terms in policy_terms(groups_P, objective, teacher_weights)
+        for segment, of_segment in zip(trajectory.segments, terms, strict=True)
+    ]
 
 
-class _TeacherTerm(NamedTuple):
-    """The sampled part of a teacher's term in a segment, as in `TrainingRow`."""
-
-    advantages_T: FloatArray
-    sampled_kl_coef_T: FloatArray | None
-
-
-def _teacher_terms(
-    trajectory: Trajectory, objective: ObjectiveConfig, coef: float
-) -> list[_TeacherTerm]:
-    segments = trajectory.segments
-    outside = objective.estimator == "top_k" and objective.tail == "sampled"
-    if not coef or not (outside or objective.estimator == "sampled"):
-        return [_TeacherTerm(np.zeros(len(segment), np.float32), None) for segment in segments]
-    terms = []
-    made = opd_advantages(segments, coef, objective.kl_discount_factor)
-    for segment, advantages_T in zip(segments, made, strict=True):
-        term = advantages_T, on_actions(segment, np.full(segment.num_actions, coef, np.float32))
-        if outside:
-            term = outside_top(segment, term[0]), outside_top(segment, term[1])
-        terms.append(_TeacherTerm(*term))
-    return terms
+def _policy_row(
+    group: TrajectoryGroup, trajectory: Trajectory, segment: Segment, terms: TokenTerms
+) -> TrainingRow:
+    tokens = sum(each.num_actions for each in trajectory.segments)
+    return TrainingRow(
+        tokens_T=segment.tokens_T,
+        loss_mask_T=segment.action_mask_T,
+        advantages_T=terms.advantages_T,
+        behaviour_logprobs_T=segment.behaviour_logprobs_T,
+        temperature=segment.temperature,
+        source=f"group {group.group_id}",
+        teacher=group.teacher,
+        teacher_coef=terms.teacher_coef,
+        teacher_context_T=segment.teacher_context_T,
+        teacher_replaces=segment.teacher_replaces,
+        teacher_top=segment.teacher_top,
+        sampled_kl_coef_T=terms.sampled_kl_coef_T,
+        ends_sequence=segment is trajectory.segments[-1],
+        other_rows=OtherRows(tokens=tokens - segment.num_actions),
+    )
 
 
 def with_other_rows(
@@ -207,7 +173,7 @@ def row_to_score(
     return TrainingRow(
         tokens_T=tokens_T,
         loss_mask_T=mask_T,
-        weights_T=zeros_T,
+        advantages_T=zeros_T,
         behaviour_logprobs_T=zeros_T,
         temperature=temperature,
         source=source,
@@ -216,7 +182,7 @@ def row_to_score(
 
 def advantage_metrics(rows_D: Sequence[TrainingRow]) -> dict[str, float]:
     """Mean, standard deviation and extremes of all trained tokens' advantages as sampled."""
-    advantages_N = np.concatenate([row.weights_T[row.loss_mask_T] for row in rows_D])
+    advantages_N = np.concatenate([row.advantages_T[row.loss_mask_T] for row in rows_D])
     return {
         "advantage/mean": float(advantages_N.mean(dtype=np.float64)),
         "advantage/std": float(advantages_N.std(dtype=np.float64)),

@@ -40,7 +40,7 @@ def made_rows(prompt: int, answer: int, seed: int = 0) -> list[TrainingRow]:
                 TrainingRow(
                     tokens_T=tokens_T,
                     loss_mask_T=np.arange(len(tokens_T)) >= prompt,
-                    weights_T=zeros_T,
+                    advantages_T=zeros_T,
                     behaviour_logprobs_T=zeros_T,
                     temperature=0.7,
                     source=f"prompt {p}",

@@ -169,7 +169,7 @@ def uneven_rows(temperature: float, seed: int, stretch: int = 1) -> list[Trainin
         return TrainingRow(
             tokens_T=tokens_T,
             loss_mask_T=np.arange(length) >= len(prompt_T),
-            weights_T=rng.normal(size=length).astype(np.float32),
+            advantages_T=rng.normal(size=length).astype(np.float32),
             behaviour_logprobs_T=np.full(length, -np.log(VOCAB_SIZE), np.float32),
             temperature=temperature,
             source=f"seed {seed}",

@@ -69,7 +69,7 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
         mask_T = made.action_mask_T
         assert each.tokens_T == made.tokens_T.tolist()
         assert each.versions_N == made.versions_T[mask_T].tolist()
-        assert each.advantages_N == pytest.approx(row.weights_T[mask_T], rel=1e-3)
+        assert each.advantages_N == pytest.approx(row.advantages_T[mask_T], rel=1e-3)
         assert each.behaviour_logprobs_N == pytest.approx(
             made.behaviour_logprobs_T[mask_T], abs=6e-5
         )
@@ -183,5 +183,5 @@ def test_the_loop_shows_what_it_trained_on(
     assert (found.step, found.version, found.group_id) == (1, 0, 1)
     [first, *_] = policy_rows(groups[1:], objective)
     assert found.trajectories_G[0].segments[0].advantages_N == pytest.approx(
-        first.weights_T[first.loss_mask_T], rel=1e-3
+        first.advantages_T[first.loss_mask_T], rel=1e-3
     )

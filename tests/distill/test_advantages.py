@@ -18,14 +18,13 @@ from distill.objective.advantages import (
     group_centred,
     has_constant_reward,
     leave_one_out,
-    opd_advantages,
     outside_top,
-    policy_advantages,
     reference_gaps,
     reward_advantages,
 )
-from distill.objective.settings import Baseline, PolicyObjective
-from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from distill.objective.objectives import opd_advantages, policy_terms
+from distill.objective.settings import Baseline, ObjectiveConfig
+from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import segment, segment_fields, trajectory
 
 numbers = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=20)
@@ -220,9 +219,19 @@ OBJECTIVES = {
 }
 
 
+def advantages_by_segment(
+    groups: Sequence[TrajectoryGroup], objective: ObjectiveConfig
+) -> list[tuple[TrajectoryGroup, Segment, FloatArray]]:
+    return [
+        (group, made, terms.advantages_T)
+        for group, member, of_member in policy_terms(groups, objective)
+        for made, terms in zip(member.segments, of_member, strict=True)
+    ]
+
+
 @pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
-    objective = PolicyObjective(**settings)
+    objective = ObjectiveConfig(kl_coef=0, **settings)
     groups = [two_turn_group(), TrajectoryGroup(
         group_id=1, trajectories_G=(trajectory(scored(5), reward=4.0),
                                     trajectory(scored(6, 2, 3), reward=1.0)),
@@ -234,7 +243,7 @@ def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
                 if s.action_mask_T[t]:
                     total_kl += gap(s, t)
                     tokens += 1
-    rows = iter(policy_advantages(groups, objective))
+    rows = iter(advantages_by_segment(groups, objective))
     for group in groups:
         rewards = [member.reward for member in group.trajectories_G]
         for i, member in enumerate(group.trajectories_G):
@@ -264,7 +273,8 @@ def test_the_reference_penalty_is_centred_over_the_whole_step() -> None:
     groups = [two_turn_group(), TrajectoryGroup(
         group_id=1, trajectories_G=(trajectory(scored(7, 2, 9)),),
     )]  # fmt: skip
-    rows = policy_advantages(groups, PolicyObjective(reference_kl_coef=2.0))
+    objective = ObjectiveConfig(kl_coef=0, reference_kl_coef=2.0)
+    rows = advantages_by_segment(groups, objective)
     sums = [
         sum(float(made.sum()) for group, _, made in rows if group.group_id == group_id)
         for group_id in (0, 1)
@@ -274,9 +284,10 @@ def test_the_reference_penalty_is_centred_over_the_whole_step() -> None:
 
 
 def test_a_reference_is_needed_by_its_penalty_alone() -> None:
-    [(_, _, made)] = policy_advantages(
-        [TrajectoryGroup(group_id=0, trajectories_G=(trajectory(segment()),))], PolicyObjective()
+    [(_, _, made)] = advantages_by_segment(
+        [TrajectoryGroup(group_id=0, trajectories_G=(trajectory(segment()),))],
+        ObjectiveConfig(kl_coef=0),
     )
     assert not made.any()
     with pytest.raises(DataError, match="no reference model scored the segment"):
-        policy_advantages([rewarded(1, 0)], PolicyObjective(reference_kl_coef=0.1))
+        advantages_by_segment([rewarded(1, 0)], ObjectiveConfig(kl_coef=0, reference_kl_coef=0.1))

@@ -258,7 +258,7 @@ def test_every_trained_token_at_its_place(rows: list[TrainingRow], seed: int) ->
                     (
                         b * width + t - 1,
                         row.tokens_T[t],
-                        row.weights_T[t],
+                        row.advantages_T[t],
                         row.behaviour_logprobs_T[t],
                         np.float32(row.temperature),
                     )
@@ -266,7 +266,7 @@ def test_every_trained_token_at_its_place(rows: list[TrainingRow], seed: int) ->
     collated = zip(
         batch.position_N.tolist(),
         batch.tokens_N.tolist(),
-        batch.weights_N.numpy(),
+        batch.advantages_N.numpy(),
         batch.behaviour_logprobs_N.numpy(),
         batch.temperature_N.numpy(),
         strict=True,
@@ -362,10 +362,13 @@ def test_padding_is_known_by_length_when_pad_is_eos_and_a_real_token() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights_T": np.zeros(6, np.float32)}, "here: weights_T has 6 entries for 7 tokens"),
+        (
+            {"advantages_T": np.zeros(6, np.float32)},
+            "here: advantages_T has 6 entries for 7 tokens",
+        ),
         ({"loss_mask_T": np.ones(7, np.bool_)}, "here: a row needs a context token"),
         ({"loss_mask_T": np.zeros(7, np.bool_)}, "here: a row needs a context token"),
-        ({"weights_T": np.full(7, np.nan, np.float32)}, "here: weights_T is not finite"),
+        ({"advantages_T": np.full(7, np.nan, np.float32)}, "here: advantages_T is not finite"),
         (
             {"behaviour_logprobs_T": np.full(7, -np.inf, np.float32)},
             "here: behaviour_logprobs_T is not finite",
@@ -401,6 +404,6 @@ def test_a_row_has_a_temperature_above_zero(temperature: float) -> None:
 
 
 def test_numbers_on_untrained_tokens_are_not_judged() -> None:
-    weights_T = np.where(np.arange(7) < 3, np.nan, 1).astype(np.float32)
-    row = replace(training_row(), weights_T=weights_T)
-    assert collate([row]).weights_N.tolist() == [1, 1, 1, 1]
+    advantages_T = np.where(np.arange(7) < 3, np.nan, 1).astype(np.float32)
+    row = replace(training_row(), advantages_T=advantages_T)
+    assert collate([row]).advantages_N.tolist() == [1, 1, 1, 1]

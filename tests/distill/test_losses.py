@@ -12,15 +12,8 @@ from torch import Tensor
 
 from distill.models.logprobs import TokenStats
 from distill.objective.batching import collate
-from distill.objective.losses import (
-    StepCounts,
-    cross_entropy,
-    dpo,
-    finish_metrics,
-    mismatch_weights,
-    policy_loss,
-    ppo,
-)
+from distill.objective.losses import StepCounts, finish_metrics, mismatch_weights, ppo
+from distill.objective.objectives import cross_entropy, dpo, policy_loss
 from distill.objective.settings import ObjectiveConfig
 from tests.loss_twin import bounds, drawn, gradient_of, in_float64, slope, written_out
 
@@ -69,7 +62,7 @@ def test_the_drawn_tokens_fall_on_all_sides_of_the_bounds(name: str) -> None:
     for seed in SEEDS:
         batch, stats, _ = drawn(seed)
         gap_N = stats.logprobs_N.detach() - batch.behaviour_logprobs_N
-        ratios += list(zip(gap_N.exp().tolist(), batch.weights_N.tolist(), strict=True))
+        ratios += list(zip(gap_N.exp().tolist(), batch.advantages_N.tolist(), strict=True))
     assert any(low < ratio < high for ratio, _ in ratios)
     if name != "cispo":  # whose bounds are 0 and 5
         for sign in (1, -1):
@@ -90,8 +83,8 @@ def test_the_gradient_is_the_slope(loss: dict[str, Any], norm: dict[str, Any]) -
     how = ObjectiveConfig(**loss, **norm)
     batch, stats, counts = drawn(3)
     if how.loss == "gspo":
-        first_B = batch.sum_by_row(batch.weights_N)
-        batch = replace(batch, weights_N=first_B[batch.row_N])
+        first_B = batch.sum_by_row(batch.advantages_N)
+        batch = replace(batch, advantages_N=first_B[batch.row_N])
 
     def value(logprobs_N: Tensor) -> Tensor:
         return policy_loss(stats._replace(logprobs_N=logprobs_N), batch, counts, how)[0]
@@ -130,7 +123,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(loss: dict[str, Any]) -> N
     logprobs_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
     stats = TokenStats(logprobs_N, torch.zeros_like(logprobs_N))
     value, metrics = policy_loss(stats, batch, counts, how)
-    expected = (-batch.weights_N / counts.tokens).tolist()
+    expected = (-batch.advantages_N / counts.tokens).tolist()
     assert gradient_of(value, logprobs_N) == pytest.approx(expected)
     assert metrics["train/clip_share"].item() == 0
 
@@ -141,7 +134,7 @@ def test_only_the_learner_s_own_figures_carry_a_gradient(
     loss: dict[str, Any], correction: Any
 ) -> None:
     batch, stats, counts = drawn(0, divergence=True, proximal=True)
-    names = ("weights_N", "behaviour_logprobs_N", "proximal_logprobs_N")
+    names = ("advantages_N", "behaviour_logprobs_N", "proximal_logprobs_N")
     given = {name: getattr(batch, name).clone().requires_grad_(True) for name in names}
     how = ObjectiveConfig(**loss, correction=correction, entropy_coef=0.1)
     value, _ = policy_loss(stats, replace(batch, **given), counts, how)
@@ -170,7 +163,7 @@ def test_the_entropy_bonus_and_the_divergence_have_their_weights() -> None:
 def test_normalisers_give_each_token_or_each_sequence_one_share() -> None:
     batch, stats, _ = drawn(2)
     on_N = batch.behaviour_logprobs_N.clone().requires_grad_(True)
-    batch = replace(batch, weights_N=torch.ones_like(batch.weights_N))
+    batch = replace(batch, advantages_N=torch.ones_like(batch.advantages_N))
     counts = StepCounts(len(batch.tokens_N), len(batch.rows))
     for norm, shares in (("token", [3 / 21, 7 / 21, 11 / 21]), ("sequence", [1 / 3] * 3)):
         how = ObjectiveConfig(**NORMALISED[norm])
@@ -303,13 +296,13 @@ def test_cross_entropy_written_out(seed: int) -> None:
     batch, stats, counts = drawn(seed)
     expected = nll = 0.0
     for n in range(len(batch.tokens_N)):
-        expected -= batch.weights_N[n].item() * stats.logprobs_N[n].item() / counts.tokens
+        expected -= batch.advantages_N[n].item() * stats.logprobs_N[n].item() / counts.tokens
         nll -= stats.logprobs_N[n].item() / counts.tokens
-    value, metrics = cross_entropy(stats.logprobs_N, batch.weights_N, counts)
+    value, metrics = cross_entropy(stats.logprobs_N, batch.advantages_N, counts)
     assert value.item() == pytest.approx(expected, rel=1e-9)
     assert metrics["train/nll"].item() == pytest.approx(nll)
     assert gradient_of(value, stats.logprobs_N) == pytest.approx(
-        (-batch.weights_N / counts.tokens).tolist()
+        (-batch.advantages_N / counts.tokens).tolist()
     )
 
 

@@ -55,7 +55,7 @@ def test_strings_are_encoded_as_completions_are(
     assert pair.rejected.loss_mask_T.tolist() == [False] * 4 + [True] * 3
     for side in ("chosen", "rejected"):
         row = getattr(pair, side)
-        assert row.weights_T.tolist() == row.loss_mask_T.astype(float).tolist()
+        assert row.advantages_T.tolist() == row.loss_mask_T.astype(float).tolist()
         assert not row.behaviour_logprobs_T.any()
         assert row.temperature == SFT_TEMPERATURE
         assert row.source == f"{tmp_path}/pairs.jsonl:1 {side}"

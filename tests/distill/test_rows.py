@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from distill.errors import DataError
-from distill.objective.advantages import opd_advantages, policy_advantages
+from distill.objective.advantages import group_centred, on_actions
+from distill.objective.objectives import opd_advantages
 from distill.objective.rows import advantage_metrics, policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
@@ -40,20 +41,30 @@ def one_group(made: Segment, **fields: Any) -> TrajectoryGroup:
     return TrajectoryGroup(group_id=4, trajectories_G=(trajectory(made),), **fields)
 
 
+def centred_rewards(of: TrajectoryGroup) -> list[float]:
+    rewards = [member.reward for member in of.trajectories_G]
+    return group_centred(np.array(rewards, np.float32)).tolist()
+
+
 def test_a_row_for_every_segment_with_its_own_facts() -> None:
     objective = ObjectiveConfig(kl_coef=0.7, kl_discount_factor=0.9, reward_coef=2.0)
     groups = groups_of()
     rows = policy_rows(groups, objective)
-    expected = policy_advantages(groups, objective)
+    expected = [
+        (each, made, 2 * centred)
+        for each in groups
+        for made, centred in zip(each.segments(), centred_rewards(each), strict=True)
+    ]
     assert len(rows) == len(expected) == 5
-    for row, (of_group, made, rewarded_T) in zip(rows, expected, strict=True):
+    for row, (of_group, made, rewarded) in zip(rows, expected, strict=True):
         assert row.source == f"group {of_group.group_id}"
         assert row.temperature == made.temperature
         assert row.tokens_T.tolist() == made.tokens_T.tolist()
         assert row.loss_mask_T.tolist() == made.action_mask_T.tolist()
         assert row.behaviour_logprobs_T.tolist() == made.behaviour_logprobs_T.tolist()
-        advantages_T = rewarded_T + opd_advantages([made], 0.7, 0.9)[0]
-        assert row.weights_T.tolist() == advantages_T.tolist()
+        rewarded_N = np.full(made.num_actions, rewarded, np.float32)
+        advantages_T = on_actions(made, rewarded_N) + opd_advantages([made], 0.7, 0.9)[0]
+        assert row.advantages_T.tolist() == advantages_T.tolist()
         assert row.teacher_coef == 0
     assert {row.temperature for row in rows} == {0.5, 2.0}
 
@@ -64,7 +75,7 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
     weights = {"a": 0.25, "b": 1.0}
     for teacher, row in zip("ab", policy_rows(groups, OPD, weights), strict=True):
         assert row.teacher == teacher
-        assert row.weights_T.tolist() == opd_advantages([made], weights[teacher], 0)[0].tolist()
+        assert row.advantages_T.tolist() == opd_advantages([made], weights[teacher], 0)[0].tolist()
     full = ObjectiveConfig(estimator="full", kl_coef=3.0)
     coefs = [row.teacher_coef for row in policy_rows(groups, full, weights)]
     assert coefs == [0.75, 3.0]
@@ -76,11 +87,11 @@ def test_a_divergence_is_a_coefficient_and_no_advantage(estimator: str) -> None:
     made = with_top()
     objective = ObjectiveConfig(estimator=estimator, kl_coef=0.5)
     [row] = policy_rows([one_group(made)], objective)
-    assert row.teacher_coef == 0.5 and not row.weights_T.any()
+    assert row.teacher_coef == 0.5 and not row.advantages_T.any()
     assert row.teacher_top is made.teacher_top
     assert row.teacher_context_T is made.teacher_context_T
     unscored = groups_of(teacher_logprobs_T=None)
-    assert not any(row.weights_T.any() for row in policy_rows(unscored, objective))
+    assert not any(row.advantages_T.any() for row in policy_rows(unscored, objective))
 
 
 def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient() -> None:
@@ -89,16 +100,16 @@ def test_a_sampled_tail_is_an_advantage_outside_the_top_beside_the_coefficient()
     [row] = policy_rows([one_group(made)], objective)
     assert row.teacher_coef == 0.5
     everywhere = opd_advantages([made], 0.5, 0)[0].tolist()
-    assert row.weights_T.tolist() == [
+    assert row.advantages_T.tolist() == [
         0.0 if t in (2, 4) else everywhere[t] for t in range(len(made))
     ]
-    assert row.weights_T[[1, 3, 5]].all()
+    assert row.advantages_T[[1, 3, 5]].all()
 
 
 def test_without_a_weight_no_teacher_is_needed() -> None:
     objective = ObjectiveConfig(kl_coef=0.0, reward_coef=1.0)
     rows = policy_rows(groups_of(teacher_logprobs_T=None), objective)
-    assert [row.weights_T[-1] for row in rows[:2]] == [-0.5, 0.5]
+    assert [row.advantages_T[-1] for row in rows[:2]] == [-0.5, 0.5]
     assert all(row.teacher_coef == 0 for row in rows)
 
 

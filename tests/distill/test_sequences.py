@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from distill.models.logprobs import TokenStats
-from distill.objective.advantages import opd_advantages
 from distill.objective.batching import OtherRows, TrainingRow, collate
-from distill.objective.losses import StepCounts, policy_loss
+from distill.objective.losses import StepCounts
+from distill.objective.objectives import opd_advantages, policy_loss
 from distill.objective.rows import policy_rows, with_other_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup

@@ -40,7 +40,7 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     ids = tokenizer.convert_tokens_to_ids(list("2+2=4!"))
     assert row.tokens_T.tolist() == [*ids, EOS]
     assert row.loss_mask_T.tolist() == [False] * 4 + [True] * 3
-    assert row.weights_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert row.advantages_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert row.behaviour_logprobs_T.tolist() == [0] * 7
     assert row.temperature == SFT_TEMPERATURE == UNSCALED
     assert row.source.endswith("data.jsonl:1")
@@ -101,7 +101,7 @@ def test_a_conversation_is_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerB
     [row] = load(tmp_path, tokenizer, CHAT)
     assert tokenizer.decode(row.tokens_T.tolist()) == "u:2+2\na:4!\n"
     assert tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist()) == "4!\n"
-    assert row.weights_T.tolist() == row.loss_mask_T.astype(float).tolist()
+    assert row.advantages_T.tolist() == row.loss_mask_T.astype(float).tolist()
     assert row.temperature == SFT_TEMPERATURE and row.source.endswith("data.jsonl:1")
 
 
@@ -137,7 +137,7 @@ def test_token_ids_are_taken_as_they_are(
     row = rows[0]
     assert row.tokens_T.tolist() == [5, 6, 7, 8, EOS, 9] and row.tokens_T.dtype == np.int32
     assert row.loss_mask_T.tolist() == [False, True, True, False, True, False]
-    assert row.weights_T.tolist() == [0, 1, 1, 0, 1, 0]
+    assert row.advantages_T.tolist() == [0, 1, 1, 0, 1, 0]
     assert row.temperature == SFT_TEMPERATURE
     assert rows[3].num_trained == 63
 

@@ -220,11 +220,12 @@ def own_advantages(
     rows: Sequence[TrainingRow], logprobs_N: np.ndarray, discount: float = 0.0
 ) -> np.ndarray:
     """Of the rows' trained tokens, with the learner's log-probs in the teacher's terms."""
-    weights_N, coef_N, behaviour_N = (
-        trained(rows, name) for name in ("weights_T", "sampled_kl_coef_T", "behaviour_logprobs_T")
+    advantages_N, coef_N, behaviour_N = (
+        trained(rows, name)
+        for name in ("advantages_T", "sampled_kl_coef_T", "behaviour_logprobs_T")
     )
     row_N = np.repeat(np.arange(len(rows)), [row.num_trained for row in rows])
-    made_N = weights_N.copy()
+    made_N = advantages_N.copy()
     for n in range(len(made_N)):
         for later in range(n, len(made_N)):
             if row_N[later] == row_N[n]:

@@ -151,7 +151,7 @@ def test_checkpointed_layers_run_again_in_the_backward_pass(noisy: str) -> None:
 
 def test_sft_may_train_with_the_noise_of_the_checkpoint(noisy: str) -> None:
     assert train_time_noise(NOISY[Path(noisy).name])
-    rows = [replace(row, weights_T=np.ones(len(row), np.float32)) for row in ROWS]
+    rows = [replace(row, advantages_T=np.ones(len(row), np.float32)) for row in ROWS]
     part = Part(rows_D=rows, loss=cross_entropy_loss)
     quiet, loud = (learner_of(noisy, dropout=dropout) for dropout in (False, True))
     expected = np.concatenate(own_logprobs(noisy, ROWS)).mean()

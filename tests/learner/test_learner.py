@@ -115,8 +115,9 @@ def test_metrics_are_means_per_trained_token(
     logprobs_N = np.concatenate(learner.logprobs(rows)).astype(np.float64)
     with torch.no_grad():
         log_p_NV = torch.cat([naive_distribution(plain_model, row) for row in rows])
-    behaviour_N, proximal_N, weights_N = (
-        trained(rows, name) for name in ("behaviour_logprobs_T", "proximal_logprobs_T", "weights_T")
+    behaviour_N, proximal_N, advantages_N = (
+        trained(rows, name)
+        for name in ("behaviour_logprobs_T", "proximal_logprobs_T", "advantages_T")
     )
     log_ratio_N = logprobs_N - behaviour_N
     ratio_N, tokens = np.exp(log_ratio_N), len(log_ratio_N)
@@ -135,7 +136,7 @@ def test_metrics_are_means_per_trained_token(
         "train/lr": 1e-2,
     }
     moved_N = np.exp(logprobs_N - proximal_N)
-    clipped_N = np.where(weights_N > 0, moved_N > 2, (moved_N < 0.5) | (moved_N > 3))
+    clipped_N = np.where(advantages_N > 0, moved_N > 2, (moved_N < 0.5) | (moved_N > 3))
     expected["train/clip_share"] = clipped_N.mean()
     assert 0 < expected["train/clip_share"] < 1 and 0 < expected["train/correction_share"] < 1
 
@@ -155,7 +156,7 @@ def test_the_loss_is_a_mean_over_trained_tokens(new_learner: NewLearner) -> None
     learner = new_learner(token_budget=30)
     logprobs_N = np.concatenate(learner.logprobs(ROWS)).astype(np.float64)
     ratio_N = np.exp(logprobs_N - trained(ROWS, "behaviour_logprobs_T"))
-    expected = -(ratio_N * trained(ROWS, "weights_T")).mean()
+    expected = -(ratio_N * trained(ROWS, "advantages_T")).mean()
     assert step(learner, ROWS)["train/loss"] == pytest.approx(expected, rel=1e-4)
 
 
@@ -228,7 +229,7 @@ def test_the_schedule_over_four_steps(schedule: str, warmup: int, factors: list[
 def poisoned(row: TrainingRow, weight: float, behaviour: float) -> TrainingRow:
     return replace(
         row,
-        weights_T=np.full(len(row), weight, np.float32),
+        advantages_T=np.full(len(row), weight, np.float32),
         behaviour_logprobs_T=np.full(len(row), behaviour, np.float32),
     )
 
@@ -241,7 +242,7 @@ def reloaded(error: NonFiniteError) -> list[TrainingRow]:
             TrainingRow(
                 **{
                     name: arrays[f"row{i}/{name}"]
-                    for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T")
+                    for name in ("tokens_T", "loss_mask_T", "advantages_T", "behaviour_logprobs_T")
                 },
                 temperature=float(arrays[f"row{i}/temperature"]),
                 source=str(arrays[f"row{i}/source"]),
@@ -271,7 +272,7 @@ def test_infinities_stop_before_the_weights(
     assert len(came) == dumped
     for row, expected in zip(came, rows[-dumped:], strict=True):
         assert (row.temperature, row.source) == (expected.temperature, expected.source)
-        for name in ("tokens_T", "loss_mask_T", "weights_T", "behaviour_logprobs_T"):
+        for name in ("tokens_T", "loss_mask_T", "advantages_T", "behaviour_logprobs_T"):
             np.testing.assert_array_equal(getattr(row, name), getattr(expected, name))
 
     step(learner, ROWS)  # the failed step left nothing behind

@@ -64,7 +64,7 @@ OBJECTIVES = {
 
 def with_random_reference(rows: list[TrainingRow]) -> list[TrainingRow]:
     return [
-        replace(row, reference_logprobs_T=training_row(len(row) - 1, 1, seed=i).weights_T)
+        replace(row, reference_logprobs_T=training_row(len(row) - 1, 1, seed=i).advantages_T)
         for i, row in enumerate(rows)
     ]
 
@@ -102,7 +102,7 @@ def naive_policy(model: PreTrainedModel, rows: list[TrainingRow]) -> Tensor:
             row.loss_mask_T.nonzero()[0], naive_logprobs(model, row), strict=True
         ):
             ratio = (logprob - float(row.behaviour_logprobs_T[t])).exp()
-            total = total - ratio * float(row.weights_T[t])
+            total = total - ratio * float(row.advantages_T[t])
             tokens += 1
     return total / tokens
 

@@ -58,7 +58,7 @@ def model(tiny_pair: TinyPair) -> PreTrainedModel:
 
 
 def weighted(forward: Forward, batch: Batch) -> torch.Tensor:
-    return (forward(batch).logprobs_N * batch.weights_N).sum()
+    return (forward(batch).logprobs_N * batch.advantages_N).sum()
 
 
 def kept_bytes(forward: Forward, batch: Batch) -> int:

@@ -112,7 +112,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     told["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
     told["held"] = sum(p.to_local().numel() for p in learner.model.parameters())
     told["non finite"] = learner.weights().first_non_finite()
-    bad = replace(ROWS[1], weights_T=np.full(len(ROWS[1]), 3e38, np.float32))
+    bad = replace(ROWS[1], advantages_T=np.full(len(ROWS[1]), 3e38, np.float32))
     try:
         learner.step(Part(rows_D=[ROWS[0], bad, ROWS[2]], loss=PPO))
     except NonFiniteError as error:

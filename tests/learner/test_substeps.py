@@ -96,7 +96,7 @@ def test_advantages_are_those_of_the_whole_step(
     made = [row for [part] in watched.updates for row in part.rows_D]
     expected = policy_rows(groups, objective)
     for row, other in zip(made, expected, strict=True):
-        assert row.weights_T.tolist() == other.weights_T.tolist()
+        assert row.advantages_T.tolist() == other.advantages_T.tolist()
 
 
 @pytest.mark.parametrize("correction", ["truncate", "mask"])

@@ -1,0 +1,339 @@
+"""The objectives, from top to bottom: terms per token, a divergence, a loss over ratios.
+
+Everything is at the rollout temperature. p is the learner's policy, mu the one that sampled, q the
+teacher, ref the reference; r = p(y_t) / mu(y_t).
+
+    1  terms per token     A_t = reward_coef A_i + bonus_coef b_t            rewards
+                               + reference_kl_coef (mean_kl - (log p - log ref)(y_t))
+                               - kl_coef (log p - log q)(y_t)                teacher: sampled
+    2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
+    3  loss over ratios    sum_t  -r A_t  (or a bounded form)  + D_t  - entropy_coef H(p)(y_<t)
+
+    opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`.
+
+The first part is numpy, made once for a whole step where its groups arrive (`policy_terms`). The
+other two are torch, made for each micro-batch under the present weights: `teacher_divergence`
+within the projection to the vocabulary, `policy_loss` on what comes out of it. The pieces they are
+made of: `advantages`, `divergences`, `losses`, beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from distill.errors import DataError
+from distill.models.logprobs import DivergenceOf, TokenStats
+from distill.objective.advantages import (
+    discounted_future_sum,
+    on_actions,
+    outside_top,
+    reference_gaps,
+    reward_advantages,
+)
+from distill.objective.batching import Batch
+from distill.objective.divergences import coarse, divergence, top_of_reverse_kl, with_tail
+from distill.objective.losses import (
+    Metrics,
+    StepCounts,
+    mismatch_weights,
+    ratio_metrics,
+    token_losses,
+)
+from distill.objective.settings import (
+    DEFAULT_JSD_BETA,
+    Normalisation,
+    ObjectiveConfig,
+    PolicyObjective,
+)
+from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
+
+# log q_T of a slice of a batch's trained tokens over the vocabulary: (n, V), without gradient.
+TeacherDistribution = Callable[[slice], Tensor]
+
+
+# 1: terms per token.
+
+
+class TokenTerms(NamedTuple):
+    """What the objective asks of a segment's tokens; arrays of shape (T,), 0 off actions.
+
+    Attributes:
+        advantages_T: A_t, in which log p is the behaviour policy's, log mu.
+        sampled_kl_coef_T: weight of log p - log q in `advantages_T`; None: it has no such term.
+        teacher_coef: weight of the divergence from the teacher; 0: there is none.
+    """
+
+    advantages_T: FloatArray
+    sampled_kl_coef_T: FloatArray | None
+    teacher_coef: float
+
+
+def policy_terms(
+    groups_P: Sequence[TrajectoryGroup],
+    objective: ObjectiveConfig,
+    teacher_weights: Mapping[str, float] | None = None,
+) -> Iterator[tuple[TrajectoryGroup, Trajectory, list[TokenTerms]]]:
+    """The terms of every trajectory's segments, in order, with the group that it is from.
+
+    Each group's teacher counts kl_coef times its weight (1 without weights).
+
+    Raises:
+        DataError: a segment lacks a score that the objective needs.
+    """
+    mean_kl = mean_reference_kl(groups_P) if objective.reference_kl_coef else 0.0
+    for group in groups_P:
+        coef = objective.kl_coef
+        if coef and teacher_weights is not None:
+            coef *= teacher_weights[group.teacher]
+        advantages_G = trajectory_advantages(group, objective)
+        for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
+            of_teacher = _teacher_terms(trajectory, objective, coef)
+            terms = []
+            for segment, term in zip(trajectory.segments, of_teacher, strict=True):
+                own_T = own_terms(segment, advantage, mean_kl, objective)
+                terms.append(term._replace(advantages_T=own_T + term.advantages_T))
+            yield group, trajectory, terms
+
+
+def trajectory_advantages(group: TrajectoryGroup, objective: PolicyObjective) -> FloatArray:
+    """reward_coef * A_i of a group's trajectories, shape (G,)."""
+    rewards_G = np.array([member.reward for member in group.trajectories_G], np.float32)
+    if not objective.reward_coef:
+        return np.zeros_like(rewards_G)
+    return objective.reward_coef * reward_advantages(
+        rewards_G, baseline=objective.baseline, scale_by_std=objective.scale_by_std
+    )
+
+
+def own_terms(
+    segment: Segment, advantage: float, mean_kl: float, objective: PolicyObjective
+) -> FloatArray:
+    """What a segment's tokens earn without a teacher, shape (T,):
+
+        A_t = advantage + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
+
+    b_t is the token's own reward, kl_t its log p_T - log ref_T, and `mean_kl` the mean of those
+    over the whole step: centred, the penalty shifts probability between tokens and does not reward
+    or punish length.
+    """
+    advantages_N = np.full(segment.num_actions, advantage, np.float32)
+    if objective.bonus_coef and segment.bonuses_T is not None:
+        advantages_N += np.float32(objective.bonus_coef) * segment.bonuses_T[segment.action_mask_T]
+    if objective.reference_kl_coef:
+        penalty_N = mean_kl - reference_gaps(segment)
+        advantages_N += np.float32(objective.reference_kl_coef) * penalty_N
+    return on_actions(segment, advantages_N)
+
+
+def mean_reference_kl(groups_P: Sequence[TrajectoryGroup]) -> float:
+    """The mean of log p_T - log ref_T over all action tokens of the groups."""
+    gaps = [reference_gaps(segment) for group in groups_P for segment in group.segments()]
+    return float(np.concatenate(gaps).mean(dtype=np.float64))
+
+
+def _teacher_terms(
+    trajectory: Trajectory, objective: ObjectiveConfig, coef: float
+) -> list[TokenTerms]:
+    """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
+    with tail=sampled the first outside the teacher's likeliest tokens and the second within."""
+    segments = trajectory.segments
+    divergence_coef = 0.0 if objective.estimator == "sampled" else coef
+    outside = objective.estimator == "top_k" and objective.tail == "sampled"
+    if not coef or not (outside or objective.estimator == "sampled"):
+        zeros = [np.zeros(len(segment), np.float32) for segment in segments]
+        return [TokenTerms(zeros_T, None, divergence_coef) for zeros_T in zeros]
+    terms = []
+    sampled = opd_advantages(segments, coef, objective.kl_discount_factor)
+    for segment, advantages_T in zip(segments, sampled, strict=True):
+        term = advantages_T, on_actions(segment, np.full(segment.num_actions, coef, np.float32))
+        if outside:
+            term = outside_top(segment, term[0]), outside_top(segment, term[1])
+        terms.append(TokenTerms(*term, divergence_coef))
+    return terms
+
+
+def opd_advantages(
+    segments: Sequence[Segment], kl_coef: float, kl_discount_factor: float
+) -> list[FloatArray]:
+    """A_t = -kl_coef * sum_{s >= t} g^{s-t} (log p_T(y_s) - log q_T(y_s)) on actions, 0 elsewhere.
+
+    The sum goes to the end of the trajectory, whose segments these are; one array for each. log p_T
+    is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
+    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0. The loss puts the learner's own log p_T in place of
+    the behaviour's: `own_advantages`.
+
+    Raises:
+        DataError: a segment has not been scored by a teacher.
+    """
+    gaps = []
+    for segment in segments:
+        if segment.teacher_logprobs_T is None:
+            raise DataError(
+                "teacher_logprobs_T is missing: the segment was not scored by a teacher"
+            )
+        mask_T = segment.action_mask_T
+        gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
+    sums_N = discounted_future_sum(np.concatenate(gaps), kl_discount_factor)
+    ends = np.cumsum([len(gap_N) for gap_N in gaps])[:-1]
+    return [
+        on_actions(segment, -kl_coef * part_N)
+        for segment, part_N in zip(segments, np.split(sums_N, ends), strict=True)
+    ]
+
+
+# 2: the divergence, within the projection to the vocabulary.
+
+
+def teacher_divergence(
+    batch: Batch, how: ObjectiveConfig, distribution: TeacherDistribution | None
+) -> DivergenceOf | None:
+    """D(p_T || q_T) at each trained position of a batch; None where the teacher's part is sampled.
+
+    estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the teacher's
+    likeliest tokens and the rest as one bucket, or, with tail=sampled, those tokens' part of the
+    reverse KL, which the sampled term completes.
+    """
+    if how.estimator == "sampled" or not how.kl_coef:
+        return None
+    jsd_beta = DEFAULT_JSD_BETA if how.jsd_beta is None else how.jsd_beta
+    if how.estimator == "full":
+        assert distribution is not None, "estimator=full needs the teachers in the learner"
+        return lambda log_p_NV, positions: divergence(
+            log_p_NV, distribution(positions), how.divergence, jsd_beta
+        )
+    ids_NK, log_q_NK = batch.teacher_top_ids_NK, batch.teacher_top_logprobs_NK
+    assert ids_NK is not None and log_q_NK is not None, "the rows lack the teacher's top_k"
+
+    def of_top(log_p_NV: Tensor, positions: slice) -> Tensor:
+        ids_nK, log_q_nK = ids_NK[positions], log_q_NK[positions]
+        if how.tail == "sampled":
+            return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK)
+        return divergence(coarse(log_p_NV, ids_nK), with_tail(log_q_nK), how.divergence, jsd_beta)
+
+    return of_top
+
+
+# 3: the loss over ratios.
+
+
+def policy_loss(
+    stats: TokenStats, batch: Batch, counts: StepCounts, how: ObjectiveConfig
+) -> tuple[Tensor, Metrics]:
+    """The policy loss, less the entropy bonus, plus the divergence from the teacher.
+
+    Args:
+        stats: of the learner's present weights; `divergence_N` where a divergence is trained on.
+        batch: its advantages are as `policy_terms` makes them, with the sampler's log p.
+
+    Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
+    `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
+    sample size; `train/clip_share`, `train/correction_share`; `train/entropy`;
+    `opd/divergence` where there is one.
+    """
+    logprobs_N, behaviour_N = stats.logprobs_N, batch.behaviour_logprobs_N
+    weight_N, corrected_N = torch.ones_like(behaviour_N), None
+    old_N = behaviour_N
+    if how.correction != "none":
+        # Before the first update of a step the learner is its own proximal policy.
+        proximal_N = batch.proximal_logprobs_N
+        old_N = logprobs_N.detach() if proximal_N is None else proximal_N
+        weight_N, corrected_N = mismatch_weights(old_N, behaviour_N, how)
+    advantages_N = own_advantages(logprobs_N, batch, how)
+    made = token_losses(
+        logprobs_N, old_N, advantages_N, how, partial(mean_of_sequence, batch=batch)
+    )
+    scale_N = normaliser(batch, counts, how.normalisation)
+    per_token_N = weight_N * made.loss_N
+    if how.entropy_coef:
+        per_token_N = per_token_N - how.entropy_coef * stats.entropy_N
+    if stats.divergence_N is not None:
+        per_token_N = per_token_N + batch.teacher_coef_N * stats.divergence_N
+    metrics = ratio_metrics(logprobs_N.detach(), behaviour_N, counts)
+    metrics["train/clip_share"] = made.clipped_N.sum() / counts.tokens
+    metrics["train/entropy"] = stats.entropy_N.detach().sum() / counts.tokens
+    if corrected_N is not None:
+        metrics["train/correction_share"] = corrected_N.sum() / counts.tokens
+    if stats.divergence_N is not None:
+        metrics["opd/divergence"] = stats.divergence_N.detach().sum() / counts.tokens
+    return (scale_N * per_token_N).sum(), metrics
+
+
+def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Tensor:
+    """The batch's advantages with the learner's own log pi wherever they have the sampler's log mu.
+
+        A_t - b d_t - sum_{s >= t} g^{s-t} c_s d_s    with    d = log pi - log mu, no gradient
+
+    b is `reference_kl_coef`, c the weight of the teacher's sampled term and g `kl_discount_factor`;
+    the sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
+    pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
+    that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
+    centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
+    """
+    moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
+    advantages_N = batch.advantages_N.detach()
+    if how.reference_kl_coef:
+        advantages_N = advantages_N - how.reference_kl_coef * moved_N
+    if (coef_N := batch.sampled_kl_coef_N) is not None:
+        after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
+        moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
+        advantages_N = advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
+    return advantages_N
+
+
+def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:
+    """The mean log ratio of each token's whole sequence, shape (N,)."""
+    others_B = batch.of_rows([row.other_rows.log_ratio for row in batch.rows])
+    return ((batch.sum_by_row(log_ratio_N) + others_B) / batch.sequence_tokens())[batch.row_N]
+
+
+def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
+    """Factor of each token's loss, shape (N,): one over the step's tokens, or over its sequences
+    and the tokens of its own."""
+    if how == "token":
+        return torch.ones_like(batch.advantages_N) / counts.tokens
+    return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
+
+
+# Without rollouts.
+
+
+def cross_entropy(
+    logprobs_N: Tensor, weights_N: Tensor, counts: StepCounts
+) -> tuple[Tensor, Metrics]:
+    """-sum_t w_t log p(y_t) / tokens: plain supervised fine-tuning on the tokens given."""
+    assert logprobs_N.shape == weights_N.shape and logprobs_N.ndim == 1
+    loss = -(weights_N * logprobs_N).sum() / counts.tokens
+    return loss, {"train/nll": -logprobs_N.detach().sum() / counts.tokens}
+
+
+def dpo(
+    logprobs_D: Tensor, reference_D: Tensor, counts: StepCounts, *, beta: float
+) -> tuple[Tensor, Metrics]:
+    """-mean over pairs of log sigmoid(beta ((log pi - log ref)(chosen) - (...)(rejected))).
+
+    Rafailov et al. 2023. Log-probs are sums over a response's tokens, shape (rows,): the chosen one
+    of each pair, then its rejected one.
+
+    Metrics, means over pairs: `dpo/accuracy` (share of pairs whose chosen response has the higher
+    implicit reward beta (log pi - log ref)), `dpo/margin`, `dpo/chosen_reward`,
+    `dpo/rejected_reward`.
+    """
+    assert logprobs_D.shape == reference_D.shape and len(logprobs_D) % 2 == 0
+    pairs = counts.sequences // 2
+    chosen_P, rejected_P = (beta * (logprobs_D - reference_D)).view(-1, 2).unbind(dim=1)
+    margin_P = chosen_P - rejected_P
+    loss = -logsigmoid(margin_P).sum() / pairs
+    means = {
+        "dpo/accuracy": (margin_P > 0).float(),
+        "dpo/margin": margin_P.detach(),
+        "dpo/chosen_reward": chosen_P.detach(),
+        "dpo/rejected_reward": rejected_P.detach(),
+    }
+    return loss, {name: values_P.sum() / pairs for name, values_P in means.items()}
