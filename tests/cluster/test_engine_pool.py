@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from cluster.handles.local_actor import LocalActor
 from cluster.hosts.engine_pool import EnginePool
 from distill.errors import DataError, EngineError, EngineLost
 
@@ -52,12 +53,15 @@ class Trouble:
         return self._gate is not None
 
 
-def made(*hows: Any) -> dict[str, Any]:
-    actor = ray.remote(Trouble).options(num_cpus=0)
-    return {
-        f"e{i}": actor.remote(f"e{i}", *(how if isinstance(how, tuple) else (how,)))
-        for i, how in enumerate(hows)
-    }
+def made(*hows: Any, on_ray: bool = False) -> dict[str, Any]:
+    """Engines e0, e1, ... in this process; those that die with a process of their own."""
+    remote = ray.remote(Trouble).options(num_cpus=0).remote
+    members = {}
+    for i, how in enumerate(hows):
+        arguments = (f"e{i}", *(how if isinstance(how, tuple) else (how,)))
+        apart = on_ray or "dies" in arguments
+        members[f"e{i}"] = remote(*arguments) if apart else LocalActor(Trouble, *arguments)
+    return members
 
 
 def asked(pool: EnginePool, times: int = 1) -> list[Any]:
@@ -122,7 +126,7 @@ def test_without_patience_every_engine_is_asked_once() -> None:
 
 
 def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None:
-    members = made("waits", "answers")
+    members = made("waits", "answers", on_ray=True)
     pool = pickle.loads(pickle.dumps(EnginePool("policy", {"e0": members["e0"]}, PATIENCE_S)))
 
     async def leave() -> None:

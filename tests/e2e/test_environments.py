@@ -42,7 +42,10 @@ ENGINES = [
     "embedded",
     pytest.param(
         "sglang",
-        marks=pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed"),
+        ],
     ),
 ]
 

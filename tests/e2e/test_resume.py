@@ -46,7 +46,9 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
     assert summary(out)["status"] == "finished"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_checkpoints_and_exits_with_its_code(
     tiny_pair: TinyPair, tmp_path: Path, signum: signal.Signals
 ) -> None:
@@ -71,14 +73,8 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
         assert_whole(out, done + 2)
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param("policy engine 0", marks=pytest.mark.slow),
-        "learner",
-        pytest.param("rollout worker 0", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["policy engine 0", "learner", "rollout worker 0"])
 def test_one_death_more_than_allowed_ends_the_run_and_is_named(
     tiny_pair: TinyPair, tmp_path: Path, victim: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_
         assert 0 < step["opd/divergence"] < 2 * step["opd/reverse_kl"]
 
 
+@pytest.mark.slow
 def test_a_policy_server_that_dies_is_started_again(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """The new one serves only with the present weights, and after its own handshake."""
     out = tmp_path / "run"

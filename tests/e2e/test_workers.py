@@ -126,6 +126,7 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
     assert audit(out / "ledger.jsonl").problems == []
 
 
+@pytest.mark.slow
 def test_a_supervised_run_survives_its_learner(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """Struck or not, it ends with the same weights."""
     data = tmp_path / "rows.jsonl"
