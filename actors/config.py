@@ -1,4 +1,4 @@
-"""Which engine, on what model, with how much of the machine."""
+"""Settings of an engine: its kind, its model, its share of the machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class EngineConfig:
 
     @property
     def external(self) -> bool:
-        """Whether the engine is a server that somebody else runs."""
+        """True if the engine is a server that somebody else runs."""
         return is_url(self.model)
 
     @property

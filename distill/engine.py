@@ -1,4 +1,4 @@
-"""What an engine is. Policy and teacher speak this, embedded or served, near or behind Ray."""
+"""The `Engine` protocol of policy and teacher, embedded or served, local or behind Ray."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ WeightSource: TypeAlias = "PackedTensors | SharedTensors | CheckpointDirectory |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself; compared across parties before a run starts.
+    """An engine's description of itself; compared across parties before a run starts.
 
     Attributes:
         vocab_size: ids below it may be sent.
@@ -156,7 +156,7 @@ class EngineInfo:
 
 
 class Sampler(Protocol):
-    """What an episode needs of an `Engine`."""
+    """The part of `Engine` that an episode needs."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]: ...
 
@@ -177,7 +177,7 @@ class Engine(Protocol):
         ...
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """What `score` returns, found by the decode path: the handshake's reference.
+        """The scores of `score`, computed by the decode path: the handshake's reference.
 
         One position at a time: its context is given, one token is sampled at T and thrown away,
         and the log-prob of the given token is read off the distribution it was sampled from. Slow,

@@ -1,4 +1,4 @@
-"""What travels: Segment -> Trajectory -> TrajectoryGroup. They cannot hold nonsense.
+"""Rollout data: Segment -> Trajectory -> TrajectoryGroup, validated at construction.
 
 Legend of shape suffixes, the same letters everywhere in this project:
 
@@ -34,7 +34,7 @@ LOGPROB_SLACK = 1e-3
 
 
 class StopReason(StrEnum):
-    """Why an episode, or a sample, ended."""
+    """Reason why an episode, or a sample, ended."""
 
     EOS = "eos"  # the model sampled one of its end-of-sequence tokens
     LENGTH = "length"  # max_new_tokens or the context's end

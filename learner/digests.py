@@ -54,7 +54,7 @@ def sync_directory(path: Path) -> None:
 
 
 def disk_remedy(error: BaseException | str) -> str:
-    """What to do about a file that could not be written."""
+    """Remedy for a file that could not be written."""
     if isinstance(error, OSError) and error.errno in _MAY_NOT:
         return "Give permission to write there"
     return "Free some space"

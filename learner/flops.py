@@ -1,4 +1,4 @@
-"""How many FLOPs a step needs.
+"""FLOPs of a training step.
 
 Model FLOPs are what an ideal implementation needs, each row in full and once: matrix products only,
 a multiply-add being two. Recomputed activations do not count, nor does padding; a context that is
@@ -44,7 +44,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """What a causal LM takes.
+    """FLOPs of a causal LM, by part.
 
     Attributes:
         decoder: of every token.

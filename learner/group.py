@@ -121,7 +121,7 @@ class WorkerGroup:
         return agreed[0]
 
     def workers_here(self) -> int:
-        """How many of the workers share this host."""
+        """Number of workers on this host."""
         if self.size == 1:
             return 1
         hosts: list[Any] = [None] * self.size
@@ -137,7 +137,7 @@ def _in_memory(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Where workers meet. Listens on this address alone; torch itself would on every one."""
+    """Rendezvous store of the workers. Listens on this address alone; torch itself would on all."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen()

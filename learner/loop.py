@@ -49,7 +49,7 @@ _PUSHES_UNTIL_WARNED = 8
 
 
 class GroupSource(Protocol):
-    """Where a step's groups come from: the next ones after those that are trained."""
+    """Source of a step's groups: the next ones after those that are trained."""
 
     def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
         """Blocks until all are there; raises on a deadline, or when the source is closed.

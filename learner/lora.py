@@ -160,7 +160,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 
 
 class RoundedUpdate:
-    """What of an adapter's change is lost where W' is rounded to less than float32.
+    """Share of an adapter's change that is lost when W' is rounded to less than float32.
 
     With D = W' - W and E = round(W') - round(W), over all adapted weights:
 

@@ -1,4 +1,4 @@
-"""What a learner's model takes, before it is loaded: too large is said at once, not by a kill.
+"""Memory estimate of a learner before its model is loaded: too large is an error, not an OOM kill.
 
 Weights, gradients and moments are counted from the checkpoint's headers (`estimate_memory`). What a
 pass takes follows from the config, the precision and the tokens that run together (`PassMemory`);
@@ -22,7 +22,7 @@ from learner.config import TOKEN_BUDGET, Precision
 
 
 class Holding(NamedTuple):
-    """What is held of each parameter; activations come on top and follow token_budget."""
+    """Bytes held per parameter; activations come on top and follow token_budget."""
 
     bytes_per_parameter: int
     what: str
@@ -153,7 +153,7 @@ class PassMemory:
         return self.fixed + int(tokens * (kept + again) * _PASS_MARGIN)
 
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
-        """What is printed of it before a run."""
+        """Text that is printed before a run."""
         kept, again = (readable(self.bytes(tokens, checkpointing=way)) for way in (False, True))
         what = f"for a pass of {tokens} tokens"
         if gradient_checkpointing is None:
@@ -172,7 +172,7 @@ def _mlp_widths(text: Any) -> tuple[int, int]:
 
 
 class PassPlan(NamedTuple):
-    """How passes run, so that they fit."""
+    """Token budget and gradient checkpointing with which passes fit into memory."""
 
     token_budget: int
     gradient_checkpointing: bool
@@ -186,7 +186,7 @@ def fit_pass(
     token_budget: int | None,
     gradient_checkpointing: bool | None,
 ) -> PassPlan:
-    """What was asked for; of what was not, the fastest that fits into `room` bytes.
+    """The settings asked for; for those left open, the fastest that fit into `room` bytes.
 
     Raises:
         ConfigError: nothing does.

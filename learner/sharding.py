@@ -74,7 +74,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What Hugging Face says must stay whole on a device: the decoder's layers."""
+    """Units of sharding: the decoder's layers, which Hugging Face marks as not to be split."""
     kinds = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     assert found, f"{type(model).__name__} names no layers to shard"

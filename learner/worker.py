@@ -86,7 +86,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShare:
-    """What a worker has to say of a step.
+    """A worker's report of a step.
 
     Attributes:
         metrics: of its own micro-batches; `train/loss` among them.
@@ -164,7 +164,7 @@ class LearnerWorker:
         )
 
     def _plan_passes(self, share: float) -> PassPlan:
-        """How passes run in the memory that the model leaves; alike on all workers."""
+        """Plan of the passes for the memory that the model leaves; alike on all workers."""
         config, device, workers = self._config, self.device, self._group.size
         asked = PassPlan(
             config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
@@ -306,7 +306,7 @@ class LearnerWorker:
             self.schedule.step()
 
     def set_schedule(self, state: Mapping[str, Any]) -> None:
-        """Where the learning rate is in its course."""
+        """Restores the state of the learning-rate schedule."""
         self.schedule.load_state_dict(dict(state))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
@@ -318,7 +318,7 @@ def _share(group: WorkerGroup, device: str) -> float:
 
 
 def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
-    """What a worker that does not lead does: waits for an order, carries it out, answers."""
+    """Loop of a worker that is not rank 0: receives an order, carries it out, answers."""
     while True:
         order = group.receive()
         group.answer(getattr(worker, order.method)(order.argument))

@@ -50,7 +50,7 @@ class Row:
     failed: bool = False
 
     def sample(self) -> Sample:
-        """What was generated. The row has ended."""
+        """The generated tokens as a `Sample`. The row must have ended."""
         assert self.stop_reason is not None
         return Sample(
             tokens_T=np.array(self.tokens, dtype=np.int32),

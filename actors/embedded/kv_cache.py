@@ -278,7 +278,7 @@ class CachedDecoder:
         return self._model.run(tokens_NS, positions_NS, current)
 
     def _view(self, rows: slice) -> tuple[dict[int, Tensor], dict[int, Tensor], SlotMap, Tensor]:
-        """What the rows see of the prefixes; that of all rows is kept until rows come or go."""
+        """Prefix keys and values that the rows see; for all rows, cached until rows come or go."""
         if self._views is not None:
             return self._views
         keys, values, positions_UP = self._prefixes.view()

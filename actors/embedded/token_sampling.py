@@ -16,7 +16,7 @@ from distill.sampling import UNSCALED, EvalSampling, Sampling
 
 
 class SamplingPlan:
-    """How each of N rows is sampled, as tensors. Rows may mix training and evaluation freely."""
+    """Sampling parameters of N rows, as tensors. Rows may mix training and evaluation freely."""
 
     def __init__(
         self, samplings: Sequence[Sampling], given: Sequence[int | None], device: torch.device

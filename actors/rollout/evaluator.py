@@ -41,7 +41,7 @@ _SEED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What the policy answered to one problem, and how it was judged.
+    """The policy's response to one problem, and its judgement.
 
     Attributes:
         line: the problem's row in its file, or its number.

@@ -1,4 +1,4 @@
-"""Which problems run an environment's or a reward's code: a file that outlives its writer.
+"""Crash record of the problems whose environment or reward code runs: it outlives its writer.
 
 The evaluator writes it, in a mapping that costs nothing; the driver reads it when the evaluator has
 died, or does not answer, of such code. Both are on one machine.

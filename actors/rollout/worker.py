@@ -36,7 +36,7 @@ Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
 class GroupSink(Protocol):
-    """Where leases come from and finished groups go."""
+    """Source of leases and sink of finished groups."""
 
     async def lease(self, max_groups: int) -> Sequence[Lease]:
         """Groups to work on, at least one; empty once the run is closing."""

@@ -61,7 +61,7 @@ _ABORT_AGAIN_S = 0.2
 
 
 class _Prefilled(NamedTuple):
-    """What one pass found: log-probs at its T, unscaled ones and the likeliest if they came."""
+    """Result of one prefill: log-probs at its T; unscaled ones and the likeliest if they came."""
 
     scaled_N: FloatArray
     unscaled_N: FloatArray | None
@@ -183,7 +183,7 @@ class SglangEngine:
         ]
 
     async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
-        """What the server finds for each request at the T beside it."""
+        """Log-probs of each request's tokens at the T beside it, by prefill on the server."""
         answers = answers_of(
             await self._client.post("/generate", scoring_body(passes), repeatable=True), len(passes)
         )

@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def is_url(model: str) -> bool:
-    """Whether `teacher=` names a running server, not a checkpoint."""
+    """True if `teacher=` names a running server, not a checkpoint."""
     return model.startswith(("http://", "https://"))
 
 

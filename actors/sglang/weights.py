@@ -115,7 +115,7 @@ class WeightSession:
 
     @property
     def loading(self) -> bool:
-        """Whether new weights are on their way into the server."""
+        """True while new weights are on their way into the server."""
         return self._loading.locked()
 
     async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:

@@ -282,7 +282,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
 
 
 def _limits(config: SupervisedConfig) -> dict[str, Any]:
-    """What the model takes, as the loaders of supervised data want it."""
+    """Limits of the model, as arguments for the loaders of supervised data."""
     model = _check_model(config.model)
     check_export(config.model)
     _check_adapter(config, config.model)

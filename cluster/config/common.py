@@ -263,5 +263,5 @@ class CommonConfig:
         )
 
     def with_dropout(self) -> bool:
-        """Whether the model trains with the dropout of its config; policies never do."""
+        """True if the model trains with the dropout of its config; policies never do."""
         return False

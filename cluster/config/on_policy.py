@@ -275,7 +275,7 @@ class RolloutConfig(CommonConfig, ABC):
 
     @property
     def judge(self) -> str:
-        """Who rewards, for people to read."""
+        """Name of the reward or environment that judges, for people to read."""
         return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__
 
     def problems_title(self, prompts: str | None) -> str:
@@ -319,7 +319,7 @@ class RolloutConfig(CommonConfig, ABC):
 
     @abstractmethod
     def objective(self) -> ObjectiveConfig:
-        """What is optimised, all of it."""
+        """The whole objective."""
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; the name of one that is alone is empty."""
@@ -327,7 +327,7 @@ class RolloutConfig(CommonConfig, ABC):
 
     @property
     def scored_by_reference(self) -> bool:
-        """Whether reference engines score the rollouts; the learner may hold one of its own."""
+        """True if reference engines score the rollouts; the learner may hold one of its own."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
 
     def reference_engine(self, device: str, log_path: str) -> EngineConfig:

@@ -166,7 +166,7 @@ def _directory(out: Path) -> Path:
 
 @contextmanager
 def _log(path: Path) -> Iterator[Console]:
-    """Where a single run's lines go: they are many, and this command's own are few."""
+    """Console that writes to the log of a single run, whose lines are many."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         yield Console(file=file, width=200, soft_wrap=True)
@@ -290,7 +290,7 @@ class Race:
         return curve, summary.get("eval teacher", {}).get("eval/accuracy")
 
     def verdicts(self) -> list[str]:
-        """How much GRPO has to learn from, and the ratios; a line each."""
+        """GRPO's share of informative groups, and the ratios of steps; one line each."""
         lines = []
         for start in STARTS:
             rows = {c.name: self._row(start, c) for c in CONTENDERS}

@@ -1,4 +1,4 @@
-"""What one engine answers about the handshake's probes, and whether its answers hold together."""
+"""One engine's answers to the handshake's probes, and their internal consistency."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from distill.types import FloatArray, TokenArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """What is asked of every engine alike: ids, lengths and temperatures that suit them all.
+    """Probes for every engine alike: ids, lengths and temperatures that suit them all.
 
     Attributes:
         pairs: tokens (a, b) for the temperature law, one pair a prompt.
@@ -90,7 +90,7 @@ async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answers:
-    """What one engine answered about the probes; lists hold an array a probe.
+    """One engine's answers to the probes; lists hold one array per probe.
 
     Attributes:
         prefill: of the sampled tokens, at each probe's T; `at_other` at the plan's other one,
@@ -172,7 +172,7 @@ class Answers:
     def mistakes(
         self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
     ) -> list[Suspicion]:
-        """How T may have been mistaken, in prefill or in what `decode` says of the same tokens."""
+        """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
         if not is_telling(temperature):
             return []
         prefill = f"{self.name} prefill"

@@ -202,5 +202,5 @@ async def _queue_length(member: _Member) -> int | None:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether the engine is gone, as opposed to having answered badly."""
+    """True if the engine is gone, as opposed to having answered badly."""
     return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)

@@ -1,4 +1,4 @@
-"""What the learner's actor hosts: a training loop, built where it will run."""
+"""The learner's actor: hosts a training loop, built where it will run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
 
 
 class TrainingLoop(Protocol):
-    """What the learner's actor hosts."""
+    """Protocol of the training loop that the learner's actor hosts."""
 
     learner: Learner
 

@@ -1,4 +1,4 @@
-"""What a rollout worker's actor hosts: the worker, its pools of engines, and the driver's end.
+"""The rollout actor: hosts the worker, its pools of engines, and the driver's end.
 
 Such actors are many, and start while a run waits for them: nothing here imports torch.
 """
@@ -28,7 +28,7 @@ class GroupUnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What a worker is doing. `requests` are those under way, by engine."""
+    """A worker's work in progress. `requests` are those under way, by engine."""
 
     groups: tuple[GroupUnderWay, ...]
     requests: Mapping[str, int]

@@ -28,7 +28,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a journal proves of the weights that the run ended with.
+    """Result of an audit: what a journal proves of the weights that the run ended with.
 
     Attributes:
         problems: every way in which it does not add up; none: exactly once is proved.

@@ -81,7 +81,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What is drawn. Series and kinds of marks that the run lacks are absent.
+    """Data of the picture. Series and kinds of marks that the run lacks are absent.
 
     ready, starting: members, by pool.
     windows: by the name of their field: see `_WINDOW`.

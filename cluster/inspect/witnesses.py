@@ -1,4 +1,4 @@
-"""What else in `out/` tells of a run's steps: config.json, metrics.jsonl and the checkpoints.
+"""Evidence of a run's steps beside the journal: config.json, metrics.jsonl and the checkpoints.
 
 Each is written by another process than the ledger's, so a ledger that is another run's, lacks its
 end, or was edited is contradicted by them. What is missing contradicts nothing.
@@ -20,7 +20,7 @@ from learner.checkpoint import CheckpointStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnesses:
-    """What they say.
+    """Evidence of a run's steps from its other files.
 
     Attributes:
         run_id: config.json's; "" where there is none.

@@ -71,7 +71,7 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
 
 
 def autoscales() -> bool:
-    """Whether the connected cluster has an autoscaler, so that nodes may come that it lacks now.
+    """True if the connected cluster has an autoscaler, so that nodes may come that it lacks now.
 
     Every cluster's monitor reports its nodes' types: under an autoscaler they are those of its
     configuration, without one each node is a type of its own, called `node_<id>`. Waits a while for

@@ -1,4 +1,4 @@
-"""Where a run's actors go: a bundle of resources for each, reserved before any of them is created.
+"""Placement groups of a run: a bundle of resources per actor, reserved before any is created.
 
     placement = Placement(roles, strategy="pack", name=...)
     placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
@@ -141,7 +141,7 @@ class Placement:
         return index
 
     def ready(self, role: str, index: int) -> bool:
-        """Whether the member's bundle has a node; a lost node's has none until it is moved."""
+        """True if the member's bundle has a node; a lost node's has none until it is moved."""
         if not self._roles[role].needed:
             return True
         seat = self._seats.get((role, index))
@@ -268,7 +268,7 @@ def _lacking(planned: Mapping[str, Sequence[Resources]], nodes: Sequence[Resourc
 
 
 def _common(bundles: Sequence[Resources]) -> dict[str, float]:
-    """What every one of the bundles takes at least."""
+    """Resources that every one of the bundles takes at least."""
     return {
         name: min(bundle.get(name, 0) for bundle in bundles)
         for name in bundles[0]
@@ -277,7 +277,7 @@ def _common(bundles: Sequence[Resources]) -> dict[str, float]:
 
 
 def _times(node: Resources, bundle: Resources) -> float:
-    """How many such bundles the node holds."""
+    """Number of such bundles that fit on the node."""
     if not bundle:
         return float("inf")
     return min((node.get(name, 0) + _CLOSE) // amount for name, amount in bundle.items())
@@ -296,7 +296,7 @@ def _sum(parts: Iterable[Resources]) -> dict[str, float]:
 
 
 def _is_placed(group: PlacementGroup, bundle: int | None = None) -> bool:
-    """Whether the bundle has a node, or all of the group's have."""
+    """True if the bundle has a node, or all of the group's have."""
     table = placement_group_table(group)
     if bundle is None or table.get("state") != "RESCHEDULING":
         return table.get("state") == "CREATED"

@@ -1,4 +1,4 @@
-"""Who is in a run: the roles, how many of each, what one takes, and what they are called."""
+"""Roles of a run: their names, the number of actors of each, and the resources of one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def worker_title(index: int) -> str:
 
 
 def placed_roles(config: CommonConfig, device: str) -> list[Role]:
-    """What every role of the run takes, at its smallest size."""
+    """Resource demands of every role of the run, at its smallest size."""
     compute = _compute(config, device)
     roles = [Role(name=LEARNER, count=config.learner_workers, resources=compute)]
     if not isinstance(config, RolloutConfig):
@@ -64,7 +64,7 @@ def placed_roles(config: CommonConfig, device: str) -> list[Role]:
 
 
 def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
-    """What the engines of each role are made of."""
+    """Engine settings by role."""
     engines = {POLICY: config.policy_engine(config.student, device, "")}
     if isinstance(config, OpdConfig):
         for name, role in teacher_roles(config).items():

@@ -35,7 +35,7 @@ from distill.delivery import Lease, TrainedGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSettings:
-    """What a run's ledger goes by.
+    """Settings of a run's ledger.
 
     Attributes:
         total_groups: live groups of the whole run, those trained before included.
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """What goes on between the rollout workers and the learner.
+    """Status of the queue between the rollout workers and the learner.
 
     Attributes:
         depth: groups delivered and not yet in published weights.
@@ -521,7 +521,7 @@ class Ledger:
 
     @property
     def credit(self) -> int:
-        """How many new groups may start."""
+        """Number of new groups that may start."""
         started = len(self._pending) + len(self._leased) + len(self._delivered)
         left = self._settings.total_groups - self._trained - started
         return max(0, min(self._settings.window - started, left))
@@ -566,7 +566,7 @@ class Ledger:
 
 
 def _killed(problem: str, reason: str) -> str:
-    """Why a group failed that had a worker to itself, and what to do."""
+    """Message on a group that killed a worker which ran nothing else, with a remedy."""
     where = f", in the code of {problem}" if problem else ""
     return (
         f"its worker died while it ran this group alone{where} ({reason}); make its environment "

@@ -205,7 +205,7 @@ class GroupQueueActor:
 async def _until(
     changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
 ) -> Value | None:
-    """What `ready` returns once it is true; None if that takes longer than `poll_s`."""
+    """Waits for a true value of `ready` and returns it; None if that takes longer than `poll_s`."""
     if found := ready():
         return found
     found_later: list[Value] = []  # kept even if the deadline passes at the same moment

@@ -1,4 +1,4 @@
-"""What every recipe does around its training: lock, Ray, signals, records, and the ending."""
+"""Shared frame of all recipes: lock, Ray, signals, records, and the ending."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _require_visible(config: CommonConfig, placement: Placement, running: Sessio
 def already_complete(
     directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
 ) -> bool:
-    """Whether `out/` already holds the finished run that is asked for."""
+    """True if `out/` already holds the finished run that is asked for."""
     done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
     if done:
         console.print(
@@ -206,7 +206,7 @@ def already_complete(
 
 
 def learner_line(config: CommonConfig, model: str) -> str:
-    """What the learner takes, for the plan."""
+    """The learner's line of the resource plan."""
     lora = config.lora()
     estimate = estimate_memory(model, TRAINED if lora is None else FROZEN) or "memory unknown"
     if config.learner_workers > 1:

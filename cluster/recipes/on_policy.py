@@ -265,7 +265,7 @@ class _Run:
     # evaluation
 
     def _evaluate_teachers(self) -> None:
-        """What there is to reach: each teacher at the same decoder, on the same prompts."""
+        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
         for role in teacher_roles(self._config).values():
             self._note_evaluation(role, self._decoded(role, f"evaluating the {role}"))
 

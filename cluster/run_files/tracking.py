@@ -1,4 +1,4 @@
-"""What a run says while it works: a progress bar on a terminal, plain lines in a log, W&B."""
+"""Progress and metrics of a running job: a bar on a terminal, plain lines in a log, W&B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many policy engines, teacher engines and rollout workers a run wants. No Ray, no clock.
+"""Autoscaling policy: target numbers of engines and rollout workers. No Ray, no clock.
 
     observe (a window of the run) -> Decision (members wanted of each pool, and why)
 
@@ -138,7 +138,7 @@ class _Evidence:
 
     @property
     def supply(self) -> float:
-        """What the learner was given, of what it could have taken."""
+        """Share of the learner's demand that was supplied."""
         return max(1 - self.wait, _LEAST_SUPPLY)
 
     def groups(self, pool: PoolName) -> float:
@@ -154,7 +154,7 @@ class _Evidence:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a pool should be, and why; its present size if something forbids another."""
+    """Target size of a pool, and its reason; the present size if something forbids another."""
 
     pool: PoolName
     size: int
@@ -163,7 +163,7 @@ class _Wish:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of a pool's sizes. Times are seconds of the run."""
+    """Memory of a pool's earlier sizes. Times are seconds of the run."""
 
     too_few: int = -1  # with so many members the learner waited
     until: float = 0.0  # for so long no shrink goes down to `too_few`
@@ -250,7 +250,7 @@ class Autoscaler:
         self._futile: dict[PoolName, float] = {}  # until when
 
     def observe(self, observation: Observation) -> Decision:
-        """What the pools should be after this window. `sizes` and `ready` name every pool.
+        """Target sizes of the pools after this window. `sizes` and `ready` name every pool.
 
         The first observation's sizes, brought within their limits, are the first targets.
         """
@@ -399,7 +399,7 @@ class Autoscaler:
         return smaller >= self._pools[name].minimum and not known_too_few
 
     def _remember(self, wish: _Wish) -> None:
-        """What a change teaches; before it is made."""
+        """Updates the pool's memory for a change; called before the change."""
         memory, now = self._memory[wish.pool], self._targets[wish.pool]
         if wish.size < now:
             memory.shrunk_at = self._now

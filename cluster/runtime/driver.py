@@ -112,7 +112,7 @@ class Driver:
         self._deadline_s, self._idle = deadline_s, idle
 
     def look(self) -> None:
-        """What every wait does now and then. Raises as `call` does."""
+        """One poll of a wait: signals, supervisor, idle work. Raises as `call` does."""
         self._signals.check()
         self._supervisor.tick()
         self._idle()

@@ -39,7 +39,7 @@ class LearnerSeat:
         self._attempt += 1
 
     def started(self) -> bool:
-        """Whether every worker has answered."""
+        """True if every worker has answered."""
         return not self._supervisor.members(self._role.name, State.STARTING)
 
     def recovered(self, seconds: float) -> None:

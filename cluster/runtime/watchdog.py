@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 class StallActions(Protocol):
-    """What stall detection may do: lease groups again, restart an actor."""
+    """Actions of stall detection: re-lease groups, restart an actor."""
 
     def re_lease(self, ids: list[int], reason: str) -> None: ...
 

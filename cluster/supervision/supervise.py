@@ -1,4 +1,4 @@
-"""Who is alive: the actors of a run, their heartbeats, their deaths and what comes after.
+"""Supervisor of a run's actors: heartbeats, deaths and restarts.
 
     STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
         \\____________________\\_______________\\_________________\\
@@ -65,7 +65,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """How the actors of one kind are made.
+    """Start, health check and restart of the actors of one kind.
 
     Attributes:
         name: `policy`, `teacher maths`, `rollout`, ...
@@ -210,7 +210,7 @@ class Supervisor:
         return self.adopt(role, index, role.create(index, attempt), attempt)
 
     def expected(self, role: str) -> int:
-        """How many there are or will be again, those that drain not counted."""
+        """Number of members that are up or being restarted, those that drain not counted."""
         alive = [m for m in self.members(role) if m.state is not State.DRAINING]
         return len(alive) + sum(restart.role.name == role for restart in self._restarts)
 
@@ -371,7 +371,7 @@ class Supervisor:
         return delay
 
     def _ray_restarts_it(self, member: Member, now: float) -> bool:
-        """Whether Ray is making it again just now: the heartbeat then counts from here."""
+        """True while Ray restarts it: the heartbeat then counts from here."""
         state = ray._private.state.actors(member.handle._actor_id.hex()).get("State")
         if state == "ALIVE":
             return False

@@ -109,7 +109,7 @@ class GroupTransport:
         return pending
 
     def problem(self) -> str | None:
-        """Why the broadcast failed on this side, if it did."""
+        """Reason why the broadcast failed on this side, if it did."""
         return None if self._sending is None else self._sending.problem
 
     def finish(self) -> None:
@@ -253,5 +253,5 @@ class _Sending:
 
 
 def own_address(everyone_is_here: bool) -> str:
-    """Where engines reach this process: the loopback if all of them are on this machine."""
+    """Address under which engines reach this process: the loopback if all are on this machine."""
     return LOOPBACK if everyone_is_here else ray.util.get_node_ip_address()

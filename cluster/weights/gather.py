@@ -44,7 +44,7 @@ def collect(
     linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
 ) -> Answers:
-    """What each engine's call came to.
+    """Waits for each engine's call and returns answers and failures.
 
     Args:
         linked: a failure of one keeps the others from answering, so they are given up soon.

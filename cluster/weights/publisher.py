@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Credit(Protocol):
-    """Where slots are freed: the queue."""
+    """Receiver of the credit that a push frees: the queue."""
 
     def publish(self, version: int, watermark: int) -> None:
         """Weights that account for every group below `watermark` are on every engine."""
@@ -43,7 +43,7 @@ class Credit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSettings:
-    """How a run pushes. `choose_transports` explains most of it.
+    """Settings of a run's pushes. `choose_transports` explains most of it.
 
     Attributes:
         temperature: the run's; the probe scores at it.
@@ -86,7 +86,7 @@ class Publisher:
         self._probe: WeightProbe[Any, Any] | None = None
 
     def describe(self) -> str:
-        """How weights reach which engine, for people."""
+        """Transport of each engine, for people to read."""
         return "; ".join(
             f"{transport.describe()} to {', '.join(transport.engines)}"
             for transport in self._transports or []

@@ -54,7 +54,7 @@ class Transport(Protocol):
         ...
 
     def problem(self) -> str | None:
-        """What went wrong on this side meanwhile."""
+        """Failure on this side meanwhile, if any."""
         ...
 
     def finish(self) -> None:

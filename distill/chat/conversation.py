@@ -244,7 +244,7 @@ class Conversation:
         )
 
     def _parsed(self, sample: Sample) -> ParsedTurn:
-        """What the turn says: neither its stop token, nor others that stand for no text."""
+        """The turn parsed, without its stop token and other tokens that stand for no text."""
         spoken_T = np.asarray(sample.tokens_T, np.int32)
         if sample.stop_reason is StopReason.EOS:
             spoken_T = spoken_T[:-1]
@@ -263,7 +263,7 @@ class Conversation:
         return self._text[len(stripped) - len("<think>") :] if stripped.endswith("<think>") else ""
 
     def _added_text(self, before_T: TokenArray, tokens_T: TokenArray) -> str | None:
-        """What the tokens add to the text of those before; None if they change that."""
+        """Text that the tokens add to that of those before; None if they change the latter."""
         near_T = before_T[-_NEIGHBOURS:]
         before, both = self._decode(near_T), self._decode(np.concatenate([near_T, tokens_T]))
         return both[len(before) :] if both.startswith(before) else None

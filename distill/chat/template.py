@@ -67,7 +67,7 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
 ) -> str:
-    """What the model's own template writes for the messages.
+    """The messages as text, by the tokenizer's chat template.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the messages, or the

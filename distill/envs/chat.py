@@ -34,7 +34,7 @@ Oracle = Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStep:
-    """What the world answers to a turn of the assistant's.
+    """The environment's answer to a turn of the assistant's.
 
     Attributes:
         reward: adds up over the episode.
@@ -70,14 +70,14 @@ class MessageEnv(ABC):
 
     @abstractmethod
     def initial_messages(self) -> Sequence[Message]:
-        """What the model sees before its first turn; nothing: it never has one."""
+        """The messages before the model's first turn; none: it never has one."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
         """Answers a turn that calls no tool, or one that a limit cut off."""
 
     async def unfinished(self) -> float:
-        """What an episode earns that a limit ended although it would have gone on."""
+        """Reward of an episode that a limit has cut off."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
@@ -86,7 +86,7 @@ class MessageEnv(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLimits:
-    """What an episode may take.
+    """Limits of an episode.
 
     Attributes:
         max_turns: most turns of the model's.
@@ -105,7 +105,7 @@ class ChatLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condensing:
-    """What happens when the next observation is longer than the limit: see `condense_history`.
+    """Condenses a history when the next observation exceeds the limit: see `condense_history`.
 
     `condenser` is made of the models that may be asked.
     """
@@ -133,7 +133,7 @@ class Condensing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSetting:
-    """What all episodes of a run have in common.
+    """Settings that all episodes of a run share.
 
     Attributes:
         tool_format: how the model writes calls; None where there are no tools.

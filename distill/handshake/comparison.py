@@ -78,7 +78,7 @@ class Comparison:
         return same != self.must_differ
 
     def complaint(self) -> str:
-        """What is wrong, by how much, and what to look at."""
+        """Message: the mismatch, its size, and where to look for the cause."""
         where = f"{self.party} disagrees with {self.reference} at temperature {self.temperature:g}"
         if not math.isfinite(self.max_gap):
             found = f"some of the log-probs of {self.num_tokens} tokens are not finite"
@@ -180,7 +180,7 @@ def compare_with_law(
 
 
 def is_telling(temperature: float) -> bool:
-    """Whether T is far enough from 1 for a mistake to be told by its size."""
+    """True if T is far enough from 1 for a wrong temperature to show in the log-probs."""
     return abs(temperature - UNSCALED) > 0.05
 
 
@@ -304,7 +304,7 @@ class CalibrationReport:
             raise CalibrationError(self.complaint())
 
     def complaint(self) -> str:
-        """What there is to say of a disagreement."""
+        """Message for a failed comparison."""
         return "; ".join(self.differences) or self._worst().complaint()
 
     def _worst(self) -> Comparison:

@@ -13,7 +13,7 @@ def fact_differences(
     teachers: Mapping[str, EngineInfo],
     tokenizer: TokenizerProbe,
 ) -> list[str]:
-    """Why these engines cannot score each other's token ids at all; nothing if they can.
+    """Reasons why these engines cannot score each other's token ids; none if they can.
 
     Args:
         policies: what each policy engine says of itself, by name; the first speaks for all.

@@ -39,7 +39,7 @@ NOWHERE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one layer attends: score scale, sliding window in tokens, tanh cap of the scores."""
+    """Attention parameters of one layer: score scale, sliding window in tokens, tanh soft cap."""
 
     scale: float
     window: int | None
@@ -47,7 +47,7 @@ class Rule:
 
 
 class Pass(Protocol):
-    """What the new tokens of one forward pass may attend to."""
+    """Attention of one forward pass: from the new tokens to all that they may see."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
@@ -103,7 +103,7 @@ def visibility_bias(
 
 
 class _Visibility:
-    """What the new tokens of a pass may see: a bias for each window, which its layers share.
+    """Attention bias of a pass, one for each window size, shared by the layers of that window.
 
     Not a boolean mask: scaled_dot_product_attention would make a bias of it in every layer, and
     keep it for the backward pass.
@@ -129,7 +129,7 @@ class _Visibility:
 def takes_grouped_heads(
     device: str, dtype: torch.dtype, key_dim: int, value_dim: int, *, masked: bool
 ) -> bool:
-    """Whether a fused attention kernel takes fewer key heads than query heads.
+    """True if a fused attention kernel supports grouped-query heads.
 
     Where none does, scaled_dot_product_attention falls back to the math kernel, which holds every
     head's scores in float32; on CUDA flash attention alone takes them, and it takes no mask. The

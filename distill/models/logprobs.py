@@ -30,7 +30,7 @@ _FEWEST_TOGETHER = 16
 
 
 def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
-    """How many positions to project to the vocabulary at a time."""
+    """Number of positions to project to the vocabulary at a time."""
     return max(_FEWEST_POSITIONS, _positions_together(device, vocab_size))
 
 
@@ -99,7 +99,7 @@ class VocabularyHead:
         return self._finish(self.projection(hidden_NH))
 
     def _finish(self, logits_NV: Tensor) -> Tensor:
-        """What the model does to its logits after projecting them."""
+        """Post-processing of the logits: the model's scale and soft cap."""
         if self.scale != 1:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:

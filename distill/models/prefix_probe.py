@@ -1,4 +1,4 @@
-"""Which attention a model runs with: ours, if a probe shows that it computes the same thing."""
+"""Choice of attention: shared-prefix, if a numerical probe shows that it reproduces the model's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def choose_model(
 
 @torch.no_grad()
 def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None = None) -> bool:
-    """Whether `SharedPrefixModel` reproduces the model; a warning says why it does not.
+    """True if `SharedPrefixModel` reproduces the model; a warning says why it does not.
 
     The model is as before, with its own attention.
 
@@ -82,7 +82,7 @@ def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None =
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's allocator or the main memory's has no more to give."""
+    """True for an out-of-memory error of a GPU's allocator or the main memory's."""
     # torch's allocator of main memory raises a RuntimeError that names it
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

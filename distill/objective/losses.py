@@ -201,8 +201,8 @@ def mismatch_weights(
 
 
 def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
-    """What each token's loss is multiplied by, shape (N,): one over the step's tokens, or over its
-    sequences and the tokens of its own."""
+    """Loss weight of each token, shape (N,): one over the step's tokens, or over its sequences
+    times the tokens of the token's own sequence."""
     if how == "token":
         return torch.ones_like(batch.weights_N) / counts.tokens
     return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
@@ -248,7 +248,7 @@ def policy_loss(
 
 
 def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -> Metrics:
-    """How far the learner is from what sampled: means over the step's tokens, and extremes.
+    """Metrics of the ratio of learner to behaviour policy: means over the step's tokens, extremes.
 
     k1 = -log r, k2 = (log r)^2 / 2 and k3 = r - 1 - log r estimate KL(behaviour || pi) from samples
     of behaviour (Schulman 2020); only k1 and k3 are unbiased, only k2 and k3 never negative.

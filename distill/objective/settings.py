@@ -1,4 +1,4 @@
-"""What a run optimises: the settings of advantages, policy losses and divergences, in one place.
+"""Settings of the objective: advantages, policy losses and divergences, in one place.
 
 `PolicyObjective` is what RL has; `ObjectiveConfig` adds the teacher. Both refuse what has no
 gradient, or one that does not depend on the teacher, and say why. See docs/objectives.md for when
@@ -237,7 +237,7 @@ class ObjectiveConfig(PolicyObjective):
 
     @property
     def asked_of_teacher(self) -> int:
-        """How many of the teacher's likeliest tokens are needed; 0: none."""
+        """Number of the teacher's likeliest tokens to request; 0: none."""
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
 

@@ -1,4 +1,4 @@
-"""What a few responses a prompt say of a model: pass@k, majority votes, and how sure one can be."""
+"""Accuracy from a few responses per prompt: pass@k, majority votes, confidence intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `unit_tests.py` runs in the sandbox: tests, and the solution in a process of its own.
+"""Child of `unit_tests.py`, in the sandbox: runs the tests, and the solution in its own process.
 
     tests ── call solve(3), here are its arguments ──> solution
           <──── 4, and the arguments afterwards ──────
@@ -305,7 +305,7 @@ def run_solution(reader: int, writer: int) -> None:
 
 
 def _names(source: str) -> dict[str, Any]:
-    """What the solution defines."""
+    """Names that the solution defines."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(source, "solution.py", "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""What `sandbox.py` starts: makes the sandbox around itself, and runs the program in it.
+"""Launcher started by `sandbox.py`: makes the sandbox around itself, and runs the program in it.
 
     launcher ── first process of the namespaces ── the program
     (waits)     (builds the root, waits, reports)   (an interpreter of its own)

@@ -333,7 +333,7 @@ def _transcript(message: Message) -> str:
 
 
 def _focus(messages: Sequence[Message]) -> str:
-    """What the user said last; where the user is silent, what was said last."""
+    """The user's last message; without one, the last message of all."""
     said = [m for m in messages if m["role"] == "user"] or messages
     return str(said[-1].get("content") or "")
 

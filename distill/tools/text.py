@@ -87,7 +87,7 @@ def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    """Where added tokens stand in the text, as it is written or as the tokenizer reads it."""
+    """Spans of added tokens in the text, as it is written or as the tokenizer reads it."""
     added = {
         token.content: id_
         for id_, token in tokenizer.added_tokens_decoder.items()

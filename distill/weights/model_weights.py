@@ -24,7 +24,7 @@ FILE_BYTES = 2 << 30
 
 
 class Weights(Protocol):
-    """What is pushed and saved: each stored tensor once, a tied lm_head left to its embedding."""
+    """Weights to push and save: each stored tensor once, a tied lm_head left to its embedding."""
 
     @property
     def layouts(self) -> Sequence[TensorLayout]:

@@ -78,7 +78,7 @@ _PASS = "_isotherm_pass"
 
 
 class Asked(NamedTuple):
-    """What one request of a prefill batch asked for."""
+    """Log-prob options of one request of a prefill batch."""
 
     temperature: float
     input_logprobs: bool

@@ -1,4 +1,4 @@
-"""What a report says of a run: facts, evaluations, curves and kept rollouts, ready for JSON."""
+"""Data of a run's report: facts, evaluations, curves and kept rollouts, ready for JSON."""
 
 from __future__ import annotations
 
