@@ -84,9 +84,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """Log-probs of positions `start` to the end, one array a temperature of the request.
+    """Log-probs of positions `start` to the end, one array per temperature of the request.
 
-    `top` has a row a scored position, at the request's first temperature; None if not asked for.
+    `top` has one row per scored position, at the request's first temperature; None if not asked.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]

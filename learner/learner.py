@@ -177,7 +177,7 @@ class Learner:
         return self._on_each(method, [argument] * self._group.size)
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens under the present weights, one array a row."""
+        """log p_T of each row's trained tokens under the present weights, one array per row."""
         return self._logprobs("logprobs", rows_D)
 
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:

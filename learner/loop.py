@@ -1,4 +1,4 @@
-"""The learner's loop over rollouts (OPD, task reward, or both), one step a call.
+"""The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
     publish   waits for: acknowledgements       unblocked by: every policy engine's load

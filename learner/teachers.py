@@ -60,7 +60,7 @@ class LocalTeachers:
 
     @torch.no_grad()
     def logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log q_T of each row's trained tokens by the teacher of that name, an array a row."""
+        """log q_T of each row's trained tokens by the teacher of that name, one array per row."""
         forward = self._forwards[name]
         return [forward(collate([row], self._device)).logprobs_N.cpu().numpy() for row in rows_D]
 
@@ -81,7 +81,7 @@ class FrozenReference:
 
     @torch.no_grad()
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens, an array a row."""
+        """log p_T of each row's trained tokens, one array per row."""
         by_row: dict[int, FloatArray] = {}
         for rows_B in split_by_token_budget(rows_D, self._token_budget):
             logprobs_N = self._forward(collate(rows_B, self._device)).logprobs_N.cpu().numpy()

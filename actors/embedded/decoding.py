@@ -1,4 +1,4 @@
-"""Continuous batching: rows join between chunks, leave when they end, and take one token a step.
+"""Continuous batching: rows join between chunks, leave when they end, and take one token per step.
 
 A `Row` is one sample. `DecodeBatch` owns which rows are live and samples their next tokens; a
 `Decoder` turns a row's context into the hidden state of its last token, with a KV cache

@@ -7,7 +7,7 @@
             |            scoring batch, again. Waits for the compute thread: the end of a chunk.
     compute thread       owns the model, the live rows and their caches
 
-A chunk is up to `CHUNK_STEPS` tokens a row, and is cut short when something new arrives, so nobody
+A chunk is up to `CHUNK_STEPS` tokens per row, and is cut short when something new arrives: nobody
 waits longer than one step for admission. The loop itself never computes: `info` answers at once.
 """
 

@@ -1,4 +1,4 @@
-"""Decoding with a KV cache: a prompt's keys and values once a group, new tokens' once a row."""
+"""Decoding with a KV cache: a prompt's keys and values once per group, new tokens' once per row."""
 
 from __future__ import annotations
 

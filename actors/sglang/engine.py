@@ -3,7 +3,7 @@
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
                    top_logprobs_num: the likeliest beside them
-    decode_score   POST /generate, one sampled token a position, token_ids_logprob
+    decode_score   POST /generate, one sampled token per position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
 
 Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)

@@ -101,7 +101,7 @@ class CommonConfig:
     )
     hang_after_s: float = chz.field(
         default=60.0,
-        doc="an actor that gives no sign of life for so long is ended, and made again, seconds",
+        doc="an actor that gives no sign of life for so long is ended, and restarted, seconds",
     )
     max_restarts: int = chz.field(
         default=10,

@@ -178,8 +178,8 @@ class RolloutConfig(CommonConfig, ABC):
     eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
     eval_samples: int = chz.field(
         default=1,
-        doc="responses a prompt in evaluation; several give pass@k and a majority's vote, and need "
-        "eval_temperature above 0",
+        doc="responses per prompt in evaluation; several give pass@k and a majority's vote, and "
+        "need eval_temperature above 0",
     )
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluation; default: max_new_tokens"

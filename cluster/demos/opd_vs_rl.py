@@ -66,7 +66,7 @@ class OpdVsRlConfig:
     temperature: float = chz.field(default=0.7, doc="rollout temperature T")
     seeds: int = chz.field(default=3, doc="runs of each contender's best settings")
     steps: int | None = chz.field(
-        default=None, doc="at most so many optimizer steps a run, for a quick look"
+        default=None, doc="at most so many optimizer steps per run, for a quick look"
     )
     seed: int = chz.field(default=0, doc="seed of problems, models and the first run")
 

@@ -34,7 +34,7 @@ class Plan:
     """Probes for every engine alike: ids, lengths and temperatures that suit them all.
 
     Attributes:
-        pairs: tokens (a, b) for the temperature law, one pair a prompt.
+        pairs: tokens (a, b) for the temperature law, one pair per prompt.
     """
 
     prompts: list[TokenArray]

@@ -67,7 +67,7 @@ from learner.worker import LossFunction
 
 # A thread of its own for heartbeats, which a long call would keep waiting.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
-# Ray makes it again, and repeats what was asked of it.
+# Ray restarts it, and repeats its unfinished calls.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
 # Problems that a message names.
 _SHOWN = 8
@@ -108,7 +108,7 @@ class RolloutCast:
         return {} if self._config.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
-        """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
+        """On the driver's node, where `out/` is; Ray restarts it, and its journal restores it."""
         config = self._config
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
@@ -181,7 +181,7 @@ class RolloutCast:
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
     def policy_role(self, model: str) -> Role:
-        """`model` is what the first ones start from; those made again start as the student."""
+        """`model` is what the first ones start from; those restarted start as the student."""
         config = self._config
 
         def engine(log_path: str, attempt: int) -> EngineConfig:

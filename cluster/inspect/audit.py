@@ -377,7 +377,7 @@ class AuditConfig:
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
     steps: int | None = chz.field(default=None, doc="the run should have trained so many steps")
     groups_per_step: int | None = chz.field(
-        default=None, doc="groups a step, if not those that the ledger was started with"
+        default=None, doc="groups per step, if not those that the ledger was started with"
     )
 
     @chz.validate

@@ -4,7 +4,7 @@
     members           of each pool (filled: those that are starting), and nodes alive
     share of time     that the learner waited for groups, and that workers had no credit
     groups            where they were: at the policy, in their environments, at teachers, finished
-    tokens/s          trained tokens a second
+    tokens/s          trained tokens per second
 
 A kind of event that the run did not write is left out. Without events the picture is of the
 metrics alone, their steps one after the other.

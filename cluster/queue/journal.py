@@ -1,4 +1,4 @@
-"""The ledger's journal, `out/ledger.jsonl`: every event of every job of a run, a line each.
+"""The ledger's journal, `out/ledger.jsonl`: every event of every job of a run, one per line.
 
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 

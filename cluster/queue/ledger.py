@@ -1,7 +1,7 @@
 """Credit, order and fate of prompt groups: who may start, and which groups make the next step.
 
 No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
-happens to it is written down by cluster/queue/journal.py, from which it can be made again.
+happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.
 
     not yet leased -> leased -> delivered -> below the published watermark
                       |    ^
@@ -308,7 +308,7 @@ class Ledger:
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
         """These of the worker's groups, and at most these, run their environment's or reward's code
-        until it says otherwise. Not written down: a queue that is made again suspects them all."""
+        until it says otherwise. Not written down: a restarted queue suspects them all."""
         self._inside[worker] = problems
 
     # the driver's end
@@ -347,8 +347,8 @@ class Ledger:
         return self.release(late, f"without progress for more than {lease_s:g} s")
 
     def renew(self, ids: Iterable[int]) -> None:
-        """These get on: their leases begin anew. Not written down, for leases that live on when the
-        queue is made again begin anew as well."""
+        """These get on: their leases begin anew. Not written down, for leases that outlive a
+        restart of the queue begin anew as well."""
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
             held = self._leased[group_id]
@@ -497,7 +497,7 @@ class Ledger:
     # the queue's own
 
     def recover(self) -> None:
-        """The queue died and its payloads with it: what was delivered is to be made again.
+        """The queue died and its payloads with it: what was delivered is to be sampled again.
 
         Leases live on, and so do their workers, who will deliver.
         """

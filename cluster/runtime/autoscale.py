@@ -8,7 +8,7 @@ becomes 1 / (1 - w) of what it is, at least one more and at most twice as many. 
 which Kubernetes' Horizontal Pod Autoscaler scales (desired = ceil(current * metric / target)).
 
 **Shrink** when the learner does not wait and workers stand idle for want of credit: by one, the
-pool with the fewest groups a member. At the run's end, when nothing is left to be started, to the
+pool with the fewest groups per member. At the run's end, when nothing is left to be started, to the
 number of groups that a pool may still see. (Staleness is no input of its own: credit bounds it, and
 supply in excess of the bound shows as want of credit.)
 
@@ -377,7 +377,7 @@ class Autoscaler:
         self._growth = None
 
     def _shrink(self, observation: Observation) -> list[_Wish]:
-        """Of the pools that may, the one with the fewest groups a member."""
+        """Of the pools that may, the one with the fewest groups per member."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []

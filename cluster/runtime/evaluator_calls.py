@@ -87,7 +87,7 @@ class EvaluatorCalls:
         return serving()[0]
 
     def _replace(self, member: Member, lost: ActorLost) -> None:
-        """Has it made again if it was the one that died, or hangs."""
+        """Restarts the evaluator if it was the one that died, or hangs."""
         if member not in self._supervisor.members(EVALUATOR):
             return
         if isinstance(lost, Overdue) or dead_among({member.name: member.handle}):

@@ -324,7 +324,7 @@ class Fleet:
         self.queue.expire_now(ids, reason)
 
     def bury(self, name: str, why: str) -> None:
-        """Ends an actor that hangs; it is made again."""
+        """Ends an actor that hangs; it is restarted."""
         for role in (*self._engine_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
@@ -433,7 +433,7 @@ class Fleet:
         self.supervisor.add(self._roles[role], index)
 
     def shrink(self, role: str) -> None:
-        """One that is dead is not made again; else the newest member leaves once it is idle."""
+        """Cancels a pending restart; else the newest member leaves once it is idle."""
         if (index := self.supervisor.give_up_restart(role)) is not None:
             self._give_back_place(role, index)
             return

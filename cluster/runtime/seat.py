@@ -63,7 +63,7 @@ class LearnerSeat:
         self._supervisor.dismiss_all(self._role.name)
         checkpoint = self._directory.store.latest(say)
         step = checkpoint.step if checkpoint else 0
-        say(f"{lost}. The learner is made again, from step {step}")
+        say(f"{lost}. The learner is restarted, from step {step}")
         driver.pause(delay)
         self._directory.rewind_metrics(step)
         self._directory.append_event("rewind", step=step)

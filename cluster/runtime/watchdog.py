@@ -1,7 +1,7 @@
 """Stall detection: logs the wait graph, re-leases groups, then restarts actors.
 
-    stall_after_s without progress       says who waits for whom; leases the late groups again
-    twice as long                        ends the actors that hold them; they are made again
+    stall_after_s without progress       logs the wait graph; leases the late groups again
+    twice as long                        ends the actors that hold them; they are restarted
     deadline_s                           fails the run, with the same report
 
 Progress is a group that arrives, a group that gets on to its next stage, and work done by an engine

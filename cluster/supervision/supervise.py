@@ -2,14 +2,14 @@
 
     STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
         \\____________________\\_______________\\_________________\\
-                                 a death: buried; after a back-off, within a budget, made again
+                                 a death: buried; after a back-off, within a budget, restarted
 
 The driver owns every actor and calls `tick` wherever it waits. A tick waits for nothing. A
 heartbeat is a call that a healthy actor answers whatever else it does. One that has not answered
 for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
 
 An engine serves only once it is admitted: by then it holds the present weights and has passed its
-handshake (cluster/recipes/on_policy.py). Learner workers are not made again one by one: the loss of
+handshake (cluster/recipes/on_policy.py). Learner workers are not restarted one by one: the loss of
 one is the loss of all, and is raised as `LearnerLost` for the driver to go back to a checkpoint.
 """
 
@@ -75,7 +75,7 @@ class Role:
         heartbeat: asks an actor whether it is healthy.
         introduction: asks it for its process and its node.
         gated: it serves only once it is admitted; the others at their first heartbeat.
-        critical: its death ends the call that the driver waits for; it is not made again here.
+        critical: its death ends the call that the driver waits for; it is not restarted here.
         restarted_by_ray: Ray restarts it by itself, and its handle stays good; only a hang is
             ended here. Its heartbeat says which process it is.
         last_words: what one that is being buried was at, for the message of its end.
@@ -247,7 +247,7 @@ class Supervisor:
         calls.kill(member.handle)
 
     def give_up_restart(self, role: str) -> int | None:
-        """The index of one that is now not made again; None if none of the role was to be."""
+        """Cancels a pending restart of the role and returns its index; None if there is none."""
         coming = [restart for restart in self._restarts if restart.role.name == role]
         if not coming:
             return None
@@ -255,7 +255,7 @@ class Supervisor:
         return coming[-1].index
 
     def dismiss_all(self, role: str) -> None:
-        """Ends all of a role, and forgets those that were to be made again."""
+        """Ends all members of a role, and cancels its pending restarts."""
         for member in self.members(role):
             self.dismiss(member)
         self._restarts = [restart for restart in self._restarts if restart.role.name != role]
@@ -350,7 +350,7 @@ class Supervisor:
         if member.role.critical:
             raise LearnerLost(f"{member.name} died ({why})")
         delay = self.allow(member.role.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); it is made again in {delay:.1f} s")
+        self._say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
         self._restarts.append(
             _Restart(
                 role=member.role,
@@ -392,14 +392,14 @@ class Supervisor:
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
         self.allow(member.role.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); Ray makes it again")
+        self._say(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)
         member.beat = None
         member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
-        """Ends every actor; nothing is made again."""
+        """Ends every actor; nothing is restarted."""
         self._restarts.clear()
         for member in self._members:
             calls.kill(member.handle)

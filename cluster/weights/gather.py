@@ -23,7 +23,7 @@ _POLL_S = 0.25
 class Answers:
     """Values by engine, failures by engine, and what went wrong on this side.
 
-    `lost` are the failing engines that must be made again: an actor, or its server, is gone.
+    `lost` are the failing engines that must be restarted: an actor, or its server, is gone.
     """
 
     values: dict[str, Any] = field(default_factory=dict)

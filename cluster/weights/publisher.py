@@ -4,7 +4,7 @@
     admit     the present weights to engines that join
 
 An engine that does not take the weights twice is ended before any slot is freed: nothing is sampled
-from weights older than the newest. Whoever owns it makes it again
+from weights older than the newest. Its owner restarts it
 (cluster/supervision/supervise.py).
 """
 

@@ -250,7 +250,7 @@ def probe_prompts(vocab_size: int, context_length: int, seed: int = 0) -> list[T
 
 
 def probe_pairs(vocab_size: int, seed: int = 1) -> tuple[TokenArray, TokenArray]:
-    """Two unlike tokens a probe prompt, seeded, for the temperature law."""
+    """Two unlike tokens per probe prompt, seeded, for the temperature law."""
     rng = np.random.default_rng(seed)
     a_P = rng.integers(0, vocab_size, size=NUM_PROBES)
     b_P = (a_P + rng.integers(1, vocab_size, size=NUM_PROBES)) % vocab_size

@@ -21,7 +21,7 @@ from distill.errors import ConfigError
 # Most fp32 logits held at once. On a CPU 4 MiB stay in its cache, which pays for computing them
 # twice when training; a GPU wants large kernels.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-# But never fewer positions than this: the projection's weights are read once a chunk.
+# But never fewer positions than this: the projection's weights are read once per chunk.
 _FEWEST_POSITIONS = 128
 # Fewest positions whose statistics are made together in training: a teacher's projection is read
 # once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would return
@@ -183,7 +183,7 @@ class VocabularyHead:
 
 
 class _LinearStats(torch.autograd.Function):
-    """`stats_of` the logits hidden @ weight.T + bias, which are made again in the backward pass.
+    """`stats_of` the logits hidden @ weight.T + bias, which are recomputed in the backward pass.
 
     What autograd would allocate for each chunk is allocated once: the chunk's logits, which become
     their own gradient, and the weight's gradient, to which each chunk adds its share. On a CPU,

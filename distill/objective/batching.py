@@ -56,7 +56,7 @@ class TrainingRow:
         teacher_coef: weight of its divergence from that teacher; 0: none is wanted.
         teacher_context_T: what that teacher sees in place of the first `teacher_replaces` tokens;
             None: what the row has there.
-        teacher_top: that teacher's likeliest tokens, a row a trained token.
+        teacher_top: that teacher's likeliest tokens, one row per trained token.
         sampled_kl_coef_T: weight of log p - log q of the sampled token in `weights_T`, where that
             log p is the sampler's; None: the advantage has no such term.
         ends_sequence: False where the row that follows goes on with the same sequence.
@@ -164,7 +164,7 @@ class Batch:
         return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
 
     def of_rows(self, values: Sequence[float]) -> Tensor:
-        """A number a row, shape (rows,), beside `weights_N`."""
+        """One number per row, shape (rows,), beside `weights_N`."""
         return self.weights_N.new_tensor(values)
 
     def future_sum(self, values_N: Tensor, discount: float, after_B: Tensor) -> Tensor:

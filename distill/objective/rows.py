@@ -1,4 +1,4 @@
-"""Training rows from what was sampled: one a segment, with all that the objective asks of it."""
+"""Training rows from what was sampled: one per segment, with all that the objective asks of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distill.types import (
     TrajectoryGroup,
 )
 
-# log p_T of each row's trained tokens, by some weights: an array a row.
+# log p_T of each row's trained tokens, by some weights: one array per row.
 Score = Callable[[Sequence[TrainingRow]], Sequence[FloatArray]]
 
 
@@ -36,7 +36,7 @@ def policy_rows(
     objective: ObjectiveConfig,
     teacher_weights: Mapping[str, float] | None = None,
 ) -> list[TrainingRow]:
-    """One row a segment, weighted by its advantages, at the segment's own temperature.
+    """One row per segment, weighted by its advantages, at the segment's own temperature.
 
     Each group's teacher counts kl_coef times its weight (1 without weights). Its part is an
     advantage where it is known by the sampled token alone, and `teacher_coef` where the learner

@@ -136,7 +136,7 @@ async def run_python(
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
-    """Makes the sandbox once a process, to know that it can be made: a tenth of a second.
+    """Makes the sandbox once per process, to know that it can be made: a tenth of a second.
 
     Raises:
         ConfigError: it cannot, and what would help.

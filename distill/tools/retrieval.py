@@ -30,7 +30,7 @@ _building = threading.Lock()
 class Retrieval(Tool):
     """Paragraphs of the *.txt, *.md and *.jsonl (field `text`) under a directory.
 
-    The index is made at the first search, once a process; what pickles is the directory.
+    The index is made at the first search, once per process; what pickles is the directory.
 
     Raises:
         ConfigError: no such directory, or no such file in it that is not empty.

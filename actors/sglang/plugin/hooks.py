@@ -10,7 +10,7 @@ environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of
                                        whose, and gives the sampler its undivided logits back
     LogitsProcessor._get_logits        divides each chunk of logits, row by row
     SchedulerOutputStreamer.is_request_level_customized_info_key
-                                       has the two fields below sent once a request
+                                       has the two fields below sent once per request
 
 In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
 
