@@ -64,7 +64,7 @@ class PrefixBreak:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
-    """All that the model saw and said since the last parting, as text and as tokens.
+    """All that the model saw and said since the last prefix break, as text and as tokens.
 
     The last turn's text is `text[turn:]`, its stop token's `text[stop:]`. `spoiled`: the tokens
     have no text of their own.
@@ -175,7 +175,7 @@ class Conversation:
         reason, bridge_T = self._continued(text)
         if bridge_T is None:
             tokens_T = encode_chat(self._tokenizer, text)
-            self._part(text, reason)
+            self._break_prefix(text, reason)
             self._seen = _NOTHING
         else:
             tokens_T = np.concatenate([self._seen.tokens_T, bridge_T])
@@ -275,22 +275,22 @@ class Conversation:
             )
         )
 
-    def _part(self, served: str, reason: str) -> None:
+    def _break_prefix(self, served: str, reason: str) -> None:
         seen = self._seen
         at = seen.turn if reason == NO_TEXT else agreement(seen.text, served)
         shown = slice(max(0, at - _SHOWN_BEFORE), at + _SHOWN_AFTER)
-        parting = PrefixBreak(
+        prefix_break = PrefixBreak(
             turn=self._turns - 1, seen=seen.text[shown], served=served[shown], reason=reason
         )
-        self._prefix_breaks.append(parting)
+        self._prefix_breaks.append(prefix_break)
         key = (hash(str(self._tokenizer.chat_template)), reason)
         if key not in _logged:
             _logged.add(key)
             logger.warning(
                 "a conversation goes on in a new segment: %s. The model had %r; it is shown %r",
                 reason,
-                parting.seen,
-                parting.served,
+                prefix_break.seen,
+                prefix_break.served,
             )
 
 

@@ -223,13 +223,15 @@ class ChatEnv(Env):
             goes_on = ended is None
             if not goes_on:
                 reward += await self._env.unfinished()
+        prefix_breaks = len(self.conversation.prefix_breaks)
+        # `partings` is the name that earlier logs have; it goes with the next release.
+        counts = {**self._counts, "prefix_breaks": prefix_breaks, "partings": prefix_breaks}
         return StepResult(
             reward=reward,
             observation_T=self.conversation.observation_T if goes_on else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
-            metrics={**self._counts, "partings": len(self.conversation.prefix_breaks)}
-            | dict(answered.metrics),
+            metrics=counts | dict(answered.metrics),
         )
 
     async def _call(self, turn: ParsedTurn) -> list[Message]:

@@ -12,7 +12,7 @@ later than the query and inside the layer's window; keys that are padding sit at
 Rows never see one another.
 
 For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
-("cascade" attention): the prompt is read once per group, not once per sample. Memory bandwidth bounds
+("cascade" attention): the prompt is read once per group, not per sample. Memory bandwidth bounds
 decoding, so this is most of its speed; grouped-query heads are never expanded either.
 """
 
@@ -225,7 +225,7 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SuffixPass:
-    """S new tokens per row after a stored prefix and, if `append` keeps it, the row's suffix so far.
+    """S new tokens per row after a stored prefix and, if `append` keeps it, the row's suffix.
 
     Args:
         prefix_keys, prefix_values: per layer (U, kv_heads, P, D), right-padded.
