@@ -210,14 +210,14 @@ async def _until(
         return found
     found_later: list[Value] = []  # kept even if the deadline passes at the same moment
 
-    def look() -> bool:
+    def check() -> bool:
         if found := ready():
             found_later.append(found)
         return bool(found_later)
 
     async with changed:
         with suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait_for(look), poll_s)
+            await asyncio.wait_for(changed.wait_for(check), poll_s)
     return found_later[0] if found_later else None
 
 

@@ -97,7 +97,7 @@ class Fleet:
             supervisor=self.supervisor,
             signals=signals,
             deadline_s=config.deadline_s,
-            idle=self.look,
+            idle=self.poll,
         )
         self._evaluator_calls = EvaluatorCalls(
             self.supervisor,
@@ -207,7 +207,7 @@ class Fleet:
     def work(self) -> None:
         """Rollouts begin."""
         self._working = True
-        self.look()
+        self.poll()
 
     def close(self) -> None:
         """Ends everyone."""
@@ -219,8 +219,8 @@ class Fleet:
 
     # while the driver waits
 
-    def look(self) -> None:
-        """Tells everyone of changes, and notices workers that ended. Waits for nothing."""
+    def poll(self) -> None:
+        """Announces changes of membership, and collects ended workers and statuses. Never blocks."""
         if not self._working:
             return
         if self._announced != self.supervisor.changes:
@@ -266,7 +266,7 @@ class Fleet:
                 self._queue_status = status
                 self._check_set_aside(status)
                 self._renew_leases(status)
-                self.scaling.look(status)
+                self.scaling.update(status)
         now = time.monotonic()
         if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
             self._asked_at = now
@@ -313,7 +313,7 @@ class Fleet:
                 if self.driver.call("groups", ready):
                     return time.monotonic() - started
                 if self._queue_status is not None:
-                    self._watchdog.look(
+                    self._watchdog.check(
                         self._queue_status, self.statuses, self.supervisor.still_s()
                     )
         finally:

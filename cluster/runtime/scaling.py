@@ -119,7 +119,7 @@ class Scaling:
             self._ended = now - self._began, self._waited_s
             self._began, self._waited_s = now, 0.0
 
-    def look(self, status: QueueStatus) -> None:
+    def update(self, status: QueueStatus) -> None:
         """Takes a sample; after a window's end decides and acts."""
         self._record_sizes()
         self._record_nodes()

@@ -47,10 +47,10 @@ class Watchdog:
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
         self._since = clock()
-        self._looked = self._since
+        self._checked = self._since
         self._stalls = 0
 
-    def look(
+    def check(
         self,
         status: QueueStatus,
         workers: Mapping[str, WorkerStatus],
@@ -65,10 +65,10 @@ class Watchdog:
             RunFailed: nothing got on within the deadline.
         """
         now = self._clock()
-        # Time in which nobody looked is time in which the learner worked.
-        if status.delivered != self._delivered or now - self._looked > self._stall_after_s / 4:
+        # Time between two checks is time in which the learner worked.
+        if status.delivered != self._delivered or now - self._checked > self._stall_after_s / 4:
             self._delivered, self._since, self._stalls = status.delivered, now, 0
-        self._looked = now
+        self._checked = now
         idle_s = now - self._since
         quiet = quiet_s(status, workers, still_s)
         missing = [quiet[i] for i in status.missing if i in quiet]

@@ -140,7 +140,7 @@ class Run:
     def look(self, seconds: float, depth: int = 0, starved: float = 0) -> None:
         self.now += seconds
         self.starved_s += starved * seconds
-        self.scaling.look(queue(depth, self.starved_s, self.now - 1000))
+        self.scaling.update(queue(depth, self.starved_s, self.now - 1000))
 
 
 @pytest.fixture(autouse=True)
