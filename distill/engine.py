@@ -101,7 +101,7 @@ class CheckpointDirectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBroadcast:
+class CollectiveBroadcast:
     """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
 
     Attributes:
@@ -129,7 +129,9 @@ class GroupBroadcast:
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
 # learner), as files, or over a network.
-WeightSource: TypeAlias = "PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast"
+WeightSource: TypeAlias = (
+    "PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

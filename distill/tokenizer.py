@@ -78,7 +78,7 @@ class TokenizerProbe:
         return _hash(json.dumps([self.texts, self.chat]))
 
 
-def probe(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
+def probe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
 from distill.models.logprobs import DivergenceOf, TokenStats, VocabularyHead
-from distill.models.prefix_probe import shares_prefixes
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from learner.sharding import Root

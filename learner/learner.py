@@ -29,8 +29,8 @@ from distill.weights.model_weights import Weights, save_weights
 from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
-from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
+from learner.process_group import Membership, Order, WorkerGroup
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
 
 # A worker's share of a step's tokens, times what padding may take.

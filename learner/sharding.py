@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.attention import keep_attention_eager
 from distill.weights.tensors import TensorLayout
-from learner.group import WorkerGroup
+from learner.process_group import WorkerGroup
 
 
 class Root(nn.Module):

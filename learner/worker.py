@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
-from distill.models.prefix_probe import shares_prefixes
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
-from learner.group import WorkerGroup
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
@@ -50,6 +49,7 @@ from learner.optimizer import (
     put_away,
     save_moments,
 )
+from learner.process_group import WorkerGroup
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.trace import Stages
 

@@ -30,9 +30,9 @@ from actors.embedded.loaded_model import LoadedModel, WeightMisfit
 from actors.embedded.scoring import ScoreBatch, ScoreItem, plan
 from distill.engine import (
     CheckpointDirectory,
+    CollectiveBroadcast,
     EngineInfo,
     GenerateRequest,
-    GroupBroadcast,
     Sample,
     Score,
     ScoreRequest,
@@ -207,7 +207,7 @@ class EmbeddedEngine:
                 the weights come by a group, which this engine does not join.
         """
         self._check_health()
-        if isinstance(weights, GroupBroadcast):
+        if isinstance(weights, CollectiveBroadcast):
             raise _no_group()
         if isinstance(weights, CheckpointDirectory):
             weights = await asyncio.to_thread(_read_checkpoint, weights.path)

@@ -33,7 +33,7 @@ from distill.models.loading import (
 )
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.export import check_export
 from learner.lora import check_lora
 
@@ -220,7 +220,7 @@ def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
     """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
     if is_url(model):
         info = asyncio.run(_ask(model))
-        if info.tokenizer is not None and info.tokenizer.texts != probe(tokenizer).texts:
+        if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are"

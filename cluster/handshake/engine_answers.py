@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Probe:
+class HandshakeProbe:
     """A prompt and what a policy engine sampled after it at `temperature`."""
 
     temperature: float
@@ -68,15 +68,15 @@ class Probe:
     decode_T: FloatArray  # as reported, of the sampled tokens only
 
 
-async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
+async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
     """A sample of the policy engine after every prompt, at both temperatures."""
 
-    async def one(i: int, prompt_T: TokenArray, temperature: float) -> Probe:
+    async def one(i: int, prompt_T: TokenArray, temperature: float) -> HandshakeProbe:
         sampling = TrainSampling(temperature=temperature, max_new_tokens=plan.new_tokens)
         [sample] = await engine.generate(
             GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=i)
         )
-        return Probe(
+        return HandshakeProbe(
             temperature=temperature,
             tokens_T=np.concatenate([prompt_T, sample.tokens_T]),
             start=len(prompt_T),
@@ -89,7 +89,7 @@ async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answers:
+class EngineAnswers:
     """One engine's answers to the probes; lists hold one array per probe.
 
     Attributes:
@@ -101,7 +101,7 @@ class Answers:
 
     name: str
     dtype: str
-    probes: Sequence[Probe]
+    probes: Sequence[HandshakeProbe]
     prefill: list[FloatArray]
     at_other: list[FloatArray]
     unscaled: list[FloatArray]
@@ -190,8 +190,8 @@ class Answers:
 
 
 async def examine(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[Probe], dtype: str
-) -> Answers:
+    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
+) -> EngineAnswers:
     """Asks an engine for everything that its comparisons need."""
     given = [
         ScoreRequest(
@@ -217,7 +217,7 @@ async def examine(
     prefill, at_other, unscaled, twice = (
         [score.logprobs_by_temperature[k] for score in given_scores] for k in range(4)
     )
-    return Answers(
+    return EngineAnswers(
         name=name,
         dtype=dtype,
         probes=probes,

@@ -50,7 +50,7 @@ from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
-    Role,
+    ActorSpec,
     aside_whereabouts_call,
     health_call,
     ready_call,
@@ -62,7 +62,7 @@ from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
-from learner.group import Membership, open_store
+from learner.process_group import Membership, open_store
 from learner.worker import LossFunction
 
 # A thread of its own for heartbeats, which a long call would keep waiting.
@@ -126,11 +126,11 @@ class RolloutCast:
         return GroupQueue(actor, timeout_s=config.deadline_s)
 
     @property
-    def queue_role(self) -> Role:
+    def queue_role(self) -> ActorSpec:
         by_ray = not self._config.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
-    def evaluator_role(self) -> Role:
+    def evaluator_role(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval_prompts or config.prompts)
@@ -148,7 +148,7 @@ class RolloutCast:
 
         return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
 
-    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
+    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
         """Rollout workers. Their engines are told to them by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
         dataset = EnvStream(
@@ -180,7 +180,7 @@ class RolloutCast:
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
-    def policy_role(self, model: str) -> Role:
+    def policy_role(self, model: str) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
         config = self._config
 
@@ -190,7 +190,7 @@ class RolloutCast:
 
         return self._engine_role(POLICY, engine)
 
-    def scorer_roles(self) -> list[Role]:
+    def scorer_roles(self) -> list[ActorSpec]:
         """Teachers and the reference."""
         config, roles = self._config, []
         if isinstance(config, OpdConfig):
@@ -208,7 +208,7 @@ class RolloutCast:
             )
         return roles
 
-    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> Role:
+    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> ActorSpec:
         def create(index: int, attempt: int) -> Any:
             log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
             made = engine(log_path, attempt)
@@ -232,8 +232,8 @@ class RolloutCast:
         create: Callable[[int, int], Any] | None,
         heartbeat: Callable[[Any], Any] = ready_call,
         **changes: Any,
-    ) -> Role:
-        return Role(
+    ) -> ActorSpec:
+        return ActorSpec(
             name=name,
             title=title,
             create=create,
@@ -366,9 +366,9 @@ def make_learners(
     return actors
 
 
-def learner_role(config: CommonConfig) -> Role:
+def learner_role(config: CommonConfig) -> ActorSpec:
     """Of the supervisor's: the loss of one learner worker is the loss of all."""
-    return Role(
+    return ActorSpec(
         name=LEARNER,
         title=learner_title,
         create=None,

@@ -24,10 +24,10 @@ from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
-from learner.group import Membership, WorkerGroup
 from learner.learner import Learner
 from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import Tracing

@@ -44,7 +44,7 @@ _CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class ResourceDemand:
     """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them."""
 
     name: str
@@ -60,8 +60,8 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """A bundle of a group."""
+class _Bundle:
+    """A bundle of a placement group, by its index."""
 
     group: PlacementGroup
     bundle: int
@@ -77,7 +77,7 @@ class Placement:
 
     def __init__(
         self,
-        roles: Sequence[Role],
+        roles: Sequence[ResourceDemand],
         *,
         strategy: Strategy,
         colocate: Sequence[str] = (),
@@ -90,7 +90,7 @@ class Placement:
         self._colocate = [role.name for role in roles if role.name in colocate and role.needed]
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
-        self._seats: dict[tuple[str, int], _Seat] = {}
+        self._bundles: dict[tuple[str, int], _Bundle] = {}
         self._next_index = {role.name: role.count for role in roles}
 
     def reserve(
@@ -108,7 +108,7 @@ class Placement:
             self._require_possible()
             for name, bundles in self._planned().items():
                 self._groups[name] = self._create(name, bundles)
-            self._take_seats()
+            self._assign_bundles()
             self._wait(deadline_s, say, poll)
         except BaseException:
             self.release()
@@ -124,9 +124,9 @@ class Placement:
         if resources:
             options["resources"] = resources
         if self._roles[role].needed:
-            seat = self._seats[role, index]
+            placed = self._bundles[role, index]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=seat.group, placement_group_bundle_index=seat.bundle
+                placement_group=placed.group, placement_group_bundle_index=placed.bundle
             )
         return options
 
@@ -137,23 +137,23 @@ class Placement:
         if needed := self._roles[role].needed:
             name = f"{role}-{index}"
             self._groups[name] = self._create(name, [needed])
-            self._seats[role, index] = _Seat(self._groups[name], 0)
+            self._bundles[role, index] = _Bundle(self._groups[name], 0)
         return index
 
     def ready(self, role: str, index: int) -> bool:
         """True if the member's bundle has a node; a lost node's has none until it is moved."""
         if not self._roles[role].needed:
             return True
-        seat = self._seats.get((role, index))
-        return seat is not None and _is_placed(seat.group, seat.bundle)
+        placed = self._bundles.get((role, index))
+        return placed is not None and _is_placed(placed.group, placed.bundle)
 
     def nodes(self, *roles: str) -> list[str]:
         """Ids of the nodes that hold bundles of these roles."""
         found: set[str] = set()
-        for (role, _), seat in self._seats.items():
+        for (role, _), placed in self._bundles.items():
             if role in roles:
-                nodes = placement_group_table(seat.group)["bundles_to_node_id"]
-                found |= {nodes[seat.bundle]} - {""}
+                nodes = placement_group_table(placed.group)["bundles_to_node_id"]
+                found |= {nodes[placed.bundle]} - {""}
         return sorted(found)
 
     def remove(self, role: str, index: int) -> None:
@@ -163,13 +163,13 @@ class Placement:
         reserved until `release`, and `options` puts a later member of the same index there again.
         """
         if (group := self._groups.pop(f"{role}-{index}", None)) is not None:
-            del self._seats[role, index]
+            del self._bundles[role, index]
             remove_placement_group(group)
 
     def release(self) -> None:
         """Frees everything, and kills what still runs there."""
         groups, self._groups = self._groups, {}
-        self._seats.clear()
+        self._bundles.clear()
         for group in groups.values():
             remove_placement_group(group)
 
@@ -190,7 +190,7 @@ class Placement:
             ]
         return planned
 
-    def _take_seats(self) -> None:
+    def _assign_bundles(self) -> None:
         shared = self._groups.get("+".join(self._colocate)) if self._colocate else None
         for role in self._roles.values():
             if not role.needed:
@@ -198,7 +198,7 @@ class Placement:
             group = shared if role.name in self._colocate else self._groups.get(role.name)
             for index in range(role.count):
                 assert group is not None
-                self._seats[role.name, index] = _Seat(group, index)
+                self._bundles[role.name, index] = _Bundle(group, index)
 
     def _wait(
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]

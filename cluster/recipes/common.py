@@ -38,7 +38,7 @@ from learner.memory import FROZEN, TRAINED, estimate_memory
 
 
 @dataclass(kw_only=True)
-class Session:
+class RunSession:
     """One run under way: its directory, its records, its signals."""
 
     config: CommonConfig
@@ -100,7 +100,7 @@ def session(
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     console: Console,
-) -> Iterator[Session]:
+) -> Iterator[RunSession]:
     """All that a run needs besides its actors. However it ends, summary.json says so."""
     check_wandb(config.wandb)
     signals = Signals()
@@ -111,7 +111,7 @@ def session(
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
         tracker = WandbTracker(config.wandb, directory, chz.asdict(config))
         progress = Progression(console, resume_from.step if resume_from else 0, config.steps)
-        running = Session(
+        running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
             signals=signals, progress=progress, tracker=tracker,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
 
 
 @contextmanager
-def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placement]]:
+def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Placement]]:
     """The device, and room on the cluster for every actor of the run, for as long as it lasts.
 
     Raises:
@@ -181,7 +181,7 @@ def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placem
         placement.release()
 
 
-def _require_visible(config: CommonConfig, placement: Placement, running: Session) -> None:
+def _require_visible(config: CommonConfig, placement: Placement, running: RunSession) -> None:
     """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
     models = model_paths(config)
     pushes_by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"

@@ -39,14 +39,14 @@ from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.runtime.learner_lifecycle import LearnerLifecycle
 from cluster.runtime.scaling import Scaling
-from cluster.runtime.seat import LearnerSeat
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import (
+    ActorSpec,
     LearnerLost,
     Member,
-    Role,
     RunFailed,
     State,
     Supervisor,
@@ -108,12 +108,12 @@ class Fleet:
         )
         self.queue: GroupQueue = cast.queue(trained)
         self.bounds = pool_bounds(config)
-        self._roles: dict[str, Role] = {POLICY: cast.policy_role(start_model)}
+        self._roles: dict[str, ActorSpec] = {POLICY: cast.policy_role(start_model)}
         self._roles |= {role.name: role for role in cast.scorer_roles()}
         self._engine_roles = list(self._roles)
         self._roles[ROLLOUT] = cast.worker_role(self.queue, self._groups_a_worker)
         self._roles[EVALUATOR] = cast.evaluator_role()
-        self._seat = LearnerSeat(
+        self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
                 checkpoint, self.queue, self._policies(), attempt
             ),
@@ -147,7 +147,7 @@ class Fleet:
 
     @property
     def learner(self) -> Any:
-        return self._seat.leader
+        return self._lifecycle.leader
 
     @property
     def evaluator(self) -> Any:
@@ -193,7 +193,7 @@ class Fleet:
         for name, role in self._roles.items():
             for index in range(self._size(name)):
                 self.supervisor.add(role, index)
-        self._seat.fill(resume_from)
+        self._lifecycle.fill(resume_from)
         self.driver.until("the actors to start", self._started, self._config.deadline_s)
         self.supervisor.under_way = True
         for role in self._engine_roles:  # what they hold is for the first handshake to say
@@ -220,7 +220,7 @@ class Fleet:
     # while the driver waits
 
     def poll(self) -> None:
-        """Announces changes of membership, and collects ended workers and statuses. Never blocks."""
+        """Announces changes of membership; collects ended workers and statuses. Never blocks."""
         if not self._working:
             return
         if self._announced != self.supervisor.changes:
@@ -409,8 +409,8 @@ class Fleet:
     def recover(self, lost: LearnerLost) -> Checkpoint | None:
         """A new learner, from the newest checkpoint, and the queue back where it stands."""
         since = time.monotonic()
-        checkpoint = self._seat.recover(lost, self.driver, self._say)
-        self.driver.until("the learner to start", self._seat.started, self._config.deadline_s)
+        checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
+        self.driver.until("the learner to start", self._lifecycle.started, self._config.deadline_s)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # Only now: what is leased from here on must not be sampled from weights that are lost.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
@@ -418,7 +418,7 @@ class Fleet:
         if self._working:
             self._announce()
         self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
-        self._seat.recovered(time.monotonic() - since)
+        self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint
 
     # pools that change their size

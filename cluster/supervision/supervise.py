@@ -64,7 +64,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class ActorSpec:
     """Start, health check and restart of the actors of one kind.
 
     Attributes:
@@ -104,7 +104,7 @@ class Member:
     `moved` when that last differed from the one before.
     """
 
-    role: Role
+    role: ActorSpec
     index: int
     handle: Any
     attempt: int
@@ -140,7 +140,7 @@ class Budget:
 
 @dataclass(slots=True, kw_only=True)
 class _Restart:
-    role: Role
+    role: ActorSpec
     index: int
     attempt: int
     died: float
@@ -177,11 +177,11 @@ class Supervisor:
         # Before everyone has started once, an actor that does not is an error of the run.
         self.under_way = False
 
-    def add(self, role: Role, index: int) -> Member:
+    def add(self, role: ActorSpec, index: int) -> Member:
         """Makes an actor."""
         return self._create(role, index, attempt=0)
 
-    def adopt(self, role: Role, index: int, handle: Any, attempt: int = 0) -> Member:
+    def adopt(self, role: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
         """Watches over an actor that is there already."""
         member = Member(role=role, index=index, handle=handle, attempt=attempt)
         self._members.append(member)
@@ -205,7 +205,7 @@ class Supervisor:
         """Those that could serve and have not been admitted."""
         return [m for m in self._members if m.state is State.READY]
 
-    def _create(self, role: Role, index: int, attempt: int) -> Member:
+    def _create(self, role: ActorSpec, index: int, attempt: int) -> Member:
         assert role.create is not None
         return self.adopt(role, index, role.create(index, attempt), attempt)
 

@@ -20,7 +20,7 @@ _POLL_S = 0.25
 
 
 @dataclass(slots=True)
-class Answers:
+class GatherResult:
     """Values by engine, failures by engine, and what went wrong on this side.
 
     `lost` are the failing engines that must be restarted: an actor, or its server, is gone.
@@ -43,7 +43,7 @@ def collect(
     *,
     linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
-) -> Answers:
+) -> GatherResult:
     """Waits for each engine's call and returns answers and failures.
 
     Args:
@@ -52,7 +52,7 @@ def collect(
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
-    answers = Answers()
+    answers = GatherResult()
     while names:
         left = deadline - time.monotonic()
         if left <= 0:

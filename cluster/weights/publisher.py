@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.config.on_policy import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
-from cluster.weights.gather import Answers, collect, values
+from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.transports import Transport, choose_transports
 from cluster.weights.weight_probe import WeightProbe
 from distill.engine import Score
@@ -154,8 +154,10 @@ class Publisher:
         self._drop([*dead, *again.failures], version)
         return answers.values | again.values
 
-    def _attempt(self, transports: Sequence[Transport], weights: Weights, version: int) -> Answers:
-        total = Answers()
+    def _attempt(
+        self, transports: Sequence[Transport], weights: Weights, version: int
+    ) -> GatherResult:
+        total = GatherResult()
         started: list[tuple[Transport, dict[str, Any]]] = []
         for transport in transports:
             try:

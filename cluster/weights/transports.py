@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Protocol
 import ray
 
 from cluster.config.on_policy import WeightsChoice
-from cluster.weights.collective import GroupTransport, own_address
+from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
 from distill.engine import CheckpointDirectory
 from distill.errors import ConfigError, EngineError, NonFiniteError
@@ -232,7 +232,7 @@ def choose_transports(
         backend = "nccl" if device.startswith("cuda") else "gloo"
         address = own_address(not others)
         transports.append(
-            GroupTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
+            CollectiveTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
         )
     elif by_network:
         transports.append(ObjectStoreTransport(by_network))

@@ -155,7 +155,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         ConfigError: the template does not show tools to the model, or writes calls in no format
             that is known here.
     """
-    prompt, bare = _probed(tokenizer, [_PROBE_TOOL]), _probed(tokenizer, None)
+    prompt, bare = _probe_template(tokenizer, [_PROBE_TOOL]), _probe_template(tokenizer, None)
     if prompt is None or _PROBE not in prompt or (bare is not None and _PROBE in bare):
         raise ConfigError(f"the chat template does not show `tools` to the model; {_REMEDY}")
     arguments = {"key": "value"}
@@ -164,7 +164,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         "content": "",
         "tool_calls": [_openai_call("probe0000", _PROBE, arguments)],
     }
-    written = _probed(tokenizer, [_PROBE_TOOL], said)
+    written = _probe_template(tokenizer, [_PROBE_TOOL], said)
     if written is None:
         raise ConfigError(f"the chat template refuses an assistant's tool call; {_REMEDY}")
     spoken = written[agreement(prompt, written) :]
@@ -184,7 +184,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     )
 
 
-def _probed(
+def _probe_template(
     tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *said: Mapping[str, Any]
 ) -> str | None:
     """The probe conversation as the chat template writes it; None where it refuses."""

@@ -18,7 +18,7 @@ from cluster.queue.group_queue import WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings, QueueStatus
 from cluster.runtime.scaling import Scaling
-from cluster.supervision.supervise import Member, Role, State
+from cluster.supervision.supervise import ActorSpec, Member, State
 from tests.queues import queue_on_ray
 from tests.samples import group
 
@@ -61,7 +61,7 @@ class Crew:
         self.members(role, State.SERVING)[-1].state = State.DRAINING
 
     def _add(self, role: str, state: State) -> None:
-        kind = Role(
+        kind = ActorSpec(
             name=role,
             title=lambda index: f"{role} engine {index}",
             create=None,

@@ -13,10 +13,10 @@ import ray
 
 from cluster.handles import calls
 from cluster.supervision.supervise import (
+    ActorSpec,
     Budget,
     LearnerLost,
     Member,
-    Role,
     RunFailed,
     State,
     Supervisor,
@@ -70,7 +70,7 @@ class House:
             "heartbeat": whereabouts_call, "introduction": whereabouts_call,
             "start_deadline_s": DEADLINE_S,
         } | role  # fmt: skip
-        self.role = Role(**settings)
+        self.role = ActorSpec(**settings)
 
     def create(self, index: int, attempt: int) -> Any:
         self.made.append((index, attempt))

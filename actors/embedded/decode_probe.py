@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.embedded.decoding import Row
 from actors.embedded.kv_cache import CachedDecoder
-from distill.models.prefix_probe import relative_gap
+from distill.models.attention_probe import relative_gap
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.sampling import EvalSampling
 from distill.types import TokenArray

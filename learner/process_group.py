@@ -1,4 +1,4 @@
-"""The workers of one learner: how they meet, and how the first of them tells the others what to do.
+"""Process groups of a learner's workers: rendezvous, and orders from the leader to the others.
 
     leader     send (an order to each) -> does its own share -> collect (an answer of each)
     follower   receive (an order), do it, answer, receive ...      ends with its connection

@@ -8,18 +8,18 @@ from typing import Any
 from cluster.hosts.build import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import LearnerLost, Role, State, Supervisor
+from cluster.supervision.supervise import ActorSpec, LearnerLost, State, Supervisor
 from learner.checkpoint import Checkpoint
 
 # Makes the learner's workers from a checkpoint, or from the run's start; how often it did before.
 MakeLearners = Callable[[Checkpoint | None, int], LearnerActors]
 
 
-class LearnerSeat:
+class LearnerLifecycle:
     """The present learner's workers; the loss of one is the loss of all."""
 
     def __init__(
-        self, make: MakeLearners, role: Role, supervisor: Supervisor, directory: RunDirectory
+        self, make: MakeLearners, role: ActorSpec, supervisor: Supervisor, directory: RunDirectory
     ) -> None:
         self._make, self._role = make, role
         self._supervisor, self._directory = supervisor, directory
@@ -49,7 +49,7 @@ class LearnerSeat:
     def recover(
         self, lost: LearnerLost, driver: Driver, say: Callable[[str], None]
     ) -> Checkpoint | None:
-        """Empties the seat and fills it from the newest checkpoint, which it returns.
+        """Ends all workers and restarts them from the newest checkpoint, which it returns.
 
         Raises:
             RunFailed: the learner was lost too often.
