@@ -1,4 +1,4 @@
-"""From an objective's settings to the loss of a micro-batch."""
+"""Policy loss of a micro-batch, built from an objective's settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker of a learner: its share of the model and of the optimizer, and what it does on orders.
+"""One worker of a learner: its share of model and optimizer, and the orders that it carries out.
 
 A learner alone has one worker, which holds all. What an order computes together with other workers
 (a layer's weights, a gradient's sum) they compute in the same sequence, so each of them gets

@@ -1,4 +1,4 @@
-"""The engine's further probe of a model: a cached decode, replayed, against its own forward."""
+"""Decode probe of a model: a cached decode, replayed, against its own forward pass."""
 
 from __future__ import annotations
 

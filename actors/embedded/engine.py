@@ -1,4 +1,4 @@
-"""The engine that needs no server: a transformers model in this process, on one compute thread.
+"""The embedded engine: a transformers model in this process, on one compute thread.
 
     generate, score,     called on the event loop; each leaves a note and waits for its future
     decode_score, load_weights, abort

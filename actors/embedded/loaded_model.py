@@ -1,4 +1,4 @@
-"""A checkpoint in memory: what an engine needs to know of it, and how new weights get in."""
+"""A loaded checkpoint: its facts for an engine, and in-place updates of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to the next token: exact softmax(z / T) by inverse CDF, greedy, and truncation.
+"""Token sampling from logits: exact softmax(z / T) by inverse CDF, greedy, and truncation.
 
 One uniform number decides a row, so a row's samples depend on its own logits and generator only.
 """

@@ -1,4 +1,4 @@
-"""Evaluation: how the policy does at the serving decoder, and how far it is from the teacher.
+"""Evaluation: the policy's accuracy at the serving decoder, and its distance from the teacher.
 
 `eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
 

@@ -1,4 +1,4 @@
-"""New weights into an SGLang server, with requests in flight and none mixed unawares.
+"""Weight updates of an SGLang server with requests in flight: versions never mix unnoticed.
 
     check -> pause -> begin -> load, flush the prefix cache, new version -> end -> continue
 

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with the input, found before an actor starts."""
+"""Validation of settings and input files, before an actor starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From checked settings to Ray actors: where `ray.remote` meets the plain classes."""
+"""Builder of actors from checked settings: `ray.remote` is applied to the plain classes here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray, connected to or started here; what cannot work is said before anything waits for it."""
+"""Connection to a Ray cluster, or a local start; refuses what cannot work before anything waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credit, order and fate of prompt groups: who may start, and which groups make the next step.
+"""Ledger of prompt groups: credit, leases, order, and the groups of the next step.
 
 No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
 happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.

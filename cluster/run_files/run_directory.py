@@ -1,4 +1,4 @@
-"""The run's directory: what is in it, whether it can be resumed, and what is written when.
+"""The run's directory: its files, the checks before a resume, and the order of writes.
 
 out/config.json      settings, data, versions     out/metrics.jsonl   an object per optimizer step
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py

@@ -1,4 +1,4 @@
-"""The driver: drives the learner step by step, keeps everyone alive, tells the truth at the end.
+"""The driver: runs the learner step by step, polls all actors, reports how the run ended.
 
 prompts --> rollout workers --> policy engines         each group: sampled, scored, queued
                   |        \\--> teacher engines

@@ -1,4 +1,4 @@
-"""The evaluator as its driver sees it: calls that are tried again, and what a dead one died of.
+"""Calls of the evaluator, with retries, and the cause of its deaths.
 
 an engine dies meanwhile              the call is tried again, up to 5 times
 the evaluator dies                    the same, of the one that is made in its place

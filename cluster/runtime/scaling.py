@@ -1,4 +1,4 @@
-"""Autoscaling at work: watches a run window by window, and has its pools grow and shrink.
+"""Autoscaling of a run: observes it window by window, and grows and shrinks its pools.
 
 cluster/runtime/autoscale.py decides. Growing means one more actor in a placement group of its own:
 a cluster that has no room for it adds a node, if Ray's autoscaler runs there. Shrinking drains an

@@ -1,4 +1,4 @@
-"""Answers of several engines, each waited for under one deadline, each failure with its name."""
+"""Gathering of several engines' answers under one deadline, each failure by its engine's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From turns to segments: extend the chain while it is a prefix, open a new one when it is not."""
+"""Segment builder: extends the token chain while it is a prefix, and opens a new one where not."""
 
 from __future__ import annotations
 

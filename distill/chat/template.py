@@ -1,4 +1,4 @@
-"""From a prompt or a conversation as people write it to the text and the tokens a model sees."""
+"""Chat templates: from a prompt or a conversation to the text and the tokens a model sees."""
 
 from __future__ import annotations
 

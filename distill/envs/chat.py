@@ -1,4 +1,4 @@
-"""Environments of messages: write what the world says, and the rest is done here.
+"""Chat environments: write the environment's messages, and the rest is done here.
 
 MessageEnv      yours: the first messages, what comes back to a turn, what it earns
 ChatEnv         renders them by the model's own template, reads tool calls, runs the tools,

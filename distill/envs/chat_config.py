@@ -1,4 +1,4 @@
-"""Settings of what is played in messages: `env=package.module:Class env.field=value`."""
+"""Settings of chat environments: `env=package.module:Class env.field=value`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handshake's arithmetic: do several parties give the same tokens the same log-probs at T?
+"""Comparison of several parties' log-probs of the same tokens at T: the handshake's arithmetic.
 
 Pure: it chooses probes, compares numbers, and says who is off and why. Asking the parties is done
 elsewhere; what they say of themselves is compared in `distill/handshake/identity.py`.

@@ -1,4 +1,4 @@
-"""The handshake's first question: do the engines mean the same by a token id?"""
+"""The handshake's first check: all engines mean the same by a token id."""
 
 from __future__ import annotations
 

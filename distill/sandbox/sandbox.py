@@ -1,4 +1,4 @@
-"""Runs Python that nobody has read, such as a model's, in a process that can do little harm.
+"""Sandbox for untrusted Python, such as a model's: a process that can do little harm.
 
     result = await run_python("print(6 * 7)", limits=SandboxLimits(wall_s=5))
 

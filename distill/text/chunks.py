@@ -1,4 +1,4 @@
-"""Long texts in pieces that end where a reader would pause, each within a budget of tokens.
+"""Chunking of long texts: pieces end where a reader would pause, each within a budget of tokens.
 
 The splitting is `semantic-text-splitter`'s: Markdown's sections, blocks and lines, then Unicode's
 sentences (also of scripts without spaces), words and characters; the best boundary that fits wins.

@@ -1,4 +1,4 @@
-"""A long history within a budget of tokens: by keywords, by a model, or by a function of yours.
+"""Condensing of a long history to a budget of tokens: by keywords, a model, or your function.
 
 What is condensed no longer begins as the model saw it before, so the turn after it opens a new
 segment, which the teacher scores behind the condensed history too.

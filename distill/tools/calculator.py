@@ -1,4 +1,4 @@
-"""Arithmetic, by simpleeval, held to what is quick."""
+"""Calculator tool: arithmetic by simpleeval, limited to what is quick."""
 
 from __future__ import annotations
 

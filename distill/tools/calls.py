@@ -1,4 +1,4 @@
-"""Running what a model asked for: every call has an answer, and none of them is its undoing.
+"""Execution of a model's tool calls: every call gets an answer, and none ends the episode.
 
 call ── known? ── arguments fit? ── tool, for at most timeout_s ── text
                                                                     │ cut by characters

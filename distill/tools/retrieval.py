@@ -1,4 +1,4 @@
-"""Searching local texts by their words: BM25, by bm25s, over paragraphs."""
+"""Retrieval tool: BM25 search over paragraphs of local texts, by bm25s."""
 
 from __future__ import annotations
 

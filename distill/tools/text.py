@@ -1,4 +1,4 @@
-"""Text of strangers made fit for a model's context: encodable, without control tokens, cut."""
+"""Sanitising of foreign text for a model's context: encodable, no control tokens, truncated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's weights, wherever their parts are: known by name and shape, made whole in portions.
+"""A model's weights, sharded or not: known by name and shape, gathered in portions.
 
 The learner offers them so; each transport takes them in portions that suit it. No place holds a
 second full copy only because a model is sharded, or because an adapter is merged on the way.

@@ -1,4 +1,4 @@
-"""The tensor maths of the SGLang plugin: whose temperature each row of prefill logits gets.
+"""The tensor maths of the SGLang plugin: the temperature of each row of prefill logits.
 
     requests    extend_lens, start_lens --> `rows_of_requests`: each one's run of pruned rows
     logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
