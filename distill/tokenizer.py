@@ -1,4 +1,4 @@
-"""Tokenizers: load one, fingerprint it, and say where two differ."""
+"""Tokenizers: loading, fingerprints, and the differences of two."""
 
 from __future__ import annotations
 

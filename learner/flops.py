@@ -59,7 +59,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Read off its modules and config; None where they do not tell.
+        """Read off its modules and config; None where they do not determine it.
 
         They do not for layers that are not attention (or attend by another rule than a window),
         nor for experts whose config does not say how many of them a token visits.

@@ -69,7 +69,7 @@ Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]
 def keep_nothing(
     _step: int, _groups_P: Sequence[TrajectoryGroup], _rows_D: Sequence[TrainingRow]
 ) -> None:
-    """For a loop whose rollouts nobody looks at."""
+    """A `Keep` that drops the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,7 +180,7 @@ class RoundedUpdate:
 
     @property
     def lost_share(self) -> float:
-        """Of what was made last of every weight; 0 where nothing was rounded, or changed."""
+        """Lost share in the newest merge of every weight; 0 if nothing was rounded or changed."""
         if not self._sums:
             return 0.0
         arrived, all_of_it = torch.stack(list(self._sums.values())).double().sum(0).tolist()

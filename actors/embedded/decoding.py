@@ -103,7 +103,7 @@ class Decoder(Protocol):
         ...
 
     def remove(self, ended: Collection[int]) -> None:
-        """Drops rows; `plan_removal` says how the others are renumbered."""
+        """Drops rows; `plan_removal` has the renumbering of the others."""
         ...
 
     def reset(self) -> None:

@@ -131,7 +131,7 @@ class _SuffixStore:
         self.rows = needed
 
     def trim(self, longest: int) -> None:
-        """Says that no live row has more than this many tokens here."""
+        """Shrinks the window: no live row has more than this many tokens here."""
         self._start = self._end - longest
 
     def open_columns(self, positions_NS: Tensor) -> None:

@@ -87,7 +87,7 @@ def read_input_logprobs(
 
 
 def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
-    """The temperature that the plugin says it applied; None from a server without it."""
+    """The temperature that the plugin echoes; None from a server without it."""
     echo = answer["meta_info"].get(TEMPERATURE_KEY)
     if isinstance(echo, list):
         echo = next((value for value in echo if value is not None), None)

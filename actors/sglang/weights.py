@@ -313,7 +313,7 @@ class WeightSession:
             logger.warning("could not leave weight group %s: %s", group, error)
 
     def _announce(self, weights: CollectiveBroadcast, version: int) -> None:
-        """Tells rank 0 that this engine is about to receive."""
+        """Announces to rank 0 that this engine is about to receive."""
         try:
             if self._store is None:
                 timeout = timedelta(seconds=weights.join_deadline_s)

@@ -217,7 +217,7 @@ class _Scorer:
 
 
 def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
-    """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
+    """Checks a checkpoint, or a running server; either must share the tokenizer."""
     if is_url(model):
         info = asyncio.run(_ask(model))
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
@@ -332,7 +332,7 @@ def _check_adapter(config: CommonConfig, base: str) -> None:
 
 
 def _check_model(path: str) -> Any:
-    """The model's config, after a look at the header of every weights file of a local directory."""
+    """The model's config; in a local directory, each weights file's header is checked first."""
     config = load_config(path)
     directory = Path(path)
     if directory.is_dir():

@@ -249,7 +249,7 @@ class RolloutConfig(CommonConfig, ABC):
         self.eval_sampling()
 
     def _check_env(self) -> None:
-        """Raises ConfigError for a setting that the environment does not look at."""
+        """Raises ConfigError for a setting that the environment does not read."""
         name = type(self.env).__name__
         self.reward_function()
         self.env.check_group(self.group_size)

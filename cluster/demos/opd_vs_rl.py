@@ -239,7 +239,7 @@ class Race:
     def _curve(
         self, start: Start, contender: Contender, settings: Mapping[str, Any], steps: int, seed: int
     ) -> Curve:
-        """Runs it, unless it was run before, and says how it went."""
+        """Runs it, unless it was run before, and prints the outcome."""
         steps = min(steps, self._config.steps or steps)
         config = self.run_config(start, contender, settings, steps, seed)
         began = time.perf_counter()

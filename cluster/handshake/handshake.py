@@ -149,7 +149,7 @@ def _against_learner(
 
 
 def _against_copy(answers: EngineAnswers, copied: Sequence[FloatArray]) -> list[Comparison]:
-    """A teacher's engine and the learner's copy of it say the same of the probes."""
+    """Comparison of a teacher's engine with the learner's copy of it, on the probes."""
     return [
         compare(
             f"the learner's copy of {answers.name}",

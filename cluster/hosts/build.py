@@ -149,7 +149,7 @@ class RolloutCast:
         return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
 
     def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
-        """Rollout workers. Their engines are told to them by `update`, before they `run`."""
+        """Rollout workers. They get their engines by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
         dataset = EnvStream(
             inputs.train,

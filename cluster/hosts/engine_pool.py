@@ -183,7 +183,7 @@ class EnginePool:
 
 
 async def _less_busy(members: Sequence[_Member]) -> _Member:
-    """By the engines' own queues; unless both tell them in time, by what went there from here."""
+    """The less loaded engine, by the engines' own queues; by our count if one does not answer."""
     if len(members) == 1:
         return members[0]
     told = await asyncio.gather(*map(_queue_length, members))
@@ -193,7 +193,7 @@ async def _less_busy(members: Sequence[_Member]) -> _Member:
 
 
 async def _queue_length(member: _Member) -> int | None:
-    """None if it does not say in time, or has died: the request itself will find that out."""
+    """Length of its queue; None if it is late or dead, which the request itself will find out."""
     try:
         async with asyncio.timeout(_TELL_S):
             return await member.handle.queue_length.remote()

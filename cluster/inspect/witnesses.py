@@ -51,7 +51,7 @@ class Witnesses:
     def contradict(
         self, run_id: str, ends: Mapping[int, int], set_aside: Mapping[int, str]
     ) -> Iterator[str]:
-        """Complaints of a ledger that says otherwise.
+        """Contradictions between these files and a ledger.
 
         Args:
             run_id: the ledger's; "" if it does not say.

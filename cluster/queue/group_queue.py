@@ -125,7 +125,7 @@ class GroupQueue:
         return self.actor.status.remote()
 
     def close(self) -> Any:
-        """Ends every wait: leases come back empty, takes raise QueueClosed, polls say False."""
+        """Ends every wait: leases come back empty, takes raise QueueClosed, polls return False."""
         return self.actor.close.remote()
 
     def _get(self, reference: Any) -> Any:

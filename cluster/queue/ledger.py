@@ -286,7 +286,7 @@ class Ledger:
         return ""
 
     def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
-        """The group's own rollout failed. Of a lease that is over, this says nothing new."""
+        """The group's own rollout failed. Ignored for a lease that is over."""
         if not self._is_held(lease):
             return
         group_id = lease.group_id

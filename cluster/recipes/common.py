@@ -68,7 +68,7 @@ class RunSession:
         self.directory.append_event("unsaved", why=str(error))
 
     def complete(self, checkpoint: Checkpoint) -> None:
-        """Exports `final/` and writes a summary that says `finished`."""
+        """Exports `final/` and writes a summary with status `finished`."""
         self.directory.finish(checkpoint)
         steps = self.directory.read_metrics()
         seconds = [step["time/step"] for step in steps]
@@ -101,7 +101,7 @@ def session(
     resume_from: Checkpoint | None,
     console: Console,
 ) -> Iterator[RunSession]:
-    """All that a run needs besides its actors. However it ends, summary.json says so."""
+    """All that a run needs besides its actors. However it ends, summary.json records it."""
     check_wandb(config.wandb)
     signals = Signals()
     started = time.time()

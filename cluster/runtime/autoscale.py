@@ -113,7 +113,7 @@ class Decision:
 
 
 class _Evidence:
-    """The latest windows in a row that said the same, as many as make up `needed_s` seconds."""
+    """The latest consecutive windows of one kind, as many as make up `needed_s` seconds."""
 
     def __init__(self, needed_s: float) -> None:
         self._needed_s = needed_s
@@ -184,7 +184,7 @@ class _Growth:
 
 
 class Autoscaler:
-    """Remembers what it saw and said; see the module's docstring for its rules.
+    """Autoscaling policy with a memory; see the module's docstring for its rules.
 
     Args:
         pools: those that may change. Others are left alone, whatever their stage holds.

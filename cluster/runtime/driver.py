@@ -150,7 +150,7 @@ class Driver:
             time.sleep(0.05)
 
     def pause(self, seconds: float) -> None:
-        """Waits, and looks after everyone meanwhile; raises as `call` does."""
+        """Sleeps, and polls meanwhile; raises as `call` does."""
         end = time.monotonic() + seconds
         self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
 

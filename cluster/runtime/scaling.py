@@ -54,7 +54,7 @@ class Pools(Protocol):
 
 
 class Scaling:
-    """Call `look` often; `waiting` and `waited` around the learner's waits for groups.
+    """Call `update` often; `waiting` and `waited` around the learner's waits for groups.
 
     Args:
         up_after_s, down_after_s: see `Autoscaler`.

@@ -33,7 +33,7 @@ class StallActions(Protocol):
 
 
 class Watchdog:
-    """Looks at the queue while the learner waits for groups."""
+    """Stall detection on the queue, while the learner waits for groups."""
 
     def __init__(
         self,

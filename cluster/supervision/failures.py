@@ -26,7 +26,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an actor's death or failure that says why."""
+    """The line of an actor's death or failure that has the reason."""
     cause = root_cause(error)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:

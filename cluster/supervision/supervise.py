@@ -197,7 +197,7 @@ class Supervisor:
         return {m.name: m.handle for m in self.members(role, State.SERVING)}
 
     def still_s(self) -> dict[str, float]:
-        """Seconds since each one's heartbeat last said something new, by name."""
+        """Seconds since each one's heartbeat last reported progress, by name."""
         now = time.monotonic()
         return {member.name: now - member.moved for member in self._members}
 
@@ -261,7 +261,7 @@ class Supervisor:
         self._restarts = [restart for restart in self._restarts if restart.role.name != role]
 
     def tick(self) -> None:
-        """Looks at everyone's heartbeat and makes again what is due.
+        """Checks all heartbeats and restarts what is due.
 
         Raises:
             LearnerLost: a critical actor died.
@@ -303,7 +303,7 @@ class Supervisor:
                     self.admit(member)
 
     def _introduce(self) -> None:
-        """Writes down where an actor runs, once it has said so."""
+        """Records the process and node of an actor, once it has answered."""
         asked = list(self._introductions)
         for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
             member = self._introductions.pop(reference)
@@ -379,10 +379,10 @@ class Supervisor:
         return True
 
     def _healed(self, member: Member) -> None:
-        """Ray made it again, between two heartbeats perhaps: another process answers."""
+        """Ray has restarted it, between two heartbeats perhaps: another process answers."""
         now = time.monotonic()
         if member.died is None:
-            self._record("death", who=member.name, why="Ray made it again")
+            self._record("death", who=member.name, why="Ray restarted it")
             self.allow(member.role.name, member.index, f"{member.name} died")
         seconds = now - (member.asked if member.died is None else member.died)
         self._say(f"{member.name} is back after {seconds:.1f} s")
@@ -407,7 +407,7 @@ class Supervisor:
 
 
 def ready_call(actor: Any) -> Any:
-    """A heartbeat of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    """A heartbeat of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_ready__.options(concurrency_group=HEALTH_GROUP).remote()
 
 
@@ -417,7 +417,7 @@ def whereabouts_call(actor: Any) -> Any:
 
 
 def aside_whereabouts_call(actor: Any) -> Any:
-    """The same of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    """The same of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_call__.options(concurrency_group=HEALTH_GROUP).remote(_whereabouts)
 
 

@@ -200,7 +200,7 @@ class EnvConfig(ABC):
         return self
 
     def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
-        """Raises ConfigError for a group that cannot be made."""
+        """Raises ConfigError for a group size that the environment cannot play."""
 
     @abstractmethod
     def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:

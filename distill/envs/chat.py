@@ -235,7 +235,7 @@ class ChatEnv(Env):
         )
 
     async def _call(self, turn: ParsedTurn) -> list[Message]:
-        """The tools' answers, and what the model is told of calls that cannot be read."""
+        """The tools' results, and error messages for calls that cannot be parsed."""
         outcomes = await run_calls(
             turn.calls, self._tools, self._setting.limits.tools, self._setting.tokenizer
         )
@@ -249,7 +249,7 @@ class ChatEnv(Env):
         return [*(outcome.message for outcome in outcomes), *told]
 
     async def _go_on(self, answered: MessageStep) -> StopReason | None:
-        """Hears the messages; or says which limit ends the episode here."""
+        """Adds the messages to the conversation, or returns the limit that ends the episode."""
         limits = self._setting.limits
         if self._turns >= limits.max_turns:
             return StopReason.TURNS

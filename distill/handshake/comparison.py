@@ -308,7 +308,7 @@ class CalibrationReport:
         return "; ".join(self.differences) or self._worst().complaint()
 
     def _worst(self) -> Comparison:
-        """The failure to tell of: not finite, else one that is explained, else the largest."""
+        """The failure to report: not finite, else one with a diagnosis, else the largest."""
         return max(
             self.failures,
             key=lambda c: (not math.isfinite(c.max_gap), bool(c.diagnosis), c.max_gap),

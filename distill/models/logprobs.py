@@ -35,7 +35,7 @@ def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
 
 
 def _positions_together(device: torch.device, vocab_size: int) -> int:
-    """Of how many positions the statistics are made at a time, in training."""
+    """Number of positions whose statistics are computed at a time, in training."""
     return max(_FEWEST_TOGETHER, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
 
 
@@ -71,7 +71,7 @@ def log_distribution(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
 def token_stats(
     log_p_NV: Tensor, tokens_N: Tensor, *, entropy_gradient: bool = False
 ) -> TokenStats:
-    """Log-prob of the token and entropy (without gradient unless told) of the distribution."""
+    """Log-prob of the token and entropy of the distribution (by default without gradient)."""
     chosen_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Advantages: numbers on tokens that say how much more, or less, of each we want. No gradients."""
+"""Advantages: per-token weights of the policy gradient. Plain arrays, no gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Python function as a tool: its types and its docstring say how a model is to call it."""
+"""Tools from Python functions: the JSON schema comes from the types and the docstring."""
 
 from __future__ import annotations
 
