@@ -77,7 +77,7 @@ class Evaluator:
         self._inside = None if inside is None else InsideFile(inside, len(problems))
 
     async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
-        """`sampling.num_samples` episodes a problem, in order."""
+        """`sampling.num_samples` episodes per problem, in order."""
 
         async def one(p: int) -> list[Response]:
             builder = self._problems.builder(p, sampling.num_samples)
@@ -124,7 +124,7 @@ class Evaluator:
         sampling: TrainSampling,
         num_samples: int = 1,
     ) -> float:
-        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes a problem.
+        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes per problem.
 
         Scored as in training: by the teacher that the problem names, after the context it gives.
 

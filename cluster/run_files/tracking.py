@@ -35,7 +35,7 @@ _LINE_INTERVAL_S = 1.0
 
 
 class Progression:
-    """Reports steps: a short live line on a terminal, printed lines elsewhere, one a second."""
+    """Reports steps: a short live line on a terminal, printed lines elsewhere, one per second."""
 
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
         self._console = console

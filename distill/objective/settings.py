@@ -79,7 +79,7 @@ class PolicyObjective:
         doc="token: every trained token of the step counts alike; sequence: every sequence does",
     )
     num_substeps: int = chz.field(
-        default=1, doc="optimizer updates a step: its groups are split into so many parts"
+        default=1, doc="optimizer updates per step: its groups are split into so many parts"
     )
     entropy_coef: float = chz.field(default=0.0, doc="weight of the entropy of p_T, as a bonus")
     bonus_coef: float = chz.field(
