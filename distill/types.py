@@ -119,7 +119,7 @@ class TopLogprobs:
         return self.ids_NK.shape[1]
 
     def at(self, positions_M: npt.NDArray[Any]) -> TopLogprobs:
-        """Those of the given positions: indices, or a mask over all N."""
+        """Rows of the given positions: indices, or a mask over all N."""
         return TopLogprobs(
             ids_NK=self.ids_NK[positions_M], logprobs_NK=self.logprobs_NK[positions_M]
         )

@@ -165,7 +165,7 @@ class CheckpointStore:
                     ) from error
 
     def complete(self) -> list[Checkpoint]:
-        """Those with all their files in full size, oldest first; what is in them is not read."""
+        """Checkpoints with all their files in full size, oldest first; contents are not read."""
         found = []
         for path in self._directories():
             with suppress(_Damaged):

@@ -15,13 +15,13 @@ _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 def digest(path: str | Path) -> str:
-    """Of one file, whatever its size."""
+    """SHA-256 of one file, of any size."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digests(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Of these files below `root`, several at a time."""
+    """SHA-256 of these files below `root`, several at a time."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest(root / name), names), strict=True))

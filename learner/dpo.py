@@ -110,7 +110,7 @@ def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:
-    """Of all that a row's log-probs depend on, besides the model."""
+    """Digest of all that the rows' log-probs depend on, besides the model."""
     digest = hashlib.sha256()
     for row in rows_D:
         digest.update(f"{len(row)} {row.temperature} ".encode())

@@ -33,7 +33,7 @@ class Products:
 
     @classmethod
     def by(cls, weights: float, *, trained: bool) -> Products:
-        """Of as many weights."""
+        """Products of a linear map with so many weights."""
         return cls(forward=2 * weights, backward=2 * weights * (2 if trained else 1))
 
     def __add__(self, other: Products) -> Products:
@@ -102,7 +102,7 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def _decoder(model: PreTrainedModel) -> Products | None:
-    """Of all matrices between the embeddings and the vocabulary projection."""
+    """Products of all matrices between the embeddings and the vocabulary projection."""
     active: int | None = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     products = Products()
     for path, module in model.get_decoder().named_modules():

@@ -87,7 +87,7 @@ class Learner:
 
     @property
     def model(self) -> PreTrainedModel:
-        """As this process holds it: all of it, or its share."""
+        """The model as this process holds it: all of it, or its share."""
         return self._worker.model
 
     def step(self, *parts: Part) -> dict[str, float]:
@@ -199,7 +199,7 @@ class Learner:
 
     @property
     def lost_share(self) -> float | None:
-        """Of an adapter's change, what rounding took from the weights that were gathered last
+        """Share of an adapter's change that rounding took from the weights that were gathered last
         (`learner.lora.RoundedUpdate`); None without an adapter."""
         return None if self._worker.lora is None else self._worker.rounded.lost_share
 

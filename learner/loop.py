@@ -130,7 +130,7 @@ class PolicyLoop:
 
     @property
     def teachers(self) -> LocalTeachers | None:
-        """Those in this process, if the objective needs any here."""
+        """The teachers in this process, if the objective needs any here."""
         return self._loss.teachers
 
     def publish(self) -> Mapping[str, float]:

@@ -117,7 +117,7 @@ class LoraSettings:
 
 
 def check_lora(settings: LoraSettings, base: str) -> float:
-    """Everything that `add_lora` refuses, found on a model of `base` without weights.
+    """Checks all that `add_lora` refuses, on a model of `base` without weights.
 
     Returns the share of the model's weights that are adapted.
 
@@ -340,7 +340,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Those of the names that peft does not take for a mixture's experts.
+    """The names that peft does not take for a mixture's experts.
 
     In some architectures a shared expert's Linears are named as the experts once were, whose
     weights are one parameter now, and peft puts the parameter in the place of the name.

@@ -35,7 +35,7 @@ FROZEN = Holding(4, "frozen weights in fp32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Of a model that the learner holds."""
+    """Memory of a model that the learner holds."""
 
     parameters: int
     holding: Holding
@@ -52,7 +52,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
-    """From the headers of a local checkpoint's safetensors files; None where there are none."""
+    """Estimate from a local checkpoint's safetensors headers; None where there are none."""
     if not list(Path(model).glob("*.safetensors")):
         return None
     parameters = sum(map(prod, tensor_shapes(model).values()))
@@ -110,7 +110,7 @@ class PassMemory:
         workers: int,
         query_norm: bool,
     ) -> PassMemory:
-        """Of a decoder of attention and a gated MLP. A token's tensors by their width:
+        """Pass memory of a decoder of attention and a gated MLP. A token's tensors by their width:
 
         two norms (x, and x normalised), the inputs of q, k, v, gate and up; q, k, v and what they
         attend to; gate, its activation, up, and their product; with `query_norm` two more of q and
@@ -147,7 +147,7 @@ class PassMemory:
         )
 
     def bytes(self, tokens: int, *, checkpointing: bool) -> int:
-        """Of micro-batches of so many tokens."""
+        """Memory of micro-batches of so many tokens."""
         kept = self.layers * (self.between_layers if checkpointing else self.in_layer)
         again = self.in_layer if checkpointing else 0
         return self.fixed + int(tokens * (kept + again) * _PASS_MARGIN)
@@ -210,7 +210,7 @@ def fit_pass(
 
 
 def estimate_pass(model: str, *, dtype: Precision, device: str, workers: int) -> PassMemory | None:
-    """Of a local checkpoint; None where its config has not what is needed, or it is elsewhere."""
+    """Pass memory of a local checkpoint; None if it is elsewhere, or its config lacks a field."""
     estimate = estimate_memory(model)
     if estimate is None:
         return None
@@ -241,5 +241,5 @@ def free_bytes(device: str) -> int:
 
 
 def readable(size: int) -> str:
-    """In MiB below one GiB, else in GiB."""
+    """The size in MiB below one GiB, else in GiB."""
     return f"{size / (1 << 20):.3g} MiB" if size < 1 << 30 else f"{size / (1 << 30):.3g} GiB"

@@ -93,7 +93,7 @@ class WorkerGroup:
         return received[0]
 
     def collect(self, own: Any) -> list[Any]:
-        """On the leader: every worker's answer, by rank; its own, large as it may be, as it is."""
+        """Every worker's answer, by rank, on the leader; its own, large as it may be, as it is."""
         if self.size == 1:
             return [own]
         answers: list[Any] = [None] * self.size
@@ -101,7 +101,7 @@ class WorkerGroup:
         return [own, *answers[1:]]
 
     def answer(self, value: Any) -> None:
-        """On a follower."""
+        """Called by a follower: sends its answer to the leader."""
         dist.gather_object(value, None, dst=0, group=self.collectives)
 
     def total(self, value: float) -> float:

@@ -104,7 +104,7 @@ class Tracing:
     path: Path
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """To enter for each step."""
+        """Context for each step; traces the chosen one."""
         return traced(self.path if step == self.step else None)
 
 

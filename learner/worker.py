@@ -104,7 +104,7 @@ class StepShare:
 
 
 class Portion(NamedTuple):
-    """Of the weights, those of these names, in this precision; None: in their own."""
+    """Order for some of the weights, by name, in this precision; None: in their own."""
 
     names: Sequence[str]
     dtype: torch.dtype | None
@@ -196,7 +196,7 @@ class LearnerWorker:
 
     @property
     def most_mask(self) -> int:
-        """Of its model, as `distill.objective.batching.BatchShape` takes it."""
+        """Largest mask of its model, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.most_mask
 
     def _load(self) -> Any:
@@ -274,7 +274,7 @@ class LearnerWorker:
             reshard(self._root)
 
     def gather(self, portion: Portion) -> dict[str, Tensor]:
-        """These weights, whole; on the leader only, for they do not travel as an answer."""
+        """Gathers these weights whole; on the leader only, for they do not travel as an answer."""
         made = {name: self.weights[name].make(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
 
@@ -313,7 +313,7 @@ class LearnerWorker:
 
 
 def _share(group: WorkerGroup, device: str) -> float:
-    """Of a model's bytes, those that go into one memory: a GPU's, or that of a host's workers."""
+    """Share of a model's bytes that goes into one memory: a GPU's, or that of a host's workers."""
     return (1 if device.startswith("cuda") else group.workers_here()) / group.size
 
 

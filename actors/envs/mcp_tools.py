@@ -157,7 +157,7 @@ class McpSession:
 
 
 def _causes(error: BaseException) -> str:
-    """In a line; of a group, its members."""
+    """The error in one line; of an exception group, its members."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_causes(member) for member in error.exceptions)
     return f"{type(error).__name__}: {error}"

@@ -37,7 +37,7 @@ class InsideFile:
 
 
 def problems_inside(path: str | Path) -> list[int]:
-    """Those inside, the one that entered first first; none where there is no such file."""
+    """Problems inside, the earliest first; none where there is no such file."""
     if not Path(path).exists():
         return []
     since_P = np.fromfile(path, np.float64)

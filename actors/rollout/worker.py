@@ -204,7 +204,7 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
-        """Reported before it begins, for it may end this process or never let go of it."""
+        """Context of user code, reported before it begins, for it may end or hang this process."""
         group.inside += 1
         try:
             async with self._reporting:  # those that wait here travel with the next report

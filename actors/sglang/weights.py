@@ -258,7 +258,7 @@ class WeightSession:
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[list[int]]:
-        """If what is inside fails, the server's weights are torn.
+        """Context of a write: if it fails, the server's weights are torn.
 
         Yields a list for the buckets that were written: a broadcast that broke off in the first one
         has written nothing.

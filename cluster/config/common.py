@@ -239,7 +239,7 @@ class CommonConfig:
         resume_from: Checkpoint | None = None,
         updates_per_step: int = 1,
     ) -> LearnerConfig:
-        """Of a run from the model `start`, or from its last checkpoint. The base stays the base."""
+        """Learner settings from `start`, or from the last checkpoint. The base stays the base."""
         lora = self.lora()
         if resume_from is not None and lora is None:
             start = resume_from.model_dir

@@ -116,7 +116,7 @@ class EngineAnswers:
     def at(
         self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
     ) -> FloatArray:
-        """Those of the probes at this temperature, end to end; of each the `last`, or all."""
+        """Values of the probes at this temperature, concatenated; of each the `last`, or all."""
         by_probe = zip(self.probes, arrays, strict=True)
         first = 0 if last is None else -last
         return concatenated(

@@ -108,7 +108,7 @@ class RolloutCast:
         return {} if self._config.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
-        """On the driver's node, where `out/` is; Ray restarts it, and its journal restores it."""
+        """The queue, on the driver's node as `out/` is; Ray restarts it, its journal restores it."""
         config = self._config
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
@@ -367,7 +367,7 @@ def make_learners(
 
 
 def learner_role(config: CommonConfig) -> ActorSpec:
-    """Of the supervisor's: the loss of one learner worker is the loss of all."""
+    """Spec of the learner's workers: the loss of one is the loss of all."""
     return ActorSpec(
         name=LEARNER,
         title=learner_title,

@@ -81,7 +81,7 @@ class EnginePool:
         self.update(members)
 
     def update(self, members: Mapping[str, Any]) -> None:
-        """These engines and no others, from now on; requests under way stay where they are."""
+        """Replaces the engines of the pool; requests under way stay where they are."""
         old = self._members
         self._members = {
             name: old[name] if name in old and old[name].handle == handle else _Member(handle)

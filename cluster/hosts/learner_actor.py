@@ -91,7 +91,7 @@ class LearnerActor:
         publisher.admit(engines, *self._loop.weights())
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """These policy engines leave."""
+        """Drops policy engines: they get no more weights."""
         self._publisher().dismiss(names)
 
     def settle(self) -> float | None:

@@ -87,7 +87,7 @@ def build_worker(
     models: Mapping[str, str],
     **settings: Any,
 ) -> RolloutWorker:
-    """In the worker's actor. `policy`, `reference` and the values of the others name pools."""
+    """Builds the worker in its actor. `policy`, `reference` and the others' values name pools."""
     return RolloutWorker(
         policy=pools[policy],
         teachers={name: pools[role] for name, role in teachers.items()},

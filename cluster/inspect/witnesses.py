@@ -34,7 +34,7 @@ class Witnesses:
 
     @classmethod
     def beside(cls, journal: Path) -> Witnesses:
-        """Of the directory that the journal is in.
+        """Reads the files beside the journal.
 
         Raises:
             DataError, CheckpointError: one of them is unreadable.

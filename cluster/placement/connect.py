@@ -84,7 +84,7 @@ def autoscales() -> bool:
 
 
 def _node_types() -> list[str] | None:
-    """By the autoscaler's report, which its two generations keep in different places."""
+    """Node types in the autoscaler's report, which its two generations keep in different places."""
     if is_autoscaler_v2(fetch_from_server=True):
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         nodes = [*status.active_nodes, *status.idle_nodes]

@@ -115,7 +115,7 @@ class Placement:
             raise
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """For `actor_class.options`: what the member takes, and its bundle."""
+        """Arguments for `actor_class.options`: the member's resources and its bundle."""
         resources = dict(self._roles[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),

@@ -307,8 +307,8 @@ class Ledger:
             self._pending.add(group_id)
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
-        """These of the worker's groups, and at most these, run their environment's or reward's code
-        until it says otherwise. Not written down: a restarted queue suspects them all."""
+        """Notes which of the worker's groups, at most, run their environment's or reward's code
+        until its next report. Not written down: a restarted queue suspects them all."""
         self._inside[worker] = problems
 
     # the driver's end
@@ -347,7 +347,7 @@ class Ledger:
         return self.release(late, f"without progress for more than {lease_s:g} s")
 
     def renew(self, ids: Iterable[int]) -> None:
-        """These get on: their leases begin anew. Not written down, for leases that outlive a
+        """Renews the leases of groups that make progress. Not journalled, for leases that outlive a
         restart of the queue begin anew as well."""
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
@@ -440,7 +440,7 @@ class Ledger:
         return step
 
     def missing(self, watermark: int, num_groups: int) -> list[int]:
-        """Those of the next `num_groups` live ids from `watermark` on that have not arrived."""
+        """Missing ids: those of the next `num_groups` live ones from `watermark` on."""
         missing: list[int] = []
         live, group_id = 0, watermark
         while live < num_groups:
@@ -511,7 +511,7 @@ class Ledger:
         self._meter()
 
     def _meter(self) -> None:
-        """After every change: how long it was as it was, and how it is now."""
+        """Meters starvation; called after every change."""
         now = self._clock()
         if self._starved:
             self._starved_s += now - self._metered_at

@@ -377,7 +377,7 @@ class Autoscaler:
         self._growth = None
 
     def _shrink(self, observation: Observation) -> list[_Wish]:
-        """Of the pools that may, the one with the fewest groups per member."""
+        """The pool with the fewest groups per member, of those that may shrink."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []

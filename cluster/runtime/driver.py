@@ -281,7 +281,7 @@ class _Saving:
         return saved
 
     def _save(self) -> Checkpoint | None:
-        """None if it could not be written, and may be the next time."""
+        """Saves a checkpoint; None if it could not be written, and may be the next time."""
         try:
             saved = self._driver.ask_learner("saving a checkpoint", self._run.learner.save.remote())
         except CheckpointError as error:

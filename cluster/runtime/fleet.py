@@ -168,7 +168,7 @@ class Fleet:
         return {role: self.supervisor.serving(role) for role in self._engine_roles}
 
     def _policies(self) -> dict[str, Any]:
-        """Those that a new learner pushes weights to; the others are admitted later."""
+        """Policy engines that a new learner pushes weights to; the others are admitted later."""
         if self._working:
             return self.supervisor.serving(POLICY)
         return {member.name: member.handle for member in self.supervisor.members(POLICY)}
@@ -331,7 +331,7 @@ class Fleet:
                     self.supervisor.bury(member, why)
 
     def _renew_leases(self, status: QueueStatus) -> None:
-        """Of groups that are half through their leases, and get on."""
+        """Renews the leases of groups that are half through them, and make progress."""
         half_s = self._config.lease_s / 2
         quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]

@@ -109,7 +109,7 @@ class Scaling:
         self._wait_began = self._clock()
 
     def waited(self) -> None:
-        """They are there."""
+        """The step's groups are there: the wait ends."""
         now = self._clock()
         if self._began is None:
             self._began = now

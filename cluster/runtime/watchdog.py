@@ -135,7 +135,7 @@ def suspects(
 
 
 def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
-    """Those at which the group may wait."""
+    """Engines at which the group may wait."""
     asked = {engine for engine, requests in worker.requests.items() if requests}
     match group.stage:
         case "sampling":

@@ -188,7 +188,7 @@ class Supervisor:
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
-        """Those of a role, in order of index; of some states only, if any are given."""
+        """Members of a role, in order of index; of some states only, if any are given."""
         found = [m for m in self._members if m.role.name == role]
         return sorted((m for m in found if not states or m.state in states), key=lambda m: m.index)
 
@@ -202,7 +202,7 @@ class Supervisor:
         return {member.name: now - member.moved for member in self._members}
 
     def waiting(self) -> list[Member]:
-        """Those that could serve and have not been admitted."""
+        """Members that could serve and have not been admitted."""
         return [m for m in self._members if m.state is State.READY]
 
     def _create(self, role: ActorSpec, index: int, attempt: int) -> Member:
@@ -215,16 +215,16 @@ class Supervisor:
         return len(alive) + sum(restart.role.name == role for restart in self._restarts)
 
     def indices(self, role: str) -> set[int]:
-        """Of those that there are or will be again."""
+        """Indices of the members that are up or being restarted."""
         coming = {restart.index for restart in self._restarts if restart.role.name == role}
         return coming | {member.index for member in self.members(role)}
 
     def critical(self) -> dict[str, Any]:
-        """Those without which the learner cannot go on, by name."""
+        """Handles of the members without which the learner cannot go on, by name."""
         return {member.name: member.handle for member in self._members if member.role.critical}
 
     def admit(self, member: Member) -> None:
-        """It serves from now on."""
+        """Marks the member as serving."""
         assert member.state in (State.STARTING, State.READY)
         member.state = State.SERVING
         self.changes += 1
@@ -235,7 +235,7 @@ class Supervisor:
             member.died = None
 
     def drain(self, member: Member) -> None:
-        """It is given nothing new; `dismiss` it once it is idle."""
+        """Marks the member as draining: it gets nothing new; `dismiss` it once it is idle."""
         member.state = State.DRAINING
         self.changes += 1
 

@@ -173,7 +173,7 @@ class _CollectiveGroup:
         self.process_group: ProcessGroup | None = None
 
     def join(self) -> ProcessGroup:
-        """As SGLang's `init_custom_process_group` does it: beside torch's own default group."""
+        """Joins as SGLang's `init_custom_process_group` does: beside torch's own default group."""
         if self.process_group is None:
             group, _ = _new_process_group_helper(
                 self.world_size,

@@ -130,7 +130,7 @@ class Publisher:
         self._transports = None
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """These engines get no more weights."""
+        """Drops engines: they get no more weights."""
         for name in names:
             self._engines.pop(name, None)
         self._transports = None

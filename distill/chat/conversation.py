@@ -295,5 +295,5 @@ class Conversation:
 
 
 def _normal(text: str) -> str:
-    """As the many tokenizers see it that compose accents before they encode."""
+    """The text in NFC, for the many tokenizers that compose accents before they encode."""
     return unicodedata.normalize("NFC", text)

@@ -259,7 +259,7 @@ def probe_pairs(vocab_size: int, seed: int = 1) -> tuple[TokenArray, TokenArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """Everything that one handshake found.
+    """Report of one handshake.
 
     Attributes:
         differences: facts that differ. If there are any, no log-probs were asked for.
@@ -280,7 +280,7 @@ class CalibrationReport:
 
     @property
     def largest_gap(self) -> float:
-        """Of comparisons that were to be alike."""
+        """Largest gap of the comparisons that were to agree."""
         return max(c.max_gap for c in self.comparisons if not c.must_differ)
 
     def verdict(self) -> str:

@@ -80,7 +80,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
 def keep_attention_eager() -> None:
-    """From now on torch.compile leaves our attention out, in layers that it compiles."""
+    """Excludes our attention from torch.compile, in layers that it compiles."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(_attention))
 
 
@@ -114,7 +114,7 @@ class _Visibility:
         self._made: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, query: Tensor) -> Tensor:
-        """In the precision that the query's scores will have, autocast or not."""
+        """The bias in the precision that the query's scores will have, autocast or not."""
         device, dtype = query.device.type, query.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -258,7 +258,7 @@ class _LinearStats(torch.autograd.Function):
 def _logits_of_chunks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rows: int
 ) -> Iterator[tuple[slice, Tensor, list[tuple[Tensor, slice]]]]:
-    """Of each chunk: its positions, its logits, and both again part by part. One buffer for all."""
+    """Chunks: positions, logits, and both again part by part. One buffer serves them all."""
     width = len(weight_VH)
     buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width)
     together = _positions_together(hidden_NH.device, width)

@@ -1,4 +1,4 @@
-"""From segments to tensors: training rows, and batches of rows under a token budget."""
+"""Training rows, and batches of rows under a token budget: from segments to tensors."""
 
 from __future__ import annotations
 

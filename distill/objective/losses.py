@@ -34,7 +34,7 @@ Metrics = dict[str, Tensor]
 
 
 class StepCounts(NamedTuple):
-    """Of the whole optimizer step, whatever micro-batch a loss is looking at.
+    """Counts of the whole optimizer step, whatever micro-batch a loss is computed on.
 
     A sequence is a row, or the rows of all segments of a trajectory.
     """
@@ -286,7 +286,7 @@ def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Of a whole step's metrics, with what can only be computed from the sums.
+    """A whole step's metrics, with those added that can only be computed from the sums.
 
     `train/ess`: the effective sample size (sum r)^2 / (n sum r^2) as a share of the tokens, in
     (0, 1]; 1 where every ratio is the same (Kong 1992).

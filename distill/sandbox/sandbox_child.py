@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _read(length: int) -> bytes:
-    """Not a byte more: the rest is the program's."""
+    """Exactly `length` bytes of stdin: the rest is the program's."""
     data = b""
     while len(data) < length and (chunk := os.read(0, length - len(data))):
         data += chunk
@@ -130,7 +130,7 @@ def _write_maps(pid: int, maps: dict[str, str], root: bool) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """In one write, as the kernel wants these."""
+    """Writes the text in one call, as the kernel wants for these files."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())

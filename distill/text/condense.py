@@ -136,7 +136,7 @@ class KeywordCondenser:
         return condensed
 
     def _affordable(self, pieces: Sequence[Chunk], ranked: Sequence[int], budget: int) -> list[int]:
-        """Those of the best pieces that fit together, gaps included; the best first."""
+        """The best pieces that fit together, gaps included; the best first."""
         gap_tokens = count_tokens(self.tokenizer, GAP)
         kept: dict[int, None] = {}
         used = -gap_tokens  # there is a gap less than there are runs of neighbours

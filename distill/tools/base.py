@@ -30,7 +30,7 @@ class Tool(ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's `tools` have it."""
+        """JSON schema of the tool, as chat templates and OpenAI's `tools` have it."""
         return {
             "type": "function",
             "function": {

@@ -99,7 +99,7 @@ def _plain(schema: Any) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Not in the loop's own pool: there, hung calls use up the threads, and the end waits for all.
+    """Runs it in a new thread: in the loop's own pool, hung calls use up threads, and exit waits.
 
     What is no Exception (an exit) is made one: it is the function that ends, not we.
     """

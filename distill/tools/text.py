@@ -70,7 +70,7 @@ def count_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """It encodes, without the token for what is unknown."""
+    """True if the text encodes without the unknown token."""
     try:
         ids = _ids(text, tokenizer)
     except DataError:

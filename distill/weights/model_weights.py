@@ -28,7 +28,7 @@ class Weights(Protocol):
 
     @property
     def layouts(self) -> Sequence[TensorLayout]:
-        """Of every tensor, in the order of the model."""
+        """Layout of every tensor, in the order of the model."""
         ...
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:

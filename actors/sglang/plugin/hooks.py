@@ -230,7 +230,7 @@ def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
-    """Of a ForwardBatch, or of LogitsMetadata, which has worked it out. Host data only."""
+    """True if a ForwardBatch, or LogitsMetadata, returns input log-probs. Host data only."""
     if hasattr(batch, "extend_return_logprob"):
         return bool(batch.extend_return_logprob)
     mode = batch.forward_mode
