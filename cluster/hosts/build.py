@@ -108,7 +108,7 @@ class RolloutCast:
         return {} if self._config.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
-        """The queue, on the driver's node as `out/` is; Ray restarts it, its journal restores it."""
+        """The queue, on the driver's node beside `out/`; Ray restarts it from its journal."""
         config = self._config
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
