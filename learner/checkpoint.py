@@ -74,7 +74,7 @@ class CheckpointStore:
         write: Callable[[Path], None],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
-        """Has a checkpoint written into a new directory, and drops the oldest beyond `keep`.
+        """Writes a checkpoint into a new directory, and drops the oldest beyond `keep`.
 
         A step has one state: where it is saved already, it is left as it is.
 

@@ -28,7 +28,7 @@ def digests(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def sync_tree(root: Path) -> dict[str, str]:
-    """Has all of `root` on disk, directories included; returns the digests of its files."""
+    """Syncs all of `root` to disk, directories included; returns the digests of its files."""
 
     def sync(name: str) -> str:
         with (root / name).open("rb") as file:

@@ -103,7 +103,7 @@ def _score(
 
 
 def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically: whole or not at all."""
     unfinished = path.with_name(f"{path.stem}.unfinished.npz")
     np.savez(unfinished, digest=np.array(digest), logprobs=logprobs_N)
     unfinished.replace(path)

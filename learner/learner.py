@@ -126,7 +126,7 @@ class Learner:
         }
 
     def skip_update(self) -> None:
-        """Lets an update that the schedule counts pass without one: nothing but the lr changes."""
+        """Skips an update that the schedule counts: nothing but the lr changes."""
         self._on_all("skip_update")
 
     def _deal(self, part: Part) -> list[list[MicroBatch]]:
@@ -226,7 +226,7 @@ class Learner:
         torch.save({"schedule": schedule, "rng": torch.get_rng_state()}, path / "trainer.pt")
 
     def load_trainer_state(self, path: Path) -> None:
-        """Takes up all that `save` wrote there, besides the weights.
+        """Restores all that `save` wrote there, besides the weights.
 
         Raises:
             CheckpointError: it cannot be read, or was written for another model.

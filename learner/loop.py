@@ -144,7 +144,7 @@ class PolicyLoop:
         return {**pushed, "push/lost_share": lost}
 
     def _warn_of_lost(self, lost: float) -> None:
-        """Once: that most of what an adapter has learnt by now does not reach the engines."""
+        """Warns once that most of what an adapter has learnt does not reach the engines."""
         if self._warned_of_lost or self.step_count < _PUSHES_UNTIL_WARNED or lost <= 0.5:
             return
         self._warned_of_lost = True

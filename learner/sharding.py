@@ -63,7 +63,7 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Has torch.compile make each decoder layer's code when it first runs, for rows of any length.
+    """Compiles each decoder layer by torch.compile when it first runs, for rows of any length.
 
     Before `shard`. Attention stays as it is: a pass that holds keys and values of every layer would
     be compiled anew for each of them.
@@ -104,7 +104,7 @@ def whole_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This worker's share of it."""
+    """This worker's shard of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -150,7 +150,7 @@ class DecodeBatch:
         self._waiting.extend(rows)
 
     def admit(self) -> None:
-        """Lets waiting rows in, as many as fit."""
+        """Admits waiting rows, as many as fit."""
         free = min(self._max_rows - len(self._rows), len(self._waiting))
         if not free:
             return

@@ -45,7 +45,7 @@ class GroupSink(Protocol):
     async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
 
     async def fail(self, lease: Lease, reason: str) -> None:
-        """Gives a group back that could not be made."""
+        """Returns the lease of a group that failed."""
         ...
 
     async def inside(self, problems: Mapping[int, str]) -> None:
@@ -163,7 +163,7 @@ class RolloutWorker:
             self._asking = None
 
     async def _deliver(self, group: UnderWay) -> None:
-        """Makes a group and hands it in; or hands in why it could not be made."""
+        """Rolls out a group and delivers it; or reports its failure."""
         try:
             try:
                 made = await self._produce(group)

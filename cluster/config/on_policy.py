@@ -315,7 +315,7 @@ class RolloutConfig(CommonConfig, ABC):
     @property
     @abstractmethod
     def recipe(self) -> str:
-        """Its name on the command line."""
+        """The recipe's name on the command line."""
 
     @abstractmethod
     def objective(self) -> ObjectiveConfig:

@@ -90,7 +90,7 @@ class LearnerActors:
 
 
 class RolloutCast:
-    """Makes the actors of an opd or rl run, each as often as it is needed."""
+    """Factory of the actors of an opd or rl run, used again at each restart."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ def learner_role(config: CommonConfig) -> ActorSpec:
 
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
-    """Makes an actor: of a plain class, Ray's options, and the arguments of the class."""
+    """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
     return _in_this_process if config.local else _on_ray
 
 

@@ -141,7 +141,7 @@ def _trained(segment: KeptSegment) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically: whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

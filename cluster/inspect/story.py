@@ -73,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at one moment, seconds since the story began."""
+    """Event at one moment, in seconds since the story began."""
 
     time: float
     label: str

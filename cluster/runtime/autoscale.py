@@ -366,7 +366,7 @@ class Autoscaler:
         return self._now < self._futile.get(name, -math.inf)
 
     def _judge_last_growth(self, observation: Observation) -> None:
-        """Once all its members work."""
+        """Judges the last growth, once all its members work."""
         grown = self._growth
         if grown is None or observation.ready[grown.pool] < self._targets[grown.pool]:
             return

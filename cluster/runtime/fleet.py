@@ -184,7 +184,7 @@ class Fleet:
     # start and end
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        """Makes everyone and waits until all have answered. Nobody works yet.
+        """Creates all actors and waits until all have answered. None works yet.
 
         Raises:
             RunFailed: an actor did not start.

@@ -32,7 +32,7 @@ class LearnerLifecycle:
         return self._actors.leader
 
     def fill(self, checkpoint: Checkpoint | None) -> None:
-        """Makes the learner's workers; they have not been waited for."""
+        """Creates the learner's workers, without waiting for their start."""
         self._actors = self._make(checkpoint, self._attempt)
         for index, actor in enumerate(self._actors.all):
             self._supervisor.adopt(self._role, index, actor, self._attempt)

@@ -148,7 +148,7 @@ class _Restart:
 
 
 class Supervisor:
-    """Keeps the actors of a run alive.
+    """Supervisor of the actors of a run.
 
     Args:
         say: prints a line for people.
@@ -178,7 +178,7 @@ class Supervisor:
         self.under_way = False
 
     def add(self, role: ActorSpec, index: int) -> Member:
-        """Makes an actor."""
+        """Creates an actor."""
         return self._create(role, index, attempt=0)
 
     def adopt(self, role: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:

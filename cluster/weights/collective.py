@@ -121,7 +121,7 @@ class CollectiveTransport:
             raise EngineError(problem)
 
     def abort(self) -> None:
-        """Gives the push up. The next one forms a new group."""
+        """Aborts the push. The next one forms a new group."""
         if self._sending is not None:
             self._sending.abandon.set()
         self._group = self._sending = None

@@ -136,7 +136,7 @@ class Publisher:
         self._transports = None
 
     def _push(self, weights: Weights, version: int) -> dict[str, float]:
-        """Each engine's pause. Engines that are dead, or fail twice, are none of ours any more."""
+        """Pushes; returns each engine's pause. Engines that are dead or fail twice are dropped."""
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)

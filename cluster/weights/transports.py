@@ -50,7 +50,7 @@ class Transport(Protocol):
     def describe(self) -> str: ...
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Each engine's acknowledgement to be (a Ray reference to its pause, seconds)."""
+        """Starts a push; returns by engine a Ray reference to its pause in seconds."""
         ...
 
     def problem(self) -> str | None:

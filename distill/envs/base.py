@@ -83,12 +83,12 @@ class Env(ABC):
     async def step(self, sample: Sample) -> StepResult: ...
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Lets go of what the episode held; called once, however it ended."""
+        """Releases the episode's resources; called once, however it ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvGroupBuilder(ABC):
-    """Makes the single-use environments of one group. It pickles.
+    """Builder of the single-use environments of one group. It pickles.
 
     Attributes:
         teacher: the name of the teacher that scores the group; empty where teachers have none.
@@ -230,7 +230,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
 
 
 class Subset(EnvDataset):
-    """Some of a dataset's problems."""
+    """Subset of a dataset's problems."""
 
     def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
         self._dataset, self._problems = dataset, list(problems)

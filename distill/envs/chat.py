@@ -81,7 +81,7 @@ class MessageEnv(ABC):
         return 0.0
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Lets go of what the episode held."""
+        """Releases the episode's resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ def _positions_together(device: torch.device, vocab_size: int) -> int:
 
 
 class TokenStats(NamedTuple):
-    """Per position, fp32, shape (N,): the chosen token's log-prob, the entropy of p_T, and the
+    """Statistics per position, fp32 (N,): the chosen token's log-prob, the entropy of p_T, and the
     divergence from a teacher where one was asked for."""
 
     logprobs_N: Tensor

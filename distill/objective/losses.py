@@ -44,7 +44,7 @@ class StepCounts(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Per token, shape (N,): its loss before weighing, and whether a bound took its gradient."""
+    """Losses per token, shape (N,), before weighing, and whether a bound took the gradient."""
 
     loss_N: Tensor
     clipped_N: Tensor

@@ -60,7 +60,7 @@ def _in_child(check: Any, response: str, answer: str) -> float:
 
 
 def _prepare() -> None:
-    """This module is imported, which is all."""
+    """Does nothing: importing this module is the preparation."""
 
 
 def _matches(response: str, answer: str) -> float:

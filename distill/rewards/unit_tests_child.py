@@ -247,7 +247,7 @@ def _refresh(before: list[Any], after: list[Any]) -> None:
 
 
 def _built_in_error(kinds: list[str], text: str) -> Exception:
-    """Never an exit: it would end the tests, and well."""
+    """The built-in error of that kind, never an exit: it would end the tests, and well."""
     for name in kinds:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -275,7 +275,7 @@ def run_tests() -> None:
 
 
 def _safe(names: dict[str, Any]) -> dict[str, Any]:
-    """But for names that Python has, or obeys: tests mean `all` as it is."""
+    """The names, without those that Python has, or obeys: tests mean `all` as it is."""
     return {
         name: value
         for name, value in names.items()

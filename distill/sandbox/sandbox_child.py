@@ -317,7 +317,7 @@ class _Filter(ctypes.Structure):
 
 
 def _limit(what: int, soft: int, hard: int | None = None) -> None:
-    """Never above what we are held to ourselves."""
+    """Sets a resource limit, never above the one that this process has."""
     hardest = resource.getrlimit(what)[1]
     ceiling = soft if hard is None else hard
     if hardest != resource.RLIM_INFINITY:

@@ -188,7 +188,7 @@ def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCondenser:
-    """Has a model summarise chunk after chunk, and the summaries again until they fit.
+    """Summarises chunk after chunk by a model, and the summaries again until they fit.
 
     An answer over its share is cut at a sentence's end; `<think>` is no part of an answer.
 

@@ -173,7 +173,7 @@ def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device: from pinned memory."""
+    """Asynchronous copy to the device, from pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

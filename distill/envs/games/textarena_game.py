@@ -188,7 +188,7 @@ def _listed(messages: Any) -> tuple[str, ...]:
 
 
 class RandomMover:
-    """Any of the moves that the game lists.
+    """Uniformly random player over the moves that the game lists.
 
     Raises:
         DataError: it lists none at this point.

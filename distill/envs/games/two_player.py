@@ -253,7 +253,7 @@ class TableGroupBuilder(EnvGroupBuilder):
 
 
 class TableDataset(EnvDataset):
-    """So many openings; the policy's seat alternates where it has an opponent."""
+    """Dataset of openings; the policy's seat alternates where it has an opponent."""
 
     def __init__(
         self,
