@@ -126,11 +126,11 @@ class RolloutCast:
         return GroupQueue(actor, timeout_s=config.deadline_s)
 
     @property
-    def queue_role(self) -> ActorSpec:
+    def queue_spec(self) -> ActorSpec:
         by_ray = not self._config.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
-    def evaluator_role(self) -> ActorSpec:
+    def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval_prompts or config.prompts)
@@ -148,7 +148,7 @@ class RolloutCast:
 
         return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
 
-    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
+    def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
         """Rollout workers. They get their engines by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
         dataset = EnvStream(
@@ -180,7 +180,7 @@ class RolloutCast:
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
-    def policy_role(self, model: str) -> ActorSpec:
+    def policy_spec(self, model: str) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
         config = self._config
 
@@ -188,27 +188,27 @@ class RolloutCast:
             start = config.student if attempt else model
             return config.policy_engine(start, self._device, log_path)
 
-        return self._engine_role(POLICY, engine)
+        return self._engine_spec(POLICY, engine)
 
-    def scorer_roles(self) -> list[ActorSpec]:
+    def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
-        config, roles = self._config, []
+        config, specs = self._config, []
         if isinstance(config, OpdConfig):
             for name, role in teacher_roles(config).items():
 
                 def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
                     return config.teacher_engine(name, self._device, log_path)
 
-                roles.append(self._engine_role(role, teacher))
+                specs.append(self._engine_spec(role, teacher))
         if config.reference is not None:
-            roles.append(
-                self._engine_role(
+            specs.append(
+                self._engine_spec(
                     REFERENCE, lambda log_path, _: config.reference_engine(self._device, log_path)
                 )
             )
-        return roles
+        return specs
 
-    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> ActorSpec:
+    def _engine_spec(self, role: str, engine: Callable[[str, int], EngineConfig]) -> ActorSpec:
         def create(index: int, attempt: int) -> Any:
             log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
             made = engine(log_path, attempt)
@@ -366,7 +366,7 @@ def make_learners(
     return actors
 
 
-def learner_role(config: CommonConfig) -> ActorSpec:
+def learner_spec(config: CommonConfig) -> ActorSpec:
     """Spec of the learner's workers: the loss of one is the loss of all."""
     return ActorSpec(
         name=LEARNER,

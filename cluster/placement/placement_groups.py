@@ -1,6 +1,6 @@
 """Placement groups of a run: a bundle of resources per actor, reserved before any is created.
 
-    placement = Placement(roles, strategy="pack", name=...)
+    placement = Placement(demands, strategy="pack", name=...)
     placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
     actor_class.options(**placement.options("policy", 0))  into its bundle
     index = placement.add("policy")                        one more, perhaps on a node to come
@@ -77,21 +77,21 @@ class Placement:
 
     def __init__(
         self,
-        roles: Sequence[ResourceDemand],
+        demands: Sequence[ResourceDemand],
         *,
         strategy: Strategy,
         colocate: Sequence[str] = (),
         name: str,
     ) -> None:
-        self._roles = {role.name: role for role in roles}
-        unknown = [role for role in colocate if role not in self._roles]
-        assert len(self._roles) == len(roles) and not unknown, (list(self._roles), unknown)
+        self._demands = {demand.name: demand for demand in demands}
+        unknown = [role for role in colocate if role not in self._demands]
+        assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
         self._strategy = strategy.upper()
-        self._colocate = [role.name for role in roles if role.name in colocate and role.needed]
+        self._colocate = [d.name for d in demands if d.name in colocate and d.needed]
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[tuple[str, int], _Bundle] = {}
-        self._next_index = {role.name: role.count for role in roles}
+        self._next_index = {demand.name: demand.count for demand in demands}
 
     def reserve(
         self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -116,14 +116,14 @@ class Placement:
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Arguments for `actor_class.options`: the member's resources and its bundle."""
-        resources = dict(self._roles[role].resources)
+        resources = dict(self._demands[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
         }
         if resources:
             options["resources"] = resources
-        if self._roles[role].needed:
+        if self._demands[role].needed:
             placed = self._bundles[role, index]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=placed.group, placement_group_bundle_index=placed.bundle
@@ -134,7 +134,7 @@ class Placement:
         """One more member, in a group of its own, which is not waited for; returns its index."""
         index = self._next_index[role]
         self._next_index[role] += 1
-        if needed := self._roles[role].needed:
+        if needed := self._demands[role].needed:
             name = f"{role}-{index}"
             self._groups[name] = self._create(name, [needed])
             self._bundles[role, index] = _Bundle(self._groups[name], 0)
@@ -142,7 +142,7 @@ class Placement:
 
     def ready(self, role: str, index: int) -> bool:
         """True if the member's bundle has a node; a lost node's has none until it is moved."""
-        if not self._roles[role].needed:
+        if not self._demands[role].needed:
             return True
         placed = self._bundles.get((role, index))
         return placed is not None and _is_placed(placed.group, placed.bundle)
@@ -179,26 +179,26 @@ class Placement:
     def _planned(self) -> dict[str, list[dict[str, float]]]:
         """Bundles of the initial members, by group."""
         planned: dict[str, list[dict[str, float]]] = {}
-        for role in self._roles.values():
-            if role.count and role.needed and role.name not in self._colocate:
-                planned[role.name] = [role.needed] * role.count
-        together = [self._roles[name] for name in self._colocate]
-        most = max((role.count for role in together), default=0)
+        for demand in self._demands.values():
+            if demand.count and demand.needed and demand.name not in self._colocate:
+                planned[demand.name] = [demand.needed] * demand.count
+        together = [self._demands[name] for name in self._colocate]
+        most = max((demand.count for demand in together), default=0)
         if most:
             planned["+".join(self._colocate)] = [
-                _sum(role.needed for role in together if i < role.count) for i in range(most)
+                _sum(demand.needed for demand in together if i < demand.count) for i in range(most)
             ]
         return planned
 
     def _assign_bundles(self) -> None:
         shared = self._groups.get("+".join(self._colocate)) if self._colocate else None
-        for role in self._roles.values():
-            if not role.needed:
+        for demand in self._demands.values():
+            if not demand.needed:
                 continue
-            group = shared if role.name in self._colocate else self._groups.get(role.name)
-            for index in range(role.count):
+            group = shared if demand.name in self._colocate else self._groups.get(demand.name)
+            for index in range(demand.count):
                 assert group is not None
-                self._bundles[role.name, index] = _Bundle(group, index)
+                self._bundles[demand.name, index] = _Bundle(group, index)
 
     def _wait(
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -225,7 +225,7 @@ class Placement:
         names: list[str] = []
         for group in groups:
             names += self._colocate if group == shared else [group]
-        return ", ".join(str(self._roles[name]) for name in names)
+        return ", ".join(str(self._demands[name]) for name in names)
 
     def _require_possible(self) -> None:
         """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
-from cluster.hosts.build import learner_role, supervised_learners
+from cluster.hosts.build import learner_spec, supervised_learners
 from cluster.placement.roles import describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.run_directory import RunDirectory
@@ -81,8 +81,8 @@ class _Run:
         self._driver = Driver(
             supervisor=self.supervisor, signals=running.signals, deadline_s=config.deadline_s
         )
-        role = learner_role(config)
-        self._lifecycle = LearnerLifecycle(make, role, self.supervisor, running.directory)
+        spec = learner_spec(config)
+        self._lifecycle = LearnerLifecycle(make, spec, self.supervisor, running.directory)
 
     @property
     def learner(self) -> Any:

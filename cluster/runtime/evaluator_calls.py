@@ -53,7 +53,7 @@ class EvaluatorCalls:
 
     def buried(self, member: Member) -> None:
         """An evaluator has ended; its successor has not begun."""
-        if words := member.role.last_words():
+        if words := member.spec.last_words():
             self._last_words.append(words)
 
     def persist(self, what: str, ask: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles import calls
-from cluster.hosts.build import RolloutCast, learner_role
+from cluster.hosts.build import RolloutCast, learner_spec
 from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.placement_groups import Placement
@@ -108,20 +108,20 @@ class Fleet:
         )
         self.queue: GroupQueue = cast.queue(trained)
         self.bounds = pool_bounds(config)
-        self._roles: dict[str, ActorSpec] = {POLICY: cast.policy_role(start_model)}
-        self._roles |= {role.name: role for role in cast.scorer_roles()}
-        self._engine_roles = list(self._roles)
-        self._roles[ROLLOUT] = cast.worker_role(self.queue, self._groups_a_worker)
-        self._roles[EVALUATOR] = cast.evaluator_role()
+        self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
+        self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
+        self._engine_roles = list(self._specs)
+        self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
+        self._specs[EVALUATOR] = cast.evaluator_spec()
         self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
                 checkpoint, self.queue, self._policies(), attempt
             ),
-            learner_role(config),
+            learner_spec(config),
             self.supervisor,
             directory,
         )
-        self._queue_role = cast.queue_role
+        self._queue_spec = cast.queue_spec
         self._working = False
         self._announced = -1
         self._epoch = 0
@@ -189,10 +189,10 @@ class Fleet:
         Raises:
             RunFailed: an actor did not start.
         """
-        self.supervisor.adopt(self._queue_role, 0, self.queue.actor)
-        for name, role in self._roles.items():
+        self.supervisor.adopt(self._queue_spec, 0, self.queue.actor)
+        for name, spec in self._specs.items():
             for index in range(self._size(name)):
-                self.supervisor.add(role, index)
+                self.supervisor.add(spec, index)
         self._lifecycle.fill(resume_from)
         self.driver.until("the actors to start", self._started, self._config.deadline_s)
         self.supervisor.under_way = True
@@ -201,7 +201,7 @@ class Fleet:
                 self.supervisor.admit(member)
 
     def _started(self) -> bool:
-        roles = [QUEUE, LEARNER, *self._roles]
+        roles = [QUEUE, LEARNER, *self._specs]
         return not any(self.supervisor.members(role, State.STARTING) for role in roles)
 
     def work(self) -> None:
@@ -279,7 +279,7 @@ class Fleet:
 
     def _dismiss(self, member: Member) -> None:
         self.supervisor.dismiss(member)
-        self._give_back_place(member.role.name, member.index)
+        self._give_back_place(member.spec.name, member.index)
 
     def _give_back_place(self, role: str, index: int) -> None:
         if self._has_place(role):
@@ -289,10 +289,10 @@ class Fleet:
         return role != ROLLOUT or self._config.rollout_cpus > 0
 
     def _buried(self, member: Member, why: str) -> None:
-        if member.role.name == ROLLOUT:
+        if member.spec.name == ROLLOUT:
             self.queue.forfeit(worker_title(member.index), why)
             self._runs = {run: m for run, m in self._runs.items() if m is not member}
-        if member.role.name == EVALUATOR:
+        if member.spec.name == EVALUATOR:
             self._evaluator_calls.buried(member)
 
     # while the learner is idle
@@ -355,8 +355,8 @@ class Fleet:
 
         One that fails any of it is buried.
         """
-        waiting = [m for m in self.supervisor.waiting() if m.role.name in self._engine_roles]
-        policies = [m for m in waiting if m.role.name == POLICY]
+        waiting = [m for m in self.supervisor.waiting() if m.spec.name in self._engine_roles]
+        policies = [m for m in waiting if m.spec.name == POLICY]
         scorers = [m for m in waiting if m not in policies]
         for member in policies:
             self._admit(member)
@@ -366,9 +366,9 @@ class Fleet:
 
     def _admit(self, member: Member) -> None:
         joining = {member.name: member.handle}
-        pool = EnginePool(member.role.name, joining).each()
+        pool = EnginePool(member.spec.name, joining).each()
         try:
-            if member.role.name == POLICY:
+            if member.spec.name == POLICY:
                 admitted = self.learner.admit.remote(joining)
                 self.driver.ask_learner(f"pushing weights to {member.name}", admitted)
                 examined = self._examine(pool, {})
@@ -430,7 +430,7 @@ class Fleet:
         else:
             taken = self.supervisor.indices(role)
             index = next(i for i in range(len(taken) + 1) if i not in taken)
-        self.supervisor.add(self._roles[role], index)
+        self.supervisor.add(self._specs[role], index)
 
     def shrink(self, role: str) -> None:
         """Cancels a pending restart; else the newest member leaves once it is idle."""

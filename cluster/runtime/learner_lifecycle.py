@@ -19,9 +19,9 @@ class LearnerLifecycle:
     """The present learner's workers; the loss of one is the loss of all."""
 
     def __init__(
-        self, make: MakeLearners, role: ActorSpec, supervisor: Supervisor, directory: RunDirectory
+        self, make: MakeLearners, spec: ActorSpec, supervisor: Supervisor, directory: RunDirectory
     ) -> None:
-        self._make, self._role = make, role
+        self._make, self._spec = make, spec
         self._supervisor, self._directory = supervisor, directory
         self._attempt = 0
         self._actors: LearnerActors | None = None
@@ -35,16 +35,16 @@ class LearnerLifecycle:
         """Creates the learner's workers, without waiting for their start."""
         self._actors = self._make(checkpoint, self._attempt)
         for index, actor in enumerate(self._actors.all):
-            self._supervisor.adopt(self._role, index, actor, self._attempt)
+            self._supervisor.adopt(self._spec, index, actor, self._attempt)
         self._attempt += 1
 
     def started(self) -> bool:
         """True if every worker has answered."""
-        return not self._supervisor.members(self._role.name, State.STARTING)
+        return not self._supervisor.members(self._spec.name, State.STARTING)
 
     def recovered(self, seconds: float) -> None:
         """Writes down that the learner is back."""
-        self._directory.append_event("restart", who=self._role.title(0), seconds=seconds)
+        self._directory.append_event("restart", who=self._spec.title(0), seconds=seconds)
 
     def recover(
         self, lost: LearnerLost, driver: Driver, say: Callable[[str], None]
@@ -56,11 +56,11 @@ class LearnerLifecycle:
             CheckpointError: no checkpoint is intact.
         """
         assert self._actors is not None
-        if len(self._supervisor.members(self._role.name)) == len(self._actors.all):
+        if len(self._supervisor.members(self._spec.name)) == len(self._actors.all):
             # A call of it failed before its heartbeat did.
-            self._directory.append_event("death", who=self._role.title(0), why=str(lost))
-        delay = self._supervisor.allow(self._role.name, 0, str(lost))
-        self._supervisor.dismiss_all(self._role.name)
+            self._directory.append_event("death", who=self._spec.title(0), why=str(lost))
+        delay = self._supervisor.allow(self._spec.name, 0, str(lost))
+        self._supervisor.dismiss_all(self._spec.name)
         checkpoint = self._directory.store.latest(say)
         step = checkpoint.step if checkpoint else 0
         say(f"{lost}. The learner is restarted, from step {step}")

@@ -68,7 +68,7 @@ class ActorSpec:
     """Start, health check and restart of the actors of one kind.
 
     Attributes:
-        name: `policy`, `teacher maths`, `rollout`, ...
+        name: the role: `policy`, `teacher maths`, `rollout`, ...
         title: what messages call the one with this index.
         create: makes the one with this index; the second number counts how often it was made
             before. None for those that are made elsewhere and adopted.
@@ -104,7 +104,7 @@ class Member:
     `moved` when that last differed from the one before.
     """
 
-    role: ActorSpec
+    spec: ActorSpec
     index: int
     handle: Any
     attempt: int
@@ -117,7 +117,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return self.role.title(self.index)
+        return self.spec.title(self.index)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Budget:
 
 @dataclass(slots=True, kw_only=True)
 class _Restart:
-    role: ActorSpec
+    spec: ActorSpec
     index: int
     attempt: int
     died: float
@@ -153,7 +153,7 @@ class Supervisor:
     Args:
         say: prints a line for people.
         record: writes an event: its kind and fields.
-        buried: told of every death, after the actor is gone from its role.
+        buried: called at every death, after the actor is gone from its role.
         hang_after_s: an actor that answers no heartbeat for so long is ended.
         max_restarts: of one actor within an hour; the next death ends the run.
     """
@@ -177,19 +177,19 @@ class Supervisor:
         # Before everyone has started once, an actor that does not is an error of the run.
         self.under_way = False
 
-    def add(self, role: ActorSpec, index: int) -> Member:
+    def add(self, spec: ActorSpec, index: int) -> Member:
         """Creates an actor."""
-        return self._create(role, index, attempt=0)
+        return self._create(spec, index, attempt=0)
 
-    def adopt(self, role: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
+    def adopt(self, spec: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
         """Watches over an actor that is there already."""
-        member = Member(role=role, index=index, handle=handle, attempt=attempt)
+        member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
         self._members.append(member)
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
         """Members of a role, in order of index; of some states only, if any are given."""
-        found = [m for m in self._members if m.role.name == role]
+        found = [m for m in self._members if m.spec.name == role]
         return sorted((m for m in found if not states or m.state in states), key=lambda m: m.index)
 
     def serving(self, role: str) -> dict[str, Any]:
@@ -205,23 +205,23 @@ class Supervisor:
         """Members that could serve and have not been admitted."""
         return [m for m in self._members if m.state is State.READY]
 
-    def _create(self, role: ActorSpec, index: int, attempt: int) -> Member:
-        assert role.create is not None
-        return self.adopt(role, index, role.create(index, attempt), attempt)
+    def _create(self, spec: ActorSpec, index: int, attempt: int) -> Member:
+        assert spec.create is not None
+        return self.adopt(spec, index, spec.create(index, attempt), attempt)
 
     def expected(self, role: str) -> int:
         """Number of members that are up or being restarted, those that drain not counted."""
         alive = [m for m in self.members(role) if m.state is not State.DRAINING]
-        return len(alive) + sum(restart.role.name == role for restart in self._restarts)
+        return len(alive) + sum(restart.spec.name == role for restart in self._restarts)
 
     def indices(self, role: str) -> set[int]:
         """Indices of the members that are up or being restarted."""
-        coming = {restart.index for restart in self._restarts if restart.role.name == role}
+        coming = {restart.index for restart in self._restarts if restart.spec.name == role}
         return coming | {member.index for member in self.members(role)}
 
     def critical(self) -> dict[str, Any]:
         """Handles of the members without which the learner cannot go on, by name."""
-        return {member.name: member.handle for member in self._members if member.role.critical}
+        return {member.name: member.handle for member in self._members if member.spec.critical}
 
     def admit(self, member: Member) -> None:
         """Marks the member as serving."""
@@ -242,13 +242,13 @@ class Supervisor:
     def dismiss(self, member: Member) -> None:
         """Ends an actor that is not needed any more."""
         self._members.remove(member)
-        self._budgets.pop((member.role.name, member.index), None)
+        self._budgets.pop((member.spec.name, member.index), None)
         self.changes += 1
         calls.kill(member.handle)
 
     def give_up_restart(self, role: str) -> int | None:
         """Cancels a pending restart of the role and returns its index; None if there is none."""
-        coming = [restart for restart in self._restarts if restart.role.name == role]
+        coming = [restart for restart in self._restarts if restart.spec.name == role]
         if not coming:
             return None
         self._restarts.remove(coming[-1])
@@ -258,7 +258,7 @@ class Supervisor:
         """Ends all members of a role, and cancels its pending restarts."""
         for member in self.members(role):
             self.dismiss(member)
-        self._restarts = [restart for restart in self._restarts if restart.role.name != role]
+        self._restarts = [restart for restart in self._restarts if restart.spec.name != role]
 
     def tick(self) -> None:
         """Checks all heartbeats and restarts what is due.
@@ -275,7 +275,7 @@ class Supervisor:
         due = [restart for restart in self._restarts if restart.due <= now]
         for restart in due:
             self._restarts.remove(restart)
-            member = self._create(restart.role, restart.index, restart.attempt)
+            member = self._create(restart.spec, restart.index, restart.attempt)
             member.died = restart.died
 
     def _listen(self) -> None:
@@ -291,15 +291,15 @@ class Supervisor:
             except RayError as error:
                 self.bury(member, reason_of(error), error)
                 continue
-            if member.role.restarted_by_ray and said != member.said is not None:
+            if member.spec.restarted_by_ray and said != member.said is not None:
                 self._healed(member)
             if said != member.said:
                 member.moved = time.monotonic()
             member.said = said
             if member.state is State.STARTING:
                 member.state = State.READY
-                self._introductions[member.role.introduction(member.handle)] = member
-                if not member.role.gated:
+                self._introductions[member.spec.introduction(member.handle)] = member
+                if not member.spec.gated:
                     self.admit(member)
 
     def _introduce(self) -> None:
@@ -314,14 +314,14 @@ class Supervisor:
     def _ask(self, now: float) -> None:
         for member in list(self._members):
             starting = member.state is State.STARTING
-            comes_back = member.role.restarted_by_ray and member.died is not None
+            comes_back = member.spec.restarted_by_ray and member.died is not None
             slow = starting or comes_back
-            limit = member.role.start_deadline_s if slow else self._hang_after_s
+            limit = member.spec.start_deadline_s if slow else self._hang_after_s
             if member.beat is None:
-                placed = not starting or member.role.placed(member.index)
+                placed = not starting or member.spec.placed(member.index)
                 if placed and now - member.asked >= _BEAT_S:
-                    member.asked, member.beat = now, member.role.heartbeat(member.handle)
-            elif member.role.restarted_by_ray and self._ray_restarts_it(member, now):
+                    member.asked, member.beat = now, member.spec.heartbeat(member.handle)
+            elif member.spec.restarted_by_ray and self._ray_restarts_it(member, now):
                 continue
             elif now - member.asked > limit:
                 what = "did not start" if slow else "gave no sign of life"
@@ -334,9 +334,9 @@ class Supervisor:
             error: what its heartbeat or another call raised, if that is how it was noticed.
         """
         now = time.monotonic()
-        why += member.role.last_words()
+        why += member.spec.last_words()
         self._record("death", who=member.name, why=why)
-        if member.role.restarted_by_ray:
+        if member.spec.restarted_by_ray:
             self._heal(member, why, hangs=error is None)
             return
         self._members.remove(member)
@@ -347,13 +347,13 @@ class Supervisor:
             if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause
             raise RunFailed(f"{member.name} died at its start ({why})")
-        if member.role.critical:
+        if member.spec.critical:
             raise LearnerLost(f"{member.name} died ({why})")
-        delay = self.allow(member.role.name, member.index, f"{member.name} died ({why})")
+        delay = self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
         self._say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
         self._restarts.append(
             _Restart(
-                role=member.role,
+                spec=member.spec,
                 index=member.index,
                 attempt=member.attempt + 1,
                 died=now if member.died is None else member.died,
@@ -383,15 +383,15 @@ class Supervisor:
         now = time.monotonic()
         if member.died is None:
             self._record("death", who=member.name, why="Ray restarted it")
-            self.allow(member.role.name, member.index, f"{member.name} died")
+            self.allow(member.spec.name, member.index, f"{member.name} died")
         seconds = now - (member.asked if member.died is None else member.died)
         self._say(f"{member.name} is back after {seconds:.1f} s")
         self._record("restart", who=member.name, seconds=seconds)
-        self._introductions[member.role.introduction(member.handle)] = member
+        self._introductions[member.spec.introduction(member.handle)] = member
         member.died = None
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
-        self.allow(member.role.name, member.index, f"{member.name} died ({why})")
+        self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
         self._say(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)

@@ -45,7 +45,7 @@ class Crew:
         return [
             member
             for member in self._members
-            if member.role.name == role and (not states or member.state in states)
+            if member.spec.name == role and (not states or member.state in states)
         ]
 
     def serving(self, role: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Crew:
             start_deadline_s=1,
         )
         index = len(self.members(role))
-        self._members.append(Member(role=kind, index=index, handle=None, attempt=0, state=state))
+        self._members.append(Member(spec=kind, index=index, handle=None, attempt=0, state=state))
 
 
 def queue(depth: int, starved_s: float, age_s: float) -> QueueStatus:
