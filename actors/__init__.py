@@ -1,4 +1,4 @@
-"""The things that act: engines, the teacher, the rollout worker, the evaluator. Plain classes.
+"""Engines, the teacher, the rollout worker, the evaluator. Plain classes.
 
 They import `distill` alone. Ray is a way to place them and is applied in `cluster`, so every class
 here runs, and is tested, in one process.

@@ -1,4 +1,4 @@
-"""Which engine, on what model, with how much of the machine."""
+"""Settings of an engine: its kind, its model, its share of the machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LocalEngine = EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine
 
 
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
-    """float32 on a CPU and bfloat16 on CUDA, unless told which; `device` may be auto.
+    """The dtype asked for; by default float32 on a CPU and bfloat16 on CUDA. `device` may be auto.
 
     Half precision is what served kernels are made for; on a CPU it is slower, and less exact.
     """
@@ -36,7 +36,7 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
 
 
 def choose_engine(choice: EngineChoice) -> EngineKind:
-    """SGLang where it is installed, else the embedded engine, unless told which.
+    """The engine asked for; by default SGLang where it is installed, else the embedded one.
 
     Raises:
         ConfigError: SGLang was asked for and is not installed.
@@ -86,7 +86,7 @@ class EngineConfig:
 
     @property
     def external(self) -> bool:
-        """Whether the engine is a server that somebody else runs."""
+        """True if the engine is a server that somebody else runs."""
         return is_url(self.model)
 
     @property

@@ -28,7 +28,7 @@ from distill.tokenizer import (
     check_same_tokenizer,
     fingerprint,
     load_tokenizer,
-    probe,
+    probe_tokenizer,
 )
 from distill.types import FloatArray
 from learner.config import LearnerConfig
@@ -60,7 +60,7 @@ def calibrate(config: CalibrateConfig, console: Console) -> None:
         teacher = load_tokenizer(config.teacher)
         check_same_tokenizer(student, teacher)
         prints["teacher"] = asdict(fingerprint(teacher))
-    report = asyncio.run(_handshake(config, probe(student)))
+    report = asyncio.run(_handshake(config, probe_tokenizer(student)))
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     console.print(agreement_table(report))
     console.print(report.verdict(), highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What the commands share: settings from `key=value`, and errors turned into exit codes.
+"""Shared parts of the commands: settings from `key=value`, errors turned into exit codes.
 
 0 the command did what it was asked; 1 it failed; 2 bad input, nothing was started; 3 the handshake
 refused; 130 Ctrl-C and 143 SIGTERM, after a checkpoint.

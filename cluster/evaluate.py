@@ -45,7 +45,7 @@ class EvaluateConfig(LocalEngineConfig):
     eval_top_k: int = chz.field(default=0, doc="top-k of the serving decoder; 0 is off")
     eval_samples: int = chz.field(
         default=1,
-        doc="responses a prompt; several give pass@k and a majority's vote, and need "
+        doc="responses per prompt; several give pass@k and a majority's vote, and need "
         "eval_temperature above 0",
     )
     reward: str | None = chz.field(

@@ -61,7 +61,7 @@ class LineFile:
             self._complained = False
 
     def sync(self) -> None:
-        """What was written survives the machine."""
+        """Flushes and syncs to disk: what was written survives a crash of the machine."""
         self.flush()
         try:
             os.fsync(self._open())

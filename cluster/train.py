@@ -1,4 +1,4 @@
-"""`python -m cluster.train recipe=NAME [key=value ...]`: check, run, and exit with the truth."""
+"""`python -m cluster.train recipe=NAME [key=value ...]`: checks, runs, sets the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompt groups a set of weights contains: the memory that makes training exactly once.
+"""The set of prompt groups that some weights were trained on: the state behind exactly once.
 
 A group id is the prompt's position in the run's seeded stream. Groups are trained in order of id,
 but for those that were set aside because they could not be made; so a watermark and the set-aside
@@ -41,7 +41,7 @@ class Taken:
 
 
 class TrainedGroups:
-    """What a set of weights accounts for: every id below `watermark`.
+    """The prompt groups that a set of weights accounts for: every id below `watermark`.
 
     Each was trained, but for those set aside. `group_id in trained` is true of the trained ones,
     and `len(trained)` counts them.

@@ -1,4 +1,4 @@
-"""What an engine is. Policy and teacher speak this, embedded or served, near or behind Ray."""
+"""The `Engine` protocol of policy and teacher, embedded or served, local or behind Ray."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Score:
-    """Log-probs of positions `start` to the end, one array a temperature of the request.
+    """Log-probs of positions `start` to the end, one array per temperature of the request.
 
-    `top` has a row a scored position, at the request's first temperature; None if not asked for.
+    `top` has one row per scored position, at the request's first temperature; None if not asked.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
@@ -101,7 +101,7 @@ class CheckpointDirectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBroadcast:
+class CollectiveBroadcast:
     """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
 
     Attributes:
@@ -129,12 +129,14 @@ class GroupBroadcast:
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
 # learner), as files, or over a network.
-WeightSource: TypeAlias = "PackedTensors | SharedTensors | CheckpointDirectory | GroupBroadcast"
+WeightSource: TypeAlias = (
+    "PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself; compared across parties before a run starts.
+    """An engine's description of itself; compared across parties before a run starts.
 
     Attributes:
         vocab_size: ids below it may be sent.
@@ -156,7 +158,7 @@ class EngineInfo:
 
 
 class Sampler(Protocol):
-    """What an episode needs of an `Engine`."""
+    """The part of `Engine` that an episode needs."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]: ...
 
@@ -177,7 +179,7 @@ class Engine(Protocol):
         ...
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """What `score` returns, found by the decode path: the handshake's reference.
+        """The scores of `score`, computed by the decode path: the handshake's reference.
 
         One position at a time: its context is given, one token is sampled at T and thrown away,
         and the log-prob of the given token is read off the distribution it was sampled from. Slow,

@@ -2,7 +2,7 @@
 
 
 class IsothermError(ValueError):
-    """Something the user can put right. The message names the field, the value and the remedy."""
+    """Error that the user can put right. The message names the field, the value and the remedy."""
 
     exit_code = 1
 

@@ -41,7 +41,7 @@ def known_names(name: str, known: Collection[str]) -> str:
 
 
 def resolve(setting: str, name: str, known: Collection[str]) -> Any:
-    """What `package.module:attribute` names, given as the value of `setting`.
+    """The object that `package.module:attribute` names, given as the value of `setting`.
 
     Raises:
         ConfigError: it is of another form, and none of the `known` names; or it cannot be imported.

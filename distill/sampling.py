@@ -1,4 +1,4 @@
-"""How tokens are sampled. Two types on purpose: one that losses accept, one that they do not.
+"""Sampling parameters. Two types on purpose: one that losses accept, one that they do not.
 
 `TrainSampling.temperature` is the one home of the rollout temperature T (T > 0, no truncation).
 It is copied into every `Segment`; teacher, learner and calibration read it from the data.

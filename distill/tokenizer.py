@@ -1,4 +1,4 @@
-"""Tokenizers: load one, fingerprint it, and say where two differ."""
+"""Tokenizers: loading, fingerprints, and the differences of two."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What must agree between two tokenizers for their token ids to mean the same."""
+    """Facts that must agree between two tokenizers for their token ids to mean the same."""
 
     vocab_hash: str
     vocab_len: int
@@ -62,7 +62,7 @@ PROBE_CHAT = ({"role": "user", "content": "What is 12 + 345?"},)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerProbe:
-    """What a tokenizer makes of known texts: comparable where only a server can be asked.
+    """Token ids of known texts: comparable where only a server can be asked.
 
     Attributes:
         texts: token ids of each of `PROBE_TEXTS`, without special tokens.
@@ -78,7 +78,7 @@ class TokenizerProbe:
         return _hash(json.dumps([self.texts, self.chat]))
 
 
-def probe(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
+def probe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TokenizerProbe:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 

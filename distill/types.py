@@ -1,4 +1,4 @@
-"""What travels: Segment -> Trajectory -> TrajectoryGroup. They cannot hold nonsense.
+"""Rollout data: Segment -> Trajectory -> TrajectoryGroup, validated at construction.
 
 Legend of shape suffixes, the same letters everywhere in this project:
 
@@ -34,7 +34,7 @@ LOGPROB_SLACK = 1e-3
 
 
 class StopReason(StrEnum):
-    """Why an episode, or a sample, ended."""
+    """Reason why an episode, or a sample, ended."""
 
     EOS = "eos"  # the model sampled one of its end-of-sequence tokens
     LENGTH = "length"  # max_new_tokens or the context's end
@@ -101,7 +101,7 @@ class TopLogprobs:
         if not len(self):
             return
         if self.ids_NK.shape[1] < 1:
-            raise DataError("TopLogprobs holds no token a position; K must be at least 1")
+            raise DataError("TopLogprobs holds no token per position; K must be at least 1")
         ordered_NK = np.sort(self.ids_NK, axis=1)
         if ordered_NK[:, 0].min() < 0 or (np.diff(ordered_NK, axis=1) == 0).any():
             raise DataError("TopLogprobs.ids_NK names a token twice at a position, or a negative")
@@ -119,7 +119,7 @@ class TopLogprobs:
         return self.ids_NK.shape[1]
 
     def at(self, positions_M: npt.NDArray[Any]) -> TopLogprobs:
-        """Those of the given positions: indices, or a mask over all N."""
+        """Rows of the given positions: indices, or a mask over all N."""
         return TopLogprobs(
             ids_NK=self.ids_NK[positions_M], logprobs_NK=self.logprobs_NK[positions_M]
         )
@@ -149,7 +149,7 @@ class Segment:
         teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
         teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
             only; no loss touches it. None where it was not asked for.
-        teacher_top: the teacher's likeliest tokens at T, a row an action token; None where the
+        teacher_top: the teacher's likeliest tokens at T, one row per action token; None where the
             objective needs none.
         teacher_context_T: int32 tokens that the teacher sees in place of the first
             `teacher_replaces`: a privileged context, such as a hint (`distill.privileged`). None:

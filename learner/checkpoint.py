@@ -74,7 +74,7 @@ class CheckpointStore:
         write: Callable[[Path], None],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
-        """Has a checkpoint written into a new directory, and drops the oldest beyond `keep`.
+        """Writes a checkpoint into a new directory, and drops the oldest beyond `keep`.
 
         A step has one state: where it is saved already, it is left as it is.
 
@@ -165,7 +165,7 @@ class CheckpointStore:
                     ) from error
 
     def complete(self) -> list[Checkpoint]:
-        """Those with all their files in full size, oldest first; what is in them is not read."""
+        """Checkpoints with all their files in full size, oldest first; contents are not read."""
         found = []
         for path in self._directories():
             with suppress(_Damaged):

@@ -15,20 +15,20 @@ _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 def digest(path: str | Path) -> str:
-    """Of one file, whatever its size."""
+    """SHA-256 of one file, of any size."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digests(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Of these files below `root`, several at a time."""
+    """SHA-256 of these files below `root`, several at a time."""
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: digest(root / name), names), strict=True))
 
 
 def sync_tree(root: Path) -> dict[str, str]:
-    """Has all of `root` on disk, directories included; returns the digests of its files."""
+    """Syncs all of `root` to disk, directories included; returns the digests of its files."""
 
     def sync(name: str) -> str:
         with (root / name).open("rb") as file:
@@ -54,7 +54,7 @@ def sync_directory(path: Path) -> None:
 
 
 def disk_remedy(error: BaseException | str) -> str:
-    """What to do about a file that could not be written."""
+    """Remedy for a file that could not be written."""
     if isinstance(error, OSError) and error.errno in _MAY_NOT:
         return "Give permission to write there"
     return "Free some space"

@@ -104,14 +104,14 @@ def _score(
 
 
 def _write(path: Path, digest: str, logprobs_N: FloatArray) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically: whole or not at all."""
     unfinished = path.with_name(f"{path.stem}.unfinished.npz")
     np.savez(unfinished, digest=np.array(digest), logprobs=logprobs_N)
     unfinished.replace(path)
 
 
 def _digest(rows_D: Sequence[TrainingRow]) -> str:
-    """Of all that a row's log-probs depend on, besides the model."""
+    """Digest of all that the rows' log-probs depend on, besides the model."""
     digest = hashlib.sha256()
     for row in rows_D:
         digest.update(f"{len(row)} {row.temperature} ".encode())

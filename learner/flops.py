@@ -1,4 +1,4 @@
-"""How many FLOPs a step needs.
+"""FLOPs of a training step.
 
 Model FLOPs are what an ideal implementation needs, each row in full and once: matrix products only,
 a multiply-add being two. Recomputed activations do not count, nor does padding; a context that is
@@ -33,7 +33,7 @@ class Products:
 
     @classmethod
     def by(cls, weights: float, *, trained: bool) -> Products:
-        """Of as many weights."""
+        """Products of a linear map with so many weights."""
         return cls(forward=2 * weights, backward=2 * weights * (2 if trained else 1))
 
     def __add__(self, other: Products) -> Products:
@@ -44,7 +44,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """What a causal LM takes.
+    """FLOPs of a causal LM, by part.
 
     Attributes:
         decoder: of every token.
@@ -59,7 +59,7 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Read off its modules and config; None where they do not tell.
+        """Read off its modules and config; None where they do not determine it.
 
         They do not for layers that are not attention (or attend by another rule than a window),
         nor for experts whose config does not say how many of them a token visits.
@@ -102,7 +102,7 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def _decoder(model: PreTrainedModel) -> Products | None:
-    """Of all matrices between the embeddings and the vocabulary projection."""
+    """Products of all matrices between the embeddings and the vocabulary projection."""
     active: int | None = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     products = Products()
     for path, module in model.get_decoder().named_modules():

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
 from distill.models.logprobs import DivergenceOf, TokenStats, VocabularyHead
-from distill.models.prefix_probe import shares_prefixes
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from learner.sharding import Root
@@ -72,7 +72,7 @@ class Forward:
         self.training_mode()
 
     def training_mode(self) -> None:
-        """As the model is in a step. It is in evaluation mode, but for what has to be trained so:
+        """Sets the mode of a step: evaluation mode, but for what has to be in training mode:
         adapters' dropout, which is a setting of their own, and layers that are checkpointed."""
         self._causal_lm.train(self._dropout)
         for module in () if self._dropout else self._causal_lm.modules():
@@ -84,7 +84,7 @@ class Forward:
 
     @property
     def most_mask(self) -> int:
-        """As `BatchShape` takes it."""
+        """Largest attention mask, as `BatchShape` takes it."""
         return self._model.most_mask
 
     def __call__(
@@ -94,7 +94,7 @@ class Forward:
         divergence_of: DivergenceOf | None = None,
         entropy_gradient: bool = False,
     ) -> TokenStats:
-        """fp32 tensors of shape (N,), N the batch's trained tokens, in the order of `batch`."""
+        """Token statistics, fp32 (N,), N the batch's trained tokens, in the order of `batch`."""
 
         def stats() -> TokenStats:
             return self.head.token_stats(

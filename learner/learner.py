@@ -29,8 +29,8 @@ from distill.weights.model_weights import Weights, save_weights
 from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
-from learner.group import Membership, Order, WorkerGroup
 from learner.lora import save_adapter
+from learner.process_group import Membership, Order, WorkerGroup
 from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
 
 # A worker's share of a step's tokens, times what padding may take.
@@ -87,7 +87,7 @@ class Learner:
 
     @property
     def model(self) -> PreTrainedModel:
-        """As this process holds it: all of it, or its share."""
+        """The model as this process holds it: all of it, or its share."""
         return self._worker.model
 
     def step(self, *parts: Part) -> dict[str, float]:
@@ -126,7 +126,7 @@ class Learner:
         }
 
     def skip_update(self) -> None:
-        """Lets an update that the schedule counts pass without one: nothing but the lr changes."""
+        """Skips an update that the schedule counts: nothing but the lr changes."""
         self._on_all("skip_update")
 
     def _deal(self, part: Part) -> list[list[MicroBatch]]:
@@ -177,7 +177,7 @@ class Learner:
         return self._on_each(method, [argument] * self._group.size)
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """log p_T of each row's trained tokens under the present weights, one array a row."""
+        """log p_T of each row's trained tokens under the present weights, one array per row."""
         return self._logprobs("logprobs", rows_D)
 
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
@@ -199,7 +199,7 @@ class Learner:
 
     @property
     def lost_share(self) -> float | None:
-        """Of an adapter's change, what rounding took from the weights that were gathered last
+        """Share of an adapter's change that rounding took from the weights that were gathered last
         (`learner.lora.RoundedUpdate`); None without an adapter."""
         return None if self._worker.lora is None else self._worker.rounded.lost_share
 
@@ -226,7 +226,7 @@ class Learner:
         torch.save({"schedule": schedule, "rng": torch.get_rng_state()}, path / "trainer.pt")
 
     def load_trainer_state(self, path: Path) -> None:
-        """Takes up all that `save` wrote there, besides the weights.
+        """Restores all that `save` wrote there, besides the weights.
 
         Raises:
             CheckpointError: it cannot be read, or was written for another model.

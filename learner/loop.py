@@ -1,4 +1,4 @@
-"""The learner's loop over rollouts (OPD, task reward, or both), one step a call.
+"""The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
@@ -49,7 +49,7 @@ _PUSHES_UNTIL_WARNED = 8
 
 
 class GroupSource(Protocol):
-    """Where a step's groups come from: the next ones after those that are trained."""
+    """Source of a step's groups: the next ones after those that are trained."""
 
     def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
         """Blocks until all are there; raises on a deadline, or when the source is closed.
@@ -69,7 +69,7 @@ Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]
 def keep_nothing(
     _step: int, _groups_P: Sequence[TrajectoryGroup], _rows_D: Sequence[TrainingRow]
 ) -> None:
-    """For a loop whose rollouts nobody looks at."""
+    """A `Keep` that drops the rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class PolicyLoop:
 
     @property
     def teachers(self) -> LocalTeachers | None:
-        """Those in this process, if the objective needs any here."""
+        """The teachers in this process, if the objective needs any here."""
         return self._loss.teachers
 
     def publish(self) -> Mapping[str, float]:
@@ -144,7 +144,7 @@ class PolicyLoop:
         return {**pushed, "push/lost_share": lost}
 
     def _warn_of_lost(self, lost: float) -> None:
-        """Once: that most of what an adapter has learnt by now does not reach the engines."""
+        """Warns once that most of what an adapter has learnt does not reach the engines."""
         if self._warned_of_lost or self.step_count < _PUSHES_UNTIL_WARNED or lost <= 0.5:
             return
         self._warned_of_lost = True

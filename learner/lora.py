@@ -117,7 +117,7 @@ class LoraSettings:
 
 
 def check_lora(settings: LoraSettings, base: str) -> float:
-    """Everything that `add_lora` refuses, found on a model of `base` without weights.
+    """Checks all that `add_lora` refuses, on a model of `base` without weights.
 
     Returns the share of the model's weights that are adapted.
 
@@ -160,7 +160,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
 
 
 class RoundedUpdate:
-    """What of an adapter's change is lost where W' is rounded to less than float32.
+    """Share of an adapter's change that is lost when W' is rounded to less than float32.
 
     With D = W' - W and E = round(W') - round(W), over all adapted weights:
 
@@ -180,7 +180,7 @@ class RoundedUpdate:
 
     @property
     def lost_share(self) -> float:
-        """Of what was made last of every weight; 0 where nothing was rounded, or changed."""
+        """Lost share in the newest merge of every weight; 0 if nothing was rounded or changed."""
         if not self._sums:
             return 0.0
         arrived, all_of_it = torch.stack(list(self._sums.values())).double().sum(0).tolist()
@@ -340,7 +340,7 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Those of the names that peft does not take for a mixture's experts.
+    """The names that peft does not take for a mixture's experts.
 
     In some architectures a shared expert's Linears are named as the experts once were, whose
     weights are one parameter now, and peft puts the parameter in the place of the name.

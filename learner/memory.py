@@ -1,4 +1,4 @@
-"""What a learner's model takes, before it is loaded: too large is said at once, not by a kill.
+"""Memory estimate of a learner before its model is loaded: too large is an error, not an OOM kill.
 
 Weights, gradients and moments are counted from the checkpoint's headers (`estimate_memory`). What a
 pass takes follows from the config, the precision and the tokens that run together (`PassMemory`);
@@ -22,7 +22,7 @@ from learner.config import TOKEN_BUDGET, Precision
 
 
 class Holding(NamedTuple):
-    """What is held of each parameter; activations come on top and follow token_budget."""
+    """Bytes held per parameter; activations come on top and follow token_budget."""
 
     bytes_per_parameter: int
     what: str
@@ -35,7 +35,7 @@ FROZEN = Holding(4, "frozen weights in fp32")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Of a model that the learner holds."""
+    """Memory of a model that the learner holds."""
 
     parameters: int
     holding: Holding
@@ -52,7 +52,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
-    """From the headers of a local checkpoint's safetensors files; None where there are none."""
+    """Estimate from a local checkpoint's safetensors headers; None where there are none."""
     if not list(Path(model).glob("*.safetensors")):
         return None
     parameters = sum(map(prod, tensor_shapes(model).values()))
@@ -110,7 +110,7 @@ class PassMemory:
         workers: int,
         query_norm: bool,
     ) -> PassMemory:
-        """Of a decoder of attention and a gated MLP. A token's tensors by their width:
+        """Pass memory of a decoder of attention and a gated MLP. A token's tensors by their width:
 
         two norms (x, and x normalised), the inputs of q, k, v, gate and up; q, k, v and what they
         attend to; gate, its activation, up, and their product; with `query_norm` two more of q and
@@ -147,13 +147,13 @@ class PassMemory:
         )
 
     def bytes(self, tokens: int, *, checkpointing: bool) -> int:
-        """Of micro-batches of so many tokens."""
+        """Memory of micro-batches of so many tokens."""
         kept = self.layers * (self.between_layers if checkpointing else self.in_layer)
         again = self.in_layer if checkpointing else 0
         return self.fixed + int(tokens * (kept + again) * _PASS_MARGIN)
 
     def describe(self, tokens: int, gradient_checkpointing: bool | None) -> str:
-        """What is printed of it before a run."""
+        """Text that is printed before a run."""
         kept, again = (readable(self.bytes(tokens, checkpointing=way)) for way in (False, True))
         what = f"for a pass of {tokens} tokens"
         if gradient_checkpointing is None:
@@ -172,7 +172,7 @@ def _mlp_widths(text: Any) -> tuple[int, int]:
 
 
 class PassPlan(NamedTuple):
-    """How passes run, so that they fit."""
+    """Token budget and gradient checkpointing with which passes fit into memory."""
 
     token_budget: int
     gradient_checkpointing: bool
@@ -186,7 +186,7 @@ def fit_pass(
     token_budget: int | None,
     gradient_checkpointing: bool | None,
 ) -> PassPlan:
-    """What was asked for; of what was not, the fastest that fits into `room` bytes.
+    """The settings asked for; for those left open, the fastest that fit into `room` bytes.
 
     Raises:
         ConfigError: nothing does.
@@ -210,7 +210,7 @@ def fit_pass(
 
 
 def estimate_pass(model: str, *, dtype: Precision, device: str, workers: int) -> PassMemory | None:
-    """Of a local checkpoint; None where its config has not what is needed, or it is elsewhere."""
+    """Pass memory of a local checkpoint; None if it is elsewhere, or its config lacks a field."""
     estimate = estimate_memory(model)
     if estimate is None:
         return None
@@ -241,5 +241,5 @@ def free_bytes(device: str) -> int:
 
 
 def readable(size: int) -> str:
-    """In MiB below one GiB, else in GiB."""
+    """The size in MiB below one GiB, else in GiB."""
     return f"{size / (1 << 20):.3g} MiB" if size < 1 << 30 else f"{size / (1 << 30):.3g} GiB"

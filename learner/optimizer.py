@@ -232,7 +232,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
-    """As AdamW with `fused` makes it."""
+    """Initial state of a parameter, as AdamW with `fused` creates it."""
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     moments = (torch.zeros_like(parameter, requires_grad=False) for _ in range(2))
     return dict(zip(_STATE, (step, *moments), strict=True))

@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.attention import keep_attention_eager
 from distill.weights.tensors import TensorLayout
-from learner.group import WorkerGroup
+from learner.process_group import WorkerGroup
 
 
 class Root(nn.Module):
@@ -63,7 +63,7 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Has torch.compile make each decoder layer's code when it first runs, for rows of any length.
+    """Compiles each decoder layer by torch.compile when it first runs, for rows of any length.
 
     Before `shard`. Attention stays as it is: a pass that holds keys and values of every layer would
     be compiled anew for each of them.
@@ -74,7 +74,7 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What Hugging Face says must stay whole on a device: the decoder's layers."""
+    """Units of sharding: the decoder's layers, which Hugging Face marks as not to be split."""
     kinds = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in kinds]
     assert found, f"{type(model).__name__} names no layers to shard"
@@ -104,7 +104,7 @@ def whole_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This worker's share of it."""
+    """This worker's shard of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

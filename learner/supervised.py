@@ -1,4 +1,4 @@
-"""Training on data that is there already: SFT and DPO, one optimizer step a call."""
+"""Training on data that is there already: SFT and DPO, one optimizer step per call."""
 
 from __future__ import annotations
 

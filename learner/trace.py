@@ -1,4 +1,4 @@
-"""Where a step's time goes: seconds by stage, in every step; and one step's trace, where asked.
+"""Timing: seconds by stage of every step; and a profiler trace of one step, where asked.
 
     stages = Stages(device)
     with traced(path):                  # path None: no trace
@@ -98,13 +98,13 @@ def traced(path: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracing:
-    """Which of a run's steps is traced, if one is, and where to."""
+    """Settings of the profiler trace: the step, if any, and the file."""
 
     step: int | None
     path: Path
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """To enter for each step."""
+        """Context for each step; traces the chosen one."""
         return traced(self.path if step == self.step else None)
 
 
@@ -130,7 +130,7 @@ def _write(profiler: profile, partial: Path, path: Path) -> None:
 
 
 def _ended(partial: Path) -> bool:
-    """Whether the JSON object is closed."""
+    """True if the JSON object is closed."""
     with partial.open("rb") as file:
         file.seek(max(0, partial.stat().st_size - 16))
         return file.read().rstrip().endswith(b"}")

@@ -1,4 +1,4 @@
-"""One worker of a learner: its share of the model and of the optimizer, and what it does on orders.
+"""One worker of a learner: its share of model and optimizer, and the orders that it carries out.
 
 A learner alone has one worker, which holds all. What an order computes together with other workers
 (a layer's weights, a gradient's sum) they compute in the same sequence, so each of them gets
@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
-from distill.models.prefix_probe import shares_prefixes
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
-from learner.group import WorkerGroup
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
@@ -50,6 +49,7 @@ from learner.optimizer import (
     put_away,
     save_moments,
 )
+from learner.process_group import WorkerGroup
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.trace import Stages
 
@@ -86,7 +86,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShare:
-    """What a worker has to say of a step.
+    """A worker's report of a step.
 
     Attributes:
         metrics: of its own micro-batches; `train/loss` among them.
@@ -104,7 +104,7 @@ class StepShare:
 
 
 class Portion(NamedTuple):
-    """Of the weights, those of these names, in this precision; None: in their own."""
+    """Order for some of the weights, by name, in this precision; None: in their own."""
 
     names: Sequence[str]
     dtype: torch.dtype | None
@@ -164,7 +164,7 @@ class LearnerWorker:
         )
 
     def _plan_passes(self, share: float) -> PassPlan:
-        """How passes run in the memory that the model leaves; alike on all workers."""
+        """Plan of the passes for the memory that the model leaves; alike on all workers."""
         config, device, workers = self._config, self.device, self._group.size
         asked = PassPlan(
             config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
@@ -196,7 +196,7 @@ class LearnerWorker:
 
     @property
     def most_mask(self) -> int:
-        """Of its model, as `distill.objective.batching.BatchShape` takes it."""
+        """Largest mask of its model, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.most_mask
 
     def _load(self) -> Any:
@@ -274,7 +274,7 @@ class LearnerWorker:
             reshard(self._root)
 
     def gather(self, portion: Portion) -> dict[str, Tensor]:
-        """These weights, whole; on the leader only, for they do not travel as an answer."""
+        """Gathers these weights whole; on the leader only, for they do not travel as an answer."""
         made = {name: self.weights[name].make(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
 
@@ -306,19 +306,19 @@ class LearnerWorker:
             self.schedule.step()
 
     def set_schedule(self, state: Mapping[str, Any]) -> None:
-        """Where the learning rate is in its course."""
+        """Restores the state of the learning-rate schedule."""
         self.schedule.load_state_dict(dict(state))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr
 
 
 def _share(group: WorkerGroup, device: str) -> float:
-    """Of a model's bytes, those that go into one memory: a GPU's, or that of a host's workers."""
+    """Share of a model's bytes that goes into one memory: a GPU's, or that of a host's workers."""
     return (1 if device.startswith("cuda") else group.workers_here()) / group.size
 
 
 def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
-    """What a worker that does not lead does: waits for an order, carries it out, answers."""
+    """Loop of a worker that is not rank 0: receives an order, carries it out, answers."""
     while True:
         order = group.receive()
         group.answer(getattr(worker, order.method)(order.argument))

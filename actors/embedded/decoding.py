@@ -1,4 +1,4 @@
-"""Continuous batching: rows join between chunks, leave when they end, and take one token a step.
+"""Continuous batching: rows join between chunks, leave when they end, and take one token per step.
 
 A `Row` is one sample. `DecodeBatch` owns which rows are live and samples their next tokens; a
 `Decoder` turns a row's context into the hidden state of its last token, with a KV cache
@@ -50,7 +50,7 @@ class Row:
     failed: bool = False
 
     def sample(self) -> Sample:
-        """What was generated. The row has ended."""
+        """The generated tokens as a `Sample`. The row must have ended."""
         assert self.stop_reason is not None
         return Sample(
             tokens_T=np.array(self.tokens, dtype=np.int32),
@@ -103,7 +103,7 @@ class Decoder(Protocol):
         ...
 
     def remove(self, ended: Collection[int]) -> None:
-        """Drops rows; `plan_removal` says how the others are renumbered."""
+        """Drops rows; `plan_removal` has the renumbering of the others."""
         ...
 
     def reset(self) -> None:
@@ -150,7 +150,7 @@ class DecodeBatch:
         self._waiting.extend(rows)
 
     def admit(self) -> None:
-        """Lets waiting rows in, as many as fit."""
+        """Admits waiting rows, as many as fit."""
         free = min(self._max_rows - len(self._rows), len(self._waiting))
         if not free:
             return

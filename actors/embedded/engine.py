@@ -1,4 +1,4 @@
-"""The engine that needs no server: a transformers model in this process, on one compute thread.
+"""The embedded engine: a transformers model in this process, on one compute thread.
 
     generate, score,     called on the event loop; each leaves a note and waits for its future
     decode_score, load_weights, abort
@@ -7,7 +7,7 @@
             |            scoring batch, again. Waits for the compute thread: the end of a chunk.
     compute thread       owns the model, the live rows and their caches
 
-A chunk is up to `CHUNK_STEPS` tokens a row, and is cut short when something new arrives, so nobody
+A chunk is up to `CHUNK_STEPS` tokens per row, and is cut short when something new arrives: nobody
 waits longer than one step for admission. The loop itself never computes: `info` answers at once.
 """
 
@@ -30,9 +30,9 @@ from actors.embedded.loaded_model import LoadedModel, WeightMisfit
 from actors.embedded.scoring import ScoreBatch, ScoreItem, plan
 from distill.engine import (
     CheckpointDirectory,
+    CollectiveBroadcast,
     EngineInfo,
     GenerateRequest,
-    GroupBroadcast,
     Sample,
     Score,
     ScoreRequest,
@@ -207,7 +207,7 @@ class EmbeddedEngine:
                 the weights come by a group, which this engine does not join.
         """
         self._check_health()
-        if isinstance(weights, GroupBroadcast):
+        if isinstance(weights, CollectiveBroadcast):
             raise _no_group()
         if isinstance(weights, CheckpointDirectory):
             weights = await asyncio.to_thread(_read_checkpoint, weights.path)

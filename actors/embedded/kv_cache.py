@@ -1,4 +1,4 @@
-"""Decoding with a KV cache: a prompt's keys and values once a group, new tokens' once a row."""
+"""Decoding with a KV cache: a prompt's keys and values once per group, new tokens' once per row."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class _SuffixStore:
         self.rows = needed
 
     def trim(self, longest: int) -> None:
-        """Says that no live row has more than this many tokens here."""
+        """Shrinks the window: no live row has more than this many tokens here."""
         self._start = self._end - longest
 
     def open_columns(self, positions_NS: Tensor) -> None:
@@ -278,7 +278,7 @@ class CachedDecoder:
         return self._model.run(tokens_NS, positions_NS, current)
 
     def _view(self, rows: slice) -> tuple[dict[int, Tensor], dict[int, Tensor], SlotMap, Tensor]:
-        """What the rows see of the prefixes; that of all rows is kept until rows come or go."""
+        """Prefix keys and values that the rows see; for all rows, cached until rows come or go."""
         if self._views is not None:
             return self._views
         keys, values, positions_UP = self._prefixes.view()

@@ -1,13 +1,14 @@
-"""A checkpoint in memory: what an engine needs to know of it, and how new weights get in."""
+"""A loaded checkpoint: its facts for an engine, and in-place updates of its weights."""
 
 from __future__ import annotations
 
 import torch
 
+from actors.embedded.decode_probe import decode_gap
 from actors.embedded.decoding import Decoder, RecomputingDecoder
 from actors.embedded.kv_cache import CachedDecoder
-from actors.embedded.model_probe import decode_gap
 from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.models.attention_probe import choose_model
 from distill.models.loading import (
     context_length,
     load_causal_lm,
@@ -16,9 +17,8 @@ from distill.models.loading import (
     vocab_size,
 )
 from distill.models.logprobs import VocabularyHead
-from distill.models.prefix_probe import choose_model
 from distill.models.shared_prefix import SharedPrefixModel
-from distill.tokenizer import TokenizerProbe, load_tokenizer, probe
+from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.weights.tensors import PackedTensors
 
 
@@ -86,6 +86,6 @@ class LoadedModel:
 
 def _tokenizer_probe(path: str) -> TokenizerProbe | None:
     try:
-        return probe(load_tokenizer(path))
+        return probe_tokenizer(load_tokenizer(path))
     except CheckpointError:
         return None  # a model without one is scored and sampled by token ids all the same

@@ -1,4 +1,4 @@
-"""Scoring in batches: what to run together, which prefix to run once, which positions to project.
+"""Batched scoring: the plan of passes, of shared prefixes and of the positions to project.
 
 The requests of one group continue the same prompt. If it is long enough to pay, it is run once.
 Only scored positions go through the vocabulary projection, a bounded number at a time. The

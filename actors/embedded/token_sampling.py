@@ -1,4 +1,4 @@
-"""From logits to the next token: exact softmax(z / T) by inverse CDF, greedy, and truncation.
+"""Token sampling from logits: exact softmax(z / T) by inverse CDF, greedy, and truncation.
 
 One uniform number decides a row, so a row's samples depend on its own logits and generator only.
 """
@@ -16,7 +16,7 @@ from distill.sampling import UNSCALED, EvalSampling, Sampling
 
 
 class SamplingPlan:
-    """How each of N rows is sampled, as tensors. Rows may mix training and evaluation freely."""
+    """Sampling parameters of N rows, as tensors. Rows may mix training and evaluation freely."""
 
     def __init__(
         self, samplings: Sequence[Sampling], given: Sequence[int | None], device: torch.device

@@ -134,7 +134,7 @@ class Judge:
     async def score(
         self, question: str, answer: str, rubric: str, reference: str | None = None
     ) -> float:
-        """How good the answer is, from 0 to 1; a blank one is not asked about, and earns 0.
+        """Score of the answer, from 0 to 1; a blank one is not asked about, and earns 0.
 
         Raises:
             DataError: the judge refused the question, or twice gave no verdict.
@@ -181,7 +181,7 @@ class Judge:
         reference: str | None,
         answers: Mapping[str, str],
     ) -> str:
-        """What the judge's last line says; it is told once if it has another form."""
+        """The verdict in the judge's last line; asks once more if the line has another form."""
         order = verdicts.order(task, rubric, question, reference, answers, self.max_chars)
         messages: Messages = [{"role": "user", "content": order}]
         said, cut = "", False

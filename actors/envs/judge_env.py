@@ -46,13 +46,13 @@ class Case:
     line: int
 
     async def score(self, message: Message) -> float:
-        """What a response earns by itself."""
+        """Reward of a response by itself."""
         return await self.judge.score(self.question, _answer(message), self.rubric, self.reference)
 
     async def compare(
         self, messages_G: Sequence[Sequence[Message]], *, max_pairs: int | None
     ) -> list[float]:
-        """What each member earns: the mean of its comparisons with others."""
+        """Reward of each member: the mean of its comparisons with others."""
         answers_G = [_answer(messages[-1]) for messages in messages_G]
         if len(answers_G) < 2:
             raise ConfigError(

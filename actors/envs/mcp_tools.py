@@ -52,7 +52,7 @@ class McpServerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """Where the tools are: a command to run, or the URL of a server that runs (streamable HTTP).
+    """Address of an MCP server: a command to run, or the URL of one that runs (streamable HTTP).
 
     Attributes:
         environment: names of the variables that the command sees, besides PATH, HOME and what the
@@ -69,7 +69,7 @@ class McpServer:
         return self.url or shlex.join(self.command)
 
     def transport(self, errors: Any) -> Transport:
-        """What a client speaks through. The command's stderr goes to the file `errors`."""
+        """Transport for a client. The command's stderr goes to the file `errors`."""
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
@@ -115,7 +115,7 @@ class McpSession:
             self._holder.cancel()
 
     async def ask(self, question: Callable[[Client], Awaitable[Any]]) -> Any:
-        """What the server answers; raises ToolError, for the model, where it refuses or is gone."""
+        """The server's answer; raises ToolError, for the model, where it refuses or is gone."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -157,7 +157,7 @@ class McpSession:
 
 
 def _causes(error: BaseException) -> str:
-    """In a line; of a group, its members."""
+    """The error in one line; of an exception group, its members."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_causes(member) for member in error.exceptions)
     return f"{type(error).__name__}: {error}"

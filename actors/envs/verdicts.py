@@ -1,4 +1,4 @@
-"""What a judge is told, and how its verdict is read. Pure; `actors.envs.judge` asks.
+"""Prompts for a judge and the parsing of its verdicts. Pure; `actors.envs.judge` sends them.
 
 What is judged is fenced in by a marker made for the request, and what chat templates take for the
 end of a turn is broken up in it: an answer stays an answer. Of what the judge writes the last line
@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"<(?=[|｜]|/?s>|(?:start|end)_of_turn>)|\[(?=/?INST\])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the judge is to do, and the last line that it ends with: one group, the verdict."""
+    """Instructions for the judge, and the pattern of its last line: one group, the verdict."""
 
     words: str
     line: re.Pattern[str]
@@ -92,7 +92,7 @@ def last_line(said: str) -> str:
 
 
 def reminder(said: str) -> Messages:
-    """What follows a reply without a verdict; nothing follows no reply."""
+    """Messages that ask again after a reply without a verdict; none after an empty reply."""
     if not said.strip():
         return []
     told = "Your last line is no verdict of the form asked for. Write that line now, alone."

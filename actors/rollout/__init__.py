@@ -1,1 +1,1 @@
-"""Who uses engines: episodes, scoring by teachers, the worker's loop, evaluation."""
+"""Users of engines: episodes, scoring by teachers, the worker's loop, evaluation."""

@@ -1,4 +1,4 @@
-"""Evaluation: how the policy does at the serving decoder, and how far it is from the teacher.
+"""Evaluation: the policy's accuracy at the serving decoder, and its distance from the teacher.
 
 `eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
 
@@ -41,7 +41,7 @@ _SEED = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What the policy answered to one problem, and how it was judged.
+    """The policy's response to one problem, and its judgement.
 
     Attributes:
         line: the problem's row in its file, or its number.
@@ -77,7 +77,7 @@ class Evaluator:
         self._inside = None if inside is None else InsideFile(inside, len(problems))
 
     async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
-        """`sampling.num_samples` episodes a problem, in order."""
+        """`sampling.num_samples` episodes per problem, in order."""
 
         async def one(p: int) -> list[Response]:
             builder = self._problems.builder(p, sampling.num_samples)
@@ -124,7 +124,7 @@ class Evaluator:
         sampling: TrainSampling,
         num_samples: int = 1,
     ) -> float:
-        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes a problem.
+        """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes per problem.
 
         Scored as in training: by the teacher that the problem names, after the context it gives.
 

@@ -1,4 +1,4 @@
-"""Which problems run an environment's or a reward's code: a file that outlives its writer.
+"""Crash record of the problems whose environment or reward code runs: it outlives its writer.
 
 The evaluator writes it, in a mapping that costs nothing; the driver reads it when the evaluator has
 died, or does not answer, of such code. Both are on one machine.
@@ -37,7 +37,7 @@ class InsideFile:
 
 
 def problems_inside(path: str | Path) -> list[int]:
-    """Those inside, the one that entered first first; none where there is no such file."""
+    """Problems inside, the earliest first; none where there is no such file."""
     if not Path(path).exists():
         return []
     since_P = np.fromfile(path, np.float64)

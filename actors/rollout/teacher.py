@@ -1,4 +1,4 @@
-"""What a sampled group is told by other models: its teacher, and a reference policy.
+"""Scoring of a sampled group by other models: its teacher, and a reference policy.
 
     teacher      log q_T of each token, q_1's for the bias meter, the likeliest tokens if wanted;
                  with the segment's `teacher_context_T` in place of the prompt, where it has one
@@ -90,7 +90,7 @@ async def score_rollout(
 
 
 async def _by_teacher(teacher: Engine, group: TrajectoryGroup, top_k: int) -> list[_Fields]:
-    """What the teacher adds to each of the group's segments, in order."""
+    """The teacher's fields of each of the group's segments, in order."""
     segments = list(group.segments())
     scores = await teacher.score([_for_teacher(segment, top_k) for segment in segments])
     fields: list[_Fields] = []
@@ -121,7 +121,7 @@ def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
 
 
 async def _by_reference(reference: Engine, group: TrajectoryGroup) -> list[_Fields]:
-    """What the reference policy adds to each of the group's segments, in order."""
+    """The reference policy's fields of each of the group's segments, in order."""
     segments = list(group.segments())
     requests = [
         ScoreRequest(

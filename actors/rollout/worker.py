@@ -36,7 +36,7 @@ Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
 class GroupSink(Protocol):
-    """Where leases come from and finished groups go."""
+    """Source of leases and sink of finished groups."""
 
     async def lease(self, max_groups: int) -> Sequence[Lease]:
         """Groups to work on, at least one; empty once the run is closing."""
@@ -45,7 +45,7 @@ class GroupSink(Protocol):
     async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
 
     async def fail(self, lease: Lease, reason: str) -> None:
-        """Gives a group back that could not be made."""
+        """Returns the lease of a group that failed."""
         ...
 
     async def inside(self, problems: Mapping[int, str]) -> None:
@@ -163,7 +163,7 @@ class RolloutWorker:
             self._asking = None
 
     async def _deliver(self, group: UnderWay) -> None:
-        """Makes a group and hands it in; or hands in why it could not be made."""
+        """Rolls out a group and delivers it; or reports its failure."""
         try:
             try:
                 made = await self._produce(group)
@@ -204,7 +204,7 @@ class RolloutWorker:
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:
-        """Reported before it begins, for it may end this process or never let go of it."""
+        """Context of user code, reported before it begins, for it may end or hang this process."""
         group.inside += 1
         try:
             async with self._reporting:  # those that wait here travel with the next report

@@ -1,4 +1,4 @@
-"""What SGLang's answers say, checked: lengths, token ids, finiteness. Pure; raises EngineError."""
+"""Parser of SGLang's answers; checks lengths, token ids, finiteness. Pure; raises EngineError."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_input_logprobs(
 
 
 def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
-    """The temperature that the plugin says it applied; None from a server without it."""
+    """The temperature that the plugin echoes; None from a server without it."""
     echo = answer["meta_info"].get(TEMPERATURE_KEY)
     if isinstance(echo, list):
         echo = next((value for value in echo if value is not None), None)
@@ -95,7 +95,7 @@ def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
 
 
 def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArray | None:
-    """What the plugin found at T = 1 in the same pass; None if it is not all there."""
+    """The plugin's log-probs at T = 1 from the same pass; None if they are incomplete."""
     found = answer["meta_info"].get(UNSCALED_KEY)
     # One entry for the one token that was sampled; null where it was not asked for.
     if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], list)):

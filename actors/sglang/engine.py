@@ -3,7 +3,7 @@
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
                    top_logprobs_num: the likeliest beside them
-    decode_score   POST /generate, one sampled token a position, token_ids_logprob
+    decode_score   POST /generate, one sampled token per position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
 
 Stock SGLang does not divide given tokens' logits by T. The plugin (actors/sglang/plugin/hooks.py)
@@ -61,7 +61,7 @@ _ABORT_AGAIN_S = 0.2
 
 
 class _Prefilled(NamedTuple):
-    """What one pass found: log-probs at its T, unscaled ones and the likeliest if they came."""
+    """Result of one prefill: log-probs at its T; unscaled ones and the likeliest if they came."""
 
     scaled_N: FloatArray
     unscaled_N: FloatArray | None
@@ -183,7 +183,7 @@ class SglangEngine:
         ]
 
     async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
-        """What the server finds for each request at the T beside it."""
+        """Log-probs of each request's tokens at the T beside it, by prefill on the server."""
         answers = answers_of(
             await self._client.post("/generate", scoring_body(passes), repeatable=True), len(passes)
         )

@@ -21,7 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def is_url(model: str) -> bool:
-    """Whether `teacher=` names a running server, not a checkpoint."""
+    """True if `teacher=` names a running server, not a checkpoint."""
     return model.startswith(("http://", "https://"))
 
 
@@ -95,7 +95,7 @@ class ExternalSglangEngine(SglangEngine):
         self._vocab_size = await self._find_vocab_size()
 
     async def _find_vocab_size(self) -> int:
-        """By bisection: SGLang refuses a bias on an id outside of its vocabulary.
+        """Vocabulary size by bisection: SGLang refuses a bias on an id outside of its vocabulary.
 
         It tells nobody the size, and a prompt with an id outside would kill it.
         """
@@ -113,7 +113,7 @@ class ExternalSglangEngine(SglangEngine):
         return outside
 
     async def abort(self) -> int:
-        """Not ours to do: other runs may have requests there."""
+        """Does nothing: other runs may have requests there."""
         raise EngineError(f"{self._model} is served elsewhere: its requests are not ours to abort")
 
 

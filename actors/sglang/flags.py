@@ -109,7 +109,7 @@ def parse_flags(text: str) -> Flags:
 
 
 def tensor_parallel_size(text: str) -> int:
-    """How many GPUs a server with these flags spreads one copy of the model over.
+    """Number of GPUs over which a server with these flags spreads one copy of the model.
 
     Raises:
         ConfigError: the flag's value is not a number above 0.

@@ -51,7 +51,7 @@ def _die_with_the_parent() -> None:
 
 
 def _end() -> NoReturn:
-    """At once, with every process that the server started. A server never ends on its own."""
+    """Exits at once, with every process that the server started. A server never ends on its own."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)

@@ -1,4 +1,4 @@
-"""What SGLang's /generate is asked, as request bodies. Pure; its answers: answers.py."""
+"""Request bodies for SGLang's /generate. Pure; the answers: answers.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def passes_of(request: ScoreRequest) -> list[float]:
 
 
 def top_k_of(request: ScoreRequest, temperature: float) -> int:
-    """How many of the likeliest tokens the request's pass at this temperature is asked for."""
+    """Number of likeliest tokens to request in the pass at this temperature."""
     return request.top_k if temperature == request.temperatures[0] else 0
 
 

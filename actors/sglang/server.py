@@ -42,7 +42,7 @@ CPU_STANDINS = Path(__file__).parent / "cpu_standins"
 
 
 def sglang_installed() -> bool:
-    """Whether SGLang can be imported here; does not import it."""
+    """True if SGLang can be imported here; does not import it."""
     return importlib.util.find_spec("sglang") is not None
 
 
@@ -122,7 +122,7 @@ class SglangServer:
         return process
 
     def _python_path(self) -> str:
-        """Where the server finds this project and, on a machine without them, the stand-ins."""
+        """PYTHONPATH of the server: this project and, without SGLang's kernels, the stand-ins."""
         paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
         if importlib.util.find_spec("sgl_kernel") is None:
             paths.append(str(CPU_STANDINS))
@@ -176,7 +176,7 @@ class SglangServer:
         return "\n".join(text.splitlines()[-lines:])
 
     def obituary(self) -> str:
-        """Why a server that was running no longer is."""
+        """Message on why a server that was running has ended."""
         return f"the SGLang server {self._state()}. {self._last_words()}"
 
     def _state(self) -> str:

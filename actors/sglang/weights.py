@@ -1,4 +1,4 @@
-"""New weights into an SGLang server, with requests in flight and none mixed unawares.
+"""Weight updates of an SGLang server with requests in flight: versions never mix unnoticed.
 
     check -> pause -> begin -> load, flush the prefix cache, new version -> end -> continue
 
@@ -18,7 +18,7 @@ How the weights come is a matter of where the learner is:
                           (actors/sglang/plugin/weight_loader.py)
     PackedTensors         in this process's memory: copied into such a block first
     CheckpointDirectory   files that the server reads by itself
-    GroupBroadcast        a torch.distributed group that the server's ranks join, once; the whole
+    CollectiveBroadcast   a torch.distributed group that the server's ranks join, once; the whole
                           protocol is in cluster/weights/collective.py
 
 Everything that can be known to be wrong is refused before the server is touched. Where a load
@@ -44,7 +44,7 @@ from actors.sglang.client import SglangClient
 from actors.sglang.plugin.weight_loader import LOADER, serialized_order
 from distill.engine import (
     CheckpointDirectory,
-    GroupBroadcast,
+    CollectiveBroadcast,
     Sample,
     WeightSource,
 )
@@ -115,7 +115,7 @@ class WeightSession:
 
     @property
     def loading(self) -> bool:
-        """Whether new weights are on their way into the server."""
+        """True while new weights are on their way into the server."""
         return self._loading.locked()
 
     async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
@@ -161,7 +161,7 @@ class WeightSession:
         """
         async with self._loading:
             await self._check(weights)
-            if isinstance(weights, GroupBroadcast):
+            if isinstance(weights, CollectiveBroadcast):
                 await self._join(weights)
             self._open.clear()
             try:
@@ -175,7 +175,7 @@ class WeightSession:
 
     async def _check(self, weights: WeightSource) -> None:
         """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
-        if isinstance(weights, GroupBroadcast):
+        if isinstance(weights, CollectiveBroadcast):
             await self.ranks([tensor for bucket in weights.buckets for tensor in bucket])
         elif isinstance(weights, CheckpointDirectory):
             try:
@@ -202,8 +202,8 @@ class WeightSession:
         try:
             if isinstance(weights, CheckpointDirectory):
                 await self._from_disk(weights, version)
-            elif isinstance(weights, GroupBroadcast):
-                await self._from_group(weights, version)
+            elif isinstance(weights, CollectiveBroadcast):
+                await self._from_collective(weights, version)
             else:
                 shared = weights if isinstance(weights, SharedTensors) else self._block.share()
                 # A server that could not open it would die; this process does not outlive it.
@@ -239,7 +239,7 @@ class WeightSession:
             finally:
                 await self._order("/end_weight_update", {})
 
-    async def _from_group(self, weights: GroupBroadcast, version: int) -> None:
+    async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
         await self._order("/begin_weight_update", {})
         with self._writing(version) as written:
             try:
@@ -258,7 +258,7 @@ class WeightSession:
 
     @contextmanager
     def _writing(self, version: int) -> Iterator[list[int]]:
-        """If what is inside fails, the server's weights are torn.
+        """Context of a write: if it fails, the server's weights are torn.
 
         Yields a list for the buckets that were written: a broadcast that broke off in the first one
         has written nothing.
@@ -278,7 +278,7 @@ class WeightSession:
                 raise EngineError(f"{error}; {self._torn}") from error
             raise
 
-    async def _join(self, weights: GroupBroadcast) -> None:
+    async def _join(self, weights: CollectiveBroadcast) -> None:
         if self._group == weights.group:
             return
         await self._leave()
@@ -312,8 +312,8 @@ class WeightSession:
         except EngineError as error:
             logger.warning("could not leave weight group %s: %s", group, error)
 
-    def _announce(self, weights: GroupBroadcast, version: int) -> None:
-        """Tells rank 0 that this engine is about to receive."""
+    def _announce(self, weights: CollectiveBroadcast, version: int) -> None:
+        """Announces to rank 0 that this engine is about to receive."""
         try:
             if self._store is None:
                 timeout = timedelta(seconds=weights.join_deadline_s)

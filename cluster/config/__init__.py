@@ -1,1 +1,1 @@
-"""Settings as they stand on the command line, and all that can be wrong with them."""
+"""Settings of commands and recipes, and their validation."""

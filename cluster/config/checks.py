@@ -1,4 +1,4 @@
-"""Everything that can be wrong with the input, found before an actor starts."""
+"""Validation of settings and input files, before an actor starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from distill.models.loading import (
 )
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.export import check_export
 from learner.lora import check_lora
 
@@ -217,10 +217,10 @@ class _Scorer:
 
 
 def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
-    """Looks at a checkpoint, or asks a running server; either must share the tokenizer."""
+    """Checks a checkpoint, or a running server; either must share the tokenizer."""
     if is_url(model):
         info = asyncio.run(_ask(model))
-        if info.tokenizer is not None and info.tokenizer.texts != probe(tokenizer).texts:
+        if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are"
@@ -282,7 +282,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
 
 
 def _limits(config: SupervisedConfig) -> dict[str, Any]:
-    """What the model takes, as the loaders of supervised data want it."""
+    """Limits of the model, as arguments for the loaders of supervised data."""
     model = _check_model(config.model)
     check_export(config.model)
     _check_adapter(config, config.model)
@@ -332,7 +332,7 @@ def _check_adapter(config: CommonConfig, base: str) -> None:
 
 
 def _check_model(path: str) -> Any:
-    """The model's config, after a look at the header of every weights file of a local directory."""
+    """The model's config; in a local directory, each weights file's header is checked first."""
     config = load_config(path)
     directory = Path(path)
     if directory.is_dir():

@@ -101,7 +101,7 @@ class CommonConfig:
     )
     hang_after_s: float = chz.field(
         default=60.0,
-        doc="an actor that gives no sign of life for so long is ended, and made again, seconds",
+        doc="an actor that gives no sign of life for so long is ended, and restarted, seconds",
     )
     max_restarts: int = chz.field(
         default=10,
@@ -239,7 +239,7 @@ class CommonConfig:
         resume_from: Checkpoint | None = None,
         updates_per_step: int = 1,
     ) -> LearnerConfig:
-        """Of a run from the model `start`, or from its last checkpoint. The base stays the base."""
+        """Learner settings from `start`, or from the last checkpoint. The base stays the base."""
         lora = self.lora()
         if resume_from is not None and lora is None:
             start = resume_from.model_dir
@@ -263,5 +263,5 @@ class CommonConfig:
         )
 
     def with_dropout(self) -> bool:
-        """Whether the model trains with the dropout of its config; policies never do."""
+        """True if the model trains with the dropout of its config; policies never do."""
         return False

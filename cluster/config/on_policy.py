@@ -178,8 +178,8 @@ class RolloutConfig(CommonConfig, ABC):
     eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
     eval_samples: int = chz.field(
         default=1,
-        doc="responses a prompt in evaluation; several give pass@k and a majority's vote, and need "
-        "eval_temperature above 0",
+        doc="responses per prompt in evaluation; several give pass@k and a majority's vote, and "
+        "need eval_temperature above 0",
     )
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluation; default: max_new_tokens"
@@ -249,7 +249,7 @@ class RolloutConfig(CommonConfig, ABC):
         self.eval_sampling()
 
     def _check_env(self) -> None:
-        """Raises ConfigError for a setting that the environment does not look at."""
+        """Raises ConfigError for a setting that the environment does not read."""
         name = type(self.env).__name__
         self.reward_function()
         self.env.check_group(self.group_size)
@@ -275,7 +275,7 @@ class RolloutConfig(CommonConfig, ABC):
 
     @property
     def judge(self) -> str:
-        """Who rewards, for people to read."""
+        """Name of the reward or environment that judges, for people to read."""
         return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__
 
     def problems_title(self, prompts: str | None) -> str:
@@ -315,11 +315,11 @@ class RolloutConfig(CommonConfig, ABC):
     @property
     @abstractmethod
     def recipe(self) -> str:
-        """Its name on the command line."""
+        """The recipe's name on the command line."""
 
     @abstractmethod
     def objective(self) -> ObjectiveConfig:
-        """What is optimised, all of it."""
+        """The whole objective."""
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; the name of one that is alone is empty."""
@@ -327,7 +327,7 @@ class RolloutConfig(CommonConfig, ABC):
 
     @property
     def scored_by_reference(self) -> bool:
-        """Whether reference engines score the rollouts; the learner may hold one of its own."""
+        """True if reference engines score the rollouts; the learner may hold one of its own."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
 
     def reference_engine(self, device: str, log_path: str) -> EngineConfig:

@@ -163,7 +163,7 @@ def _says(text: str) -> dict[str, Any]:
 
 
 def game_book(games: int, *, blunders: float, seed: int = 0) -> list[Row]:
-    """Two conversations a game, one a seat, of players that take any free square.
+    """Two conversations per game, one per seat, of players that take any free square.
 
     With probability `blunders` a move is any of the nine squares; a taken one ends the game.
     """

@@ -1,4 +1,4 @@
-"""Accuracy curves of runs, and what they say: steps to a target, the best settings, a verdict."""
+"""Accuracy curves of runs: steps to a target, the best settings, a verdict."""
 
 from __future__ import annotations
 

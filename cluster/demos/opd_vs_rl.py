@@ -66,7 +66,7 @@ class OpdVsRlConfig:
     temperature: float = chz.field(default=0.7, doc="rollout temperature T")
     seeds: int = chz.field(default=3, doc="runs of each contender's best settings")
     steps: int | None = chz.field(
-        default=None, doc="at most so many optimizer steps a run, for a quick look"
+        default=None, doc="at most so many optimizer steps per run, for a quick look"
     )
     seed: int = chz.field(default=0, doc="seed of problems, models and the first run")
 
@@ -166,7 +166,7 @@ def _directory(out: Path) -> Path:
 
 @contextmanager
 def _log(path: Path) -> Iterator[Console]:
-    """Where a single run's lines go: they are many, and this command's own are few."""
+    """Console that writes to the log of a single run, whose lines are many."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         yield Console(file=file, width=200, soft_wrap=True)
@@ -239,7 +239,7 @@ class Race:
     def _curve(
         self, start: Start, contender: Contender, settings: Mapping[str, Any], steps: int, seed: int
     ) -> Curve:
-        """Runs it, unless it was run before, and says how it went."""
+        """Runs it, unless it was run before, and prints the outcome."""
         steps = min(steps, self._config.steps or steps)
         config = self.run_config(start, contender, settings, steps, seed)
         began = time.perf_counter()
@@ -290,7 +290,7 @@ class Race:
         return curve, summary.get("eval teacher", {}).get("eval/accuracy")
 
     def verdicts(self) -> list[str]:
-        """How much GRPO has to learn from, and the ratios; a line each."""
+        """GRPO's share of informative groups, and the ratios of steps; one line each."""
         lines = []
         for start in STARTS:
             rows = {c.name: self._row(start, c) for c in CONTENDERS}

@@ -101,7 +101,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a metric of the evaluation must be at the end, at least or at most."""
+    """Bound on a metric of the final evaluation, at least or at most."""
 
     metric: str
     title: str

@@ -1,1 +1,1 @@
-"""Asking the parties: does everyone score the same tokens alike, at T and beside it?"""
+"""The handshake: every party scores the same tokens, at T and beside it, and must agree."""

@@ -1,4 +1,4 @@
-"""What one engine answers about the handshake's probes, and whether its answers hold together."""
+"""One engine's answers to the handshake's probes, and their internal consistency."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from distill.types import FloatArray, TokenArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """What is asked of every engine alike: ids, lengths and temperatures that suit them all.
+    """Probes for every engine alike: ids, lengths and temperatures that suit them all.
 
     Attributes:
-        pairs: tokens (a, b) for the temperature law, one pair a prompt.
+        pairs: tokens (a, b) for the temperature law, one pair per prompt.
     """
 
     prompts: list[TokenArray]
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Probe:
+class HandshakeProbe:
     """A prompt and what a policy engine sampled after it at `temperature`."""
 
     temperature: float
@@ -68,15 +68,15 @@ class Probe:
     decode_T: FloatArray  # as reported, of the sampled tokens only
 
 
-async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
+async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
     """A sample of the policy engine after every prompt, at both temperatures."""
 
-    async def one(i: int, prompt_T: TokenArray, temperature: float) -> Probe:
+    async def one(i: int, prompt_T: TokenArray, temperature: float) -> HandshakeProbe:
         sampling = TrainSampling(temperature=temperature, max_new_tokens=plan.new_tokens)
         [sample] = await engine.generate(
             GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=i)
         )
-        return Probe(
+        return HandshakeProbe(
             temperature=temperature,
             tokens_T=np.concatenate([prompt_T, sample.tokens_T]),
             start=len(prompt_T),
@@ -89,8 +89,8 @@ async def sample_probes(engine: Engine, plan: Plan) -> list[Probe]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answers:
-    """What one engine answered about the probes; lists hold an array a probe.
+class EngineAnswers:
+    """One engine's answers to the probes; lists hold one array per probe.
 
     Attributes:
         prefill: of the sampled tokens, at each probe's T; `at_other` at the plan's other one,
@@ -101,7 +101,7 @@ class Answers:
 
     name: str
     dtype: str
-    probes: Sequence[Probe]
+    probes: Sequence[HandshakeProbe]
     prefill: list[FloatArray]
     at_other: list[FloatArray]
     unscaled: list[FloatArray]
@@ -116,7 +116,7 @@ class Answers:
     def at(
         self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
     ) -> FloatArray:
-        """Those of the probes at this temperature, end to end; of each the `last`, or all."""
+        """Values of the probes at this temperature, concatenated; of each the `last`, or all."""
         by_probe = zip(self.probes, arrays, strict=True)
         first = 0 if last is None else -last
         return concatenated(
@@ -172,7 +172,7 @@ class Answers:
     def mistakes(
         self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
     ) -> list[Suspicion]:
-        """How T may have been mistaken, in prefill or in what `decode` says of the same tokens."""
+        """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
         if not is_telling(temperature):
             return []
         prefill = f"{self.name} prefill"
@@ -190,8 +190,8 @@ class Answers:
 
 
 async def examine(
-    name: str, engine: Engine, plan: Plan, probes: Sequence[Probe], dtype: str
-) -> Answers:
+    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
+) -> EngineAnswers:
     """Asks an engine for everything that its comparisons need."""
     given = [
         ScoreRequest(
@@ -217,7 +217,7 @@ async def examine(
     prefill, at_other, unscaled, twice = (
         [score.logprobs_by_temperature[k] for score in given_scores] for k in range(4)
     )
-    return Answers(
+    return EngineAnswers(
         name=name,
         dtype=dtype,
         probes=probes,

@@ -22,7 +22,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
-from cluster.handshake.engine_answers import Answers, Plan, Probe, examine, sample_probes
+from cluster.handshake.engine_answers import (
+    EngineAnswers,
+    HandshakeProbe,
+    Plan,
+    examine,
+    sample_probes,
+)
 from distill.engine import Engine, EngineInfo
 from distill.handshake.comparison import (
     CalibrationReport,
@@ -104,7 +110,7 @@ async def _examine_policy(
     info: EngineInfo,
     learner: LearnerLogprobs,
     learner_dtype: str,
-) -> tuple[list[Probe], list[Comparison]]:
+) -> tuple[list[HandshakeProbe], list[Comparison]]:
     """The probes that the engine sampled, and all comparisons of it."""
     probes = await sample_probes(engine, plan)
     answers, learnt = await asyncio.gather(
@@ -115,7 +121,7 @@ async def _examine_policy(
 
 
 def _against_learner(
-    answers: Answers, learnt: Sequence[FloatArray], learner_dtype: str
+    answers: EngineAnswers, learnt: Sequence[FloatArray], learner_dtype: str
 ) -> list[Comparison]:
     """The learner's forward is the arbiter: what it trains on is held against it."""
     decode = [probe.decode_T for probe in answers.probes]
@@ -142,8 +148,8 @@ def _against_learner(
     return comparisons
 
 
-def _against_copy(answers: Answers, copied: Sequence[FloatArray]) -> list[Comparison]:
-    """A teacher's engine and the learner's copy of it say the same of the probes."""
+def _against_copy(answers: EngineAnswers, copied: Sequence[FloatArray]) -> list[Comparison]:
+    """Comparison of a teacher's engine with the learner's copy of it, on the probes."""
     return [
         compare(
             f"the learner's copy of {answers.name}",

@@ -1,1 +1,1 @@
-"""Where `ray.remote` meets the plain classes: what each actor hosts, and its handles."""
+"""Actors around the plain classes: `ray.remote` is applied here; what each hosts, its handles."""

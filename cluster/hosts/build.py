@@ -1,4 +1,4 @@
-"""From checked settings to Ray actors: where `ray.remote` meets the plain classes."""
+"""Builder of actors from checked settings: `ray.remote` is applied to the plain classes here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
-    Role,
+    ActorSpec,
     aside_whereabouts_call,
     health_call,
     ready_call,
@@ -62,12 +62,12 @@ from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
-from learner.group import Membership, open_store
+from learner.process_group import Membership, open_store
 from learner.worker import LossFunction
 
 # A thread of its own for heartbeats, which a long call would keep waiting.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
-# Ray makes it again, and repeats what was asked of it.
+# Ray restarts it, and repeats its unfinished calls.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
 # Problems that a message names.
 _SHOWN = 8
@@ -90,7 +90,7 @@ class LearnerActors:
 
 
 class RolloutCast:
-    """Makes the actors of an opd or rl run, each as often as it is needed."""
+    """Factory of the actors of an opd or rl run, used again at each restart."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RolloutCast:
         return {} if self._config.local else here()
 
     def queue(self, trained: TrainedGroups) -> GroupQueue:
-        """On the driver's node, where `out/` is; Ray makes it again, and its journal fills it."""
+        """The queue, on the driver's node beside `out/`; Ray restarts it from its journal."""
         config = self._config
         options = {"name": self._directory.actor_name(QUEUE), **_LASTING}
         settings = LedgerSettings(
@@ -126,11 +126,11 @@ class RolloutCast:
         return GroupQueue(actor, timeout_s=config.deadline_s)
 
     @property
-    def queue_role(self) -> Role:
+    def queue_spec(self) -> ActorSpec:
         by_ray = not self._config.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
-    def evaluator_role(self) -> Role:
+    def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"
         title = config.problems_title(config.eval_prompts or config.prompts)
@@ -148,8 +148,8 @@ class RolloutCast:
 
         return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
 
-    def worker_role(self, queue: GroupQueue, max_groups: Callable[[], int]) -> Role:
-        """Rollout workers. Their engines are told to them by `update`, before they `run`."""
+    def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
+        """Rollout workers. They get their engines by `update`, before they `run`."""
         config, inputs = self._config, self._inputs
         dataset = EnvStream(
             inputs.train,
@@ -180,35 +180,35 @@ class RolloutCast:
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
 
-    def policy_role(self, model: str) -> Role:
-        """`model` is what the first ones start from; those made again start as the student."""
+    def policy_spec(self, model: str) -> ActorSpec:
+        """`model` is what the first ones start from; those restarted start as the student."""
         config = self._config
 
         def engine(log_path: str, attempt: int) -> EngineConfig:
             start = config.student if attempt else model
             return config.policy_engine(start, self._device, log_path)
 
-        return self._engine_role(POLICY, engine)
+        return self._engine_spec(POLICY, engine)
 
-    def scorer_roles(self) -> list[Role]:
+    def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
-        config, roles = self._config, []
+        config, specs = self._config, []
         if isinstance(config, OpdConfig):
             for name, role in teacher_roles(config).items():
 
                 def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
                     return config.teacher_engine(name, self._device, log_path)
 
-                roles.append(self._engine_role(role, teacher))
+                specs.append(self._engine_spec(role, teacher))
         if config.reference is not None:
-            roles.append(
-                self._engine_role(
+            specs.append(
+                self._engine_spec(
                     REFERENCE, lambda log_path, _: config.reference_engine(self._device, log_path)
                 )
             )
-        return roles
+        return specs
 
-    def _engine_role(self, role: str, engine: Callable[[str, int], EngineConfig]) -> Role:
+    def _engine_spec(self, role: str, engine: Callable[[str, int], EngineConfig]) -> ActorSpec:
         def create(index: int, attempt: int) -> Any:
             log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
             made = engine(log_path, attempt)
@@ -232,8 +232,8 @@ class RolloutCast:
         create: Callable[[int, int], Any] | None,
         heartbeat: Callable[[Any], Any] = ready_call,
         **changes: Any,
-    ) -> Role:
-        return Role(
+    ) -> ActorSpec:
+        return ActorSpec(
             name=name,
             title=title,
             create=create,
@@ -366,9 +366,9 @@ def make_learners(
     return actors
 
 
-def learner_role(config: CommonConfig) -> Role:
-    """Of the supervisor's: the loss of one learner worker is the loss of all."""
-    return Role(
+def learner_spec(config: CommonConfig) -> ActorSpec:
+    """Spec of the learner's workers: the loss of one is the loss of all."""
+    return ActorSpec(
         name=LEARNER,
         title=learner_title,
         create=None,
@@ -380,7 +380,7 @@ def learner_role(config: CommonConfig) -> Role:
 
 
 def maker(config: CommonConfig) -> Callable[..., Any]:
-    """Makes an actor: of a plain class, Ray's options, and the arguments of the class."""
+    """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
     return _in_this_process if config.local else _on_ray
 
 

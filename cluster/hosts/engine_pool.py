@@ -81,7 +81,7 @@ class EnginePool:
         self.update(members)
 
     def update(self, members: Mapping[str, Any]) -> None:
-        """These engines and no others, from now on; requests under way stay where they are."""
+        """Replaces the engines of the pool; requests under way stay where they are."""
         old = self._members
         self._members = {
             name: old[name] if name in old and old[name].handle == handle else _Member(handle)
@@ -183,7 +183,7 @@ class EnginePool:
 
 
 async def _less_busy(members: Sequence[_Member]) -> _Member:
-    """By the engines' own queues; unless both tell them in time, by what went there from here."""
+    """The less loaded engine, by the engines' own queues; by our count if one does not answer."""
     if len(members) == 1:
         return members[0]
     told = await asyncio.gather(*map(_queue_length, members))
@@ -193,7 +193,7 @@ async def _less_busy(members: Sequence[_Member]) -> _Member:
 
 
 async def _queue_length(member: _Member) -> int | None:
-    """None if it does not say in time, or has died: the request itself will find that out."""
+    """Length of its queue; None if it is late or dead, which the request itself will find out."""
     try:
         async with asyncio.timeout(_TELL_S):
             return await member.handle.queue_length.remote()
@@ -202,5 +202,5 @@ async def _queue_length(member: _Member) -> int | None:
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether the engine is gone, as opposed to having answered badly."""
+    """True if the engine is gone, as opposed to having answered badly."""
     return isinstance(error, EngineLost) or not isinstance(error, RayTaskError | EngineError)

@@ -1,4 +1,4 @@
-"""What the learner's actor hosts: a training loop, built where it will run."""
+"""The learner's actor: hosts a training loop, built where it will run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
-from learner.group import Membership, WorkerGroup
 from learner.learner import Learner
 from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import Tracing
@@ -38,7 +38,7 @@ SFT_BATCH_SIZE, SFT_COEF = 8, 0.1
 
 
 class TrainingLoop(Protocol):
-    """What the learner's actor hosts."""
+    """Protocol of the training loop that the learner's actor hosts."""
 
     learner: Learner
 
@@ -91,7 +91,7 @@ class LearnerActor:
         publisher.admit(engines, *self._loop.weights())
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """These policy engines leave."""
+        """Drops policy engines: they get no more weights."""
         self._publisher().dismiss(names)
 
     def settle(self) -> float | None:

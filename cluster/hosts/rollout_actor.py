@@ -1,4 +1,4 @@
-"""What a rollout worker's actor hosts: the worker, its pools of engines, and the driver's end.
+"""The rollout actor: hosts the worker, its pools of engines, and the driver's end.
 
 Such actors are many, and start while a run waits for them: nothing here imports torch.
 """
@@ -28,7 +28,7 @@ class GroupUnderWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """What a worker is doing. `requests` are those under way, by engine."""
+    """A worker's work in progress. `requests` are those under way, by engine."""
 
     groups: tuple[GroupUnderWay, ...]
     requests: Mapping[str, int]
@@ -87,7 +87,7 @@ def build_worker(
     models: Mapping[str, str],
     **settings: Any,
 ) -> RolloutWorker:
-    """In the worker's actor. `policy`, `reference` and the values of the others name pools."""
+    """Builds the worker in its actor. `policy`, `reference` and the others' values name pools."""
     return RolloutWorker(
         policy=pools[policy],
         teachers={name: pools[role] for name, role in teachers.items()},

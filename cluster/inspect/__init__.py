@@ -1,1 +1,1 @@
-"""Finished runs, read: audit, report, pictures, rollouts as data."""
+"""Commands on finished runs: audit, report, pictures, rollouts as data."""

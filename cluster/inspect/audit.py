@@ -28,7 +28,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a journal proves of the weights that the run ended with.
+    """Result of an audit: what a journal proves of the weights that the run ended with.
 
     Attributes:
         problems: every way in which it does not add up; none: exactly once is proved.
@@ -61,7 +61,7 @@ class Audit:
     first: int = 0
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The audit's lines, for people to read."""
         causes = ", ".join(f"{count} {cause}" for cause, count in self.re_leases.items())
         ended = "ended as it should" if self.ended else "did not end, or was killed"
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
@@ -131,7 +131,7 @@ class _Auditor:
 
     @property
     def set_aside(self) -> dict[int, str]:
-        """Those below the watermark."""
+        """Reasons of the groups set aside below the watermark."""
         made = {i: reason for i, reason in self.inherited.items() if i < self.first}
         for step in self.steps:
             made |= step.skipped
@@ -174,7 +174,7 @@ class _Auditor:
         self._go_back("the learner", event)
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
-        """To weights of an earlier step: later ones are undone."""
+        """Goes back to weights of an earlier step: later ones are undone."""
         target, epoch, set_aside = event["watermark"], event["epoch"], _by_id(event["set_aside"])
         if epoch != self.epoch + 1:
             self._complain(f"epoch {epoch} follows epoch {self.epoch}")
@@ -377,7 +377,7 @@ class AuditConfig:
     out: str = chz.field(doc="the run's directory, which holds ledger.jsonl")
     steps: int | None = chz.field(default=None, doc="the run should have trained so many steps")
     groups_per_step: int | None = chz.field(
-        default=None, doc="groups a step, if not those that the ledger was started with"
+        default=None, doc="groups per step, if not those that the ledger was started with"
     )
 
     @chz.validate

@@ -49,7 +49,7 @@ class RolloutsToSftConfig:
     @chz.validate
     def _data_is_jsonl(self) -> None:
         if Path(self.data).suffix != ".jsonl":
-            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object a line")
+            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object per line")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def _tokenizer(run: Run) -> PreTrainedTokenizerBase:
 
 
 def _rows(taken: Sequence[_Taken], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
-    """A row a segment. What was sampled twice in the same way is one row, the first."""
+    """One row per segment. What was sampled twice in the same way is one row, the first."""
     vocab_hash = fingerprint(tokenizer).vocab_hash
     written: set[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = set()
     for each in taken:
@@ -141,7 +141,7 @@ def _trained(segment: KeptSegment) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Whole or not at all."""
+    """Writes the file atomically: whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:

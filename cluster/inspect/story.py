@@ -4,7 +4,7 @@
     members           of each pool (filled: those that are starting), and nodes alive
     share of time     that the learner waited for groups, and that workers had no credit
     groups            where they were: at the policy, in their environments, at teachers, finished
-    tokens/s          trained tokens a second
+    tokens/s          trained tokens per second
 
 A kind of event that the run did not write is left out. Without events the picture is of the
 metrics alone, their steps one after the other.
@@ -73,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at one moment, seconds since the story began."""
+    """Event at one moment, in seconds since the story began."""
 
     time: float
     label: str
@@ -81,7 +81,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """What is drawn. Series and kinds of marks that the run lacks are absent.
+    """Data of the picture. Series and kinds of marks that the run lacks are absent.
 
     ready, starting: members, by pool.
     windows: by the name of their field: see `_WINDOW`.

@@ -1,4 +1,4 @@
-"""What else in `out/` tells of a run's steps: config.json, metrics.jsonl and the checkpoints.
+"""Evidence of a run's steps beside the journal: config.json, metrics.jsonl and the checkpoints.
 
 Each is written by another process than the ledger's, so a ledger that is another run's, lacks its
 end, or was edited is contradicted by them. What is missing contradicts nothing.
@@ -20,7 +20,7 @@ from learner.checkpoint import CheckpointStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnesses:
-    """What they say.
+    """Evidence of a run's steps from its other files.
 
     Attributes:
         run_id: config.json's; "" where there is none.
@@ -34,7 +34,7 @@ class Witnesses:
 
     @classmethod
     def beside(cls, journal: Path) -> Witnesses:
-        """Of the directory that the journal is in.
+        """Reads the files beside the journal.
 
         Raises:
             DataError, CheckpointError: one of them is unreadable.
@@ -51,7 +51,7 @@ class Witnesses:
     def contradict(
         self, run_id: str, ends: Mapping[int, int], set_aside: Mapping[int, str]
     ) -> Iterator[str]:
-        """Complaints of a ledger that says otherwise.
+        """Contradictions between these files and a ledger.
 
         Args:
             run_id: the ledger's; "" if it does not say.

@@ -1,1 +1,1 @@
-"""Room on the cluster: joining it, roles, resources, storage that its nodes share."""
+"""Placement on the cluster: connecting, roles, resources, storage that its nodes share."""

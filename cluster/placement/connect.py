@@ -1,4 +1,4 @@
-"""Ray, connected to or started here; what cannot work is said before anything waits for it."""
+"""Connection to a Ray cluster, or a local start; refuses what cannot work before anything waits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
 
 
 def autoscales() -> bool:
-    """Whether the connected cluster has an autoscaler, so that nodes may come that it lacks now.
+    """True if the connected cluster has an autoscaler, so that nodes may come that it lacks now.
 
     Every cluster's monitor reports its nodes' types: under an autoscaler they are those of its
     configuration, without one each node is a type of its own, called `node_<id>`. Waits a while for
@@ -84,7 +84,7 @@ def autoscales() -> bool:
 
 
 def _node_types() -> list[str] | None:
-    """By the autoscaler's report, which its two generations keep in different places."""
+    """Node types in the autoscaler's report, which its two generations keep in different places."""
     if is_autoscaler_v2(fetch_from_server=True):
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         nodes = [*status.active_nodes, *status.idle_nodes]

@@ -1,6 +1,6 @@
-"""Where a run's actors go: a bundle of resources for each, reserved before any of them is created.
+"""Placement groups of a run: a bundle of resources per actor, reserved before any is created.
 
-    placement = Placement(roles, strategy="pack", name=...)
+    placement = Placement(demands, strategy="pack", name=...)
     placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
     actor_class.options(**placement.options("policy", 0))  into its bundle
     index = placement.add("policy")                        one more, perhaps on a node to come
@@ -44,7 +44,7 @@ _CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class ResourceDemand:
     """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them."""
 
     name: str
@@ -60,8 +60,8 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seat:
-    """A bundle of a group."""
+class _Bundle:
+    """A bundle of a placement group, by its index."""
 
     group: PlacementGroup
     bundle: int
@@ -77,21 +77,21 @@ class Placement:
 
     def __init__(
         self,
-        roles: Sequence[Role],
+        demands: Sequence[ResourceDemand],
         *,
         strategy: Strategy,
         colocate: Sequence[str] = (),
         name: str,
     ) -> None:
-        self._roles = {role.name: role for role in roles}
-        unknown = [role for role in colocate if role not in self._roles]
-        assert len(self._roles) == len(roles) and not unknown, (list(self._roles), unknown)
+        self._demands = {demand.name: demand for demand in demands}
+        unknown = [role for role in colocate if role not in self._demands]
+        assert len(self._demands) == len(demands) and not unknown, (list(self._demands), unknown)
         self._strategy = strategy.upper()
-        self._colocate = [role.name for role in roles if role.name in colocate and role.needed]
+        self._colocate = [d.name for d in demands if d.name in colocate and d.needed]
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
-        self._seats: dict[tuple[str, int], _Seat] = {}
-        self._next_index = {role.name: role.count for role in roles}
+        self._bundles: dict[tuple[str, int], _Bundle] = {}
+        self._next_index = {demand.name: demand.count for demand in demands}
 
     def reserve(
         self, *, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -108,25 +108,25 @@ class Placement:
             self._require_possible()
             for name, bundles in self._planned().items():
                 self._groups[name] = self._create(name, bundles)
-            self._take_seats()
+            self._assign_bundles()
             self._wait(deadline_s, say, poll)
         except BaseException:
             self.release()
             raise
 
     def options(self, role: str, index: int) -> dict[str, Any]:
-        """For `actor_class.options`: what the member takes, and its bundle."""
-        resources = dict(self._roles[role].resources)
+        """Arguments for `actor_class.options`: the member's resources and its bundle."""
+        resources = dict(self._demands[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
         }
         if resources:
             options["resources"] = resources
-        if self._roles[role].needed:
-            seat = self._seats[role, index]
+        if self._demands[role].needed:
+            placed = self._bundles[role, index]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=seat.group, placement_group_bundle_index=seat.bundle
+                placement_group=placed.group, placement_group_bundle_index=placed.bundle
             )
         return options
 
@@ -134,26 +134,26 @@ class Placement:
         """One more member, in a group of its own, which is not waited for; returns its index."""
         index = self._next_index[role]
         self._next_index[role] += 1
-        if needed := self._roles[role].needed:
+        if needed := self._demands[role].needed:
             name = f"{role}-{index}"
             self._groups[name] = self._create(name, [needed])
-            self._seats[role, index] = _Seat(self._groups[name], 0)
+            self._bundles[role, index] = _Bundle(self._groups[name], 0)
         return index
 
     def ready(self, role: str, index: int) -> bool:
-        """Whether the member's bundle has a node; a lost node's has none until it is moved."""
-        if not self._roles[role].needed:
+        """True if the member's bundle has a node; a lost node's has none until it is moved."""
+        if not self._demands[role].needed:
             return True
-        seat = self._seats.get((role, index))
-        return seat is not None and _is_placed(seat.group, seat.bundle)
+        placed = self._bundles.get((role, index))
+        return placed is not None and _is_placed(placed.group, placed.bundle)
 
     def nodes(self, *roles: str) -> list[str]:
         """Ids of the nodes that hold bundles of these roles."""
         found: set[str] = set()
-        for (role, _), seat in self._seats.items():
+        for (role, _), placed in self._bundles.items():
             if role in roles:
-                nodes = placement_group_table(seat.group)["bundles_to_node_id"]
-                found |= {nodes[seat.bundle]} - {""}
+                nodes = placement_group_table(placed.group)["bundles_to_node_id"]
+                found |= {nodes[placed.bundle]} - {""}
         return sorted(found)
 
     def remove(self, role: str, index: int) -> None:
@@ -163,13 +163,13 @@ class Placement:
         reserved until `release`, and `options` puts a later member of the same index there again.
         """
         if (group := self._groups.pop(f"{role}-{index}", None)) is not None:
-            del self._seats[role, index]
+            del self._bundles[role, index]
             remove_placement_group(group)
 
     def release(self) -> None:
         """Frees everything, and kills what still runs there."""
         groups, self._groups = self._groups, {}
-        self._seats.clear()
+        self._bundles.clear()
         for group in groups.values():
             remove_placement_group(group)
 
@@ -179,26 +179,26 @@ class Placement:
     def _planned(self) -> dict[str, list[dict[str, float]]]:
         """Bundles of the initial members, by group."""
         planned: dict[str, list[dict[str, float]]] = {}
-        for role in self._roles.values():
-            if role.count and role.needed and role.name not in self._colocate:
-                planned[role.name] = [role.needed] * role.count
-        together = [self._roles[name] for name in self._colocate]
-        most = max((role.count for role in together), default=0)
+        for demand in self._demands.values():
+            if demand.count and demand.needed and demand.name not in self._colocate:
+                planned[demand.name] = [demand.needed] * demand.count
+        together = [self._demands[name] for name in self._colocate]
+        most = max((demand.count for demand in together), default=0)
         if most:
             planned["+".join(self._colocate)] = [
-                _sum(role.needed for role in together if i < role.count) for i in range(most)
+                _sum(demand.needed for demand in together if i < demand.count) for i in range(most)
             ]
         return planned
 
-    def _take_seats(self) -> None:
+    def _assign_bundles(self) -> None:
         shared = self._groups.get("+".join(self._colocate)) if self._colocate else None
-        for role in self._roles.values():
-            if not role.needed:
+        for demand in self._demands.values():
+            if not demand.needed:
                 continue
-            group = shared if role.name in self._colocate else self._groups.get(role.name)
-            for index in range(role.count):
+            group = shared if demand.name in self._colocate else self._groups.get(demand.name)
+            for index in range(demand.count):
                 assert group is not None
-                self._seats[role.name, index] = _Seat(group, index)
+                self._bundles[demand.name, index] = _Bundle(group, index)
 
     def _wait(
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
@@ -225,7 +225,7 @@ class Placement:
         names: list[str] = []
         for group in groups:
             names += self._colocate if group == shared else [group]
-        return ", ".join(str(self._roles[name]) for name in names)
+        return ", ".join(str(self._demands[name]) for name in names)
 
     def _require_possible(self) -> None:
         """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""
@@ -268,7 +268,7 @@ def _lacking(planned: Mapping[str, Sequence[Resources]], nodes: Sequence[Resourc
 
 
 def _common(bundles: Sequence[Resources]) -> dict[str, float]:
-    """What every one of the bundles takes at least."""
+    """Resources that every one of the bundles takes at least."""
     return {
         name: min(bundle.get(name, 0) for bundle in bundles)
         for name in bundles[0]
@@ -277,7 +277,7 @@ def _common(bundles: Sequence[Resources]) -> dict[str, float]:
 
 
 def _times(node: Resources, bundle: Resources) -> float:
-    """How many such bundles the node holds."""
+    """Number of such bundles that fit on the node."""
     if not bundle:
         return float("inf")
     return min((node.get(name, 0) + _CLOSE) // amount for name, amount in bundle.items())
@@ -296,7 +296,7 @@ def _sum(parts: Iterable[Resources]) -> dict[str, float]:
 
 
 def _is_placed(group: PlacementGroup, bundle: int | None = None) -> bool:
-    """Whether the bundle has a node, or all of the group's have."""
+    """True if the bundle has a node, or all of the group's have."""
     table = placement_group_table(group)
     if bundle is None or table.get("state") != "RESCHEDULING":
         return table.get("state") == "CREATED"

@@ -1,4 +1,4 @@
-"""What a run will take, by role: the plan that `dry_run=True` prints. It starts nothing."""
+"""Resource plan of a run, by role: `dry_run=True` prints it. It starts nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def learner_memory(estimate: MemoryEstimate | None, workers: int) -> int | None:
 
 
 def push_line(estimate: MemoryEstimate | None, dtype: str, engines: int) -> str:
-    """What a push moves: every parameter, in the engines' precision, to each engine."""
+    """Size of a weight push: every parameter, in the engines' precision, to each engine."""
     if estimate is None:
         return f"every parameter in {dtype} to {_engines(engines)} after each step; size unknown"
     size = estimate.parameters * _BYTES[dtype]

@@ -1,4 +1,4 @@
-"""Who is in a run: the roles, how many of each, what one takes, and what they are called."""
+"""Roles of a run: their names, the number of actors of each, and the resources of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.sglang.flags import tensor_parallel_size
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
-from cluster.placement.placement_groups import Role
+from cluster.placement.placement_groups import ResourceDemand
 from cluster.placement.resource_plan import (
     Layout,
     RolePlan,
@@ -47,24 +47,28 @@ def worker_title(index: int) -> str:
     return f"rollout worker {index}"
 
 
-def placed_roles(config: CommonConfig, device: str) -> list[Role]:
-    """What every role of the run takes, at its smallest size."""
+def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
+    """Resource demands of every role of the run, at its smallest size."""
     compute = _compute(config, device)
-    roles = [Role(name=LEARNER, count=config.learner_workers, resources=compute)]
+    roles = [ResourceDemand(name=LEARNER, count=config.learner_workers, resources=compute)]
     if not isinstance(config, RolloutConfig):
         return roles
     bounds = pool_bounds(config)
     for role, engine in _engines(config, device).items():
         count = bounds[role][0] if role in bounds else 1
-        roles.append(Role(name=role, count=count, resources=_engine_resources(config, engine)))
+        roles.append(
+            ResourceDemand(name=role, count=count, resources=_engine_resources(config, engine))
+        )
     if config.rollout_cpus:
         resources = {"CPU": config.rollout_cpus}
-        roles.append(Role(name=ROLLOUT, count=config.rollout_workers, resources=resources))
+        roles.append(
+            ResourceDemand(name=ROLLOUT, count=config.rollout_workers, resources=resources)
+        )
     return roles
 
 
 def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
-    """What the engines of each role are made of."""
+    """Engine settings by role."""
     engines = {POLICY: config.policy_engine(config.student, device, "")}
     if isinstance(config, OpdConfig):
         for name, role in teacher_roles(config).items():

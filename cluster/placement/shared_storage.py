@@ -1,4 +1,4 @@
-"""Whether the nodes of a run see the files that its settings name: asked before it starts."""
+"""Check, before a run starts, that its nodes see the files that its settings name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _read(path: str) -> str | None:
 def _ask(
     function: Any, arguments: tuple[Any, ...], nodes: Iterable[str], what: str, deadline_s: float
 ) -> dict[str, Any]:
-    """What the function returns on each node.
+    """Runs the function on each node and returns the results by node.
 
     Raises:
         ConfigError: a node did not answer within the deadline: it is lost, or its mount hangs.

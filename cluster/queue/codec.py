@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 
 
 def pack(group: TrajectoryGroup) -> bytes:
-    """What `unpack` makes the group from."""
+    """Encodes the group as bytes; `unpack` is the inverse."""
     segments = list(group.segments())
     columns = {
         field.name: _pack_column([getattr(segment, field.name) for segment in segments])

@@ -94,38 +94,38 @@ class GroupQueue:
         """
         self._get(self.actor.publish.remote(version, watermark, self._epoch))
 
-    # the driver's end: references, for it looks after everyone while it waits
+    # the driver's end: references, for it polls all actors while it waits
 
     def poll(self, watermark: int, num_groups: int) -> Any:
-        """To True once a `take` would not wait; to False after 2 s, or when closed."""
+        """Reference to True once a `take` would not wait; to False after 2 s, or when closed."""
         return self.actor.poll.remote(watermark, num_groups, _POLL_S)
 
     def forfeit(self, worker: str, reason: str) -> Any:
-        """The worker died: to the ids that are to be leased again."""
+        """The worker died: a reference to the ids that are to be leased again."""
         return self.actor.forfeit.remote(worker, reason)
 
     def expire_now(self, ids: Sequence[int] | None, reason: str) -> Any:
-        """Gives groups under way (None: all of them) to others; to the ids of those that were."""
+        """Gives groups under way (None: all) to others; a reference to the ids of those."""
         return self.actor.expire_now.remote(ids, reason)
 
     def renew(self, ids: Sequence[int]) -> None:
-        """These groups get on: their leases begin anew."""
+        """Renews the leases of groups that make progress."""
         self.actor.renew.remote(ids)
 
     def rewind(self, trained: TrainedGroups, reason: str) -> Any:
-        """The learner went back to a checkpoint, which accounts for `trained`; to the new epoch."""
+        """The learner went back to a checkpoint, with `trained`: a reference to the new epoch."""
         return self.actor.rewind.remote(trained, reason)
 
     def commit(self, step: int, watermark: int) -> Any:
-        """A checkpoint that accounts for everything below `watermark` is on disk; to None."""
+        """A checkpoint that accounts for everything below `watermark` is on disk."""
         return self.actor.commit.remote(step, watermark)
 
     def status(self) -> Any:
-        """To a `QueueStatus`."""
+        """Reference to a `QueueStatus`."""
         return self.actor.status.remote()
 
     def close(self) -> Any:
-        """Ends every wait: leases come back empty, takes raise QueueClosed, polls say False."""
+        """Ends every wait: leases come back empty, takes raise QueueClosed, polls return False."""
         return self.actor.close.remote()
 
     def _get(self, reference: Any) -> Any:
@@ -238,7 +238,7 @@ class WorkerEnd:
         await self._call(self._queue.actor.fail.remote(self._worker, lease, reason))
 
     async def inside(self, problems: Mapping[int, str]) -> None:
-        """These groups alone are in an environment's or a reward's code: if the worker dies, they
+        """Reports the groups in an environment's or a reward's code: if the worker dies, they
         are suspects. Returns once the queue knows."""
         await self._call(self._queue.actor.inside.remote(self._worker, problems))
 

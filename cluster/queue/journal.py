@@ -1,4 +1,4 @@
-"""The ledger's journal, `out/ledger.jsonl`: every event of every job of a run, a line each.
+"""The ledger's journal, `out/ledger.jsonl`: every event of every job of a run, one per line.
 
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
@@ -51,7 +51,7 @@ class Journal:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is recorded meanwhile is written at the end, at once."""
+        """Context that buffers records, and writes them at its end in one write."""
         self._together = True
         try:
             yield
@@ -68,7 +68,7 @@ class Journal:
         self._file.append(line, later=self._together)
 
     def sync(self) -> None:
-        """What was written survives the machine."""
+        """Syncs to disk: what was written survives a crash of the machine."""
         self._file.sync()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def _damaged(what: str) -> DataError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a journal says of the newest job in it.
+    """State of the newest job of a journal, replayed.
 
     Attributes:
         run: the token of that job's queue; "" of an empty journal.

@@ -1,7 +1,7 @@
-"""Credit, order and fate of prompt groups: who may start, and which groups make the next step.
+"""Ledger of prompt groups: credit, leases, order, and the groups of the next step.
 
 No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
-happens to it is written down by cluster/queue/journal.py, from which it can be made again.
+happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.
 
     not yet leased -> leased -> delivered -> below the published watermark
                       |    ^
@@ -35,7 +35,7 @@ from distill.delivery import Lease, TrainedGroups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSettings:
-    """What a run's ledger goes by.
+    """Settings of a run's ledger.
 
     Attributes:
         total_groups: live groups of the whole run, those trained before included.
@@ -77,7 +77,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """What goes on between the rollout workers and the learner.
+    """Status of the queue between the rollout workers and the learner.
 
     Attributes:
         depth: groups delivered and not yet in published weights.
@@ -286,7 +286,7 @@ class Ledger:
         return ""
 
     def fail(self, lease: Lease, reason: str, worker: str = "") -> None:
-        """The group's own rollout failed. Of a lease that is over, this says nothing new."""
+        """The group's own rollout failed. Ignored for a lease that is over."""
         if not self._is_held(lease):
             return
         group_id = lease.group_id
@@ -307,8 +307,8 @@ class Ledger:
             self._pending.add(group_id)
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
-        """These of the worker's groups, and at most these, run their environment's or reward's code
-        until it says otherwise. Not written down: a queue that is made again suspects them all."""
+        """Notes which of the worker's groups, at most, run their environment's or reward's code
+        until its next report. Not written down: a restarted queue suspects them all."""
         self._inside[worker] = problems
 
     # the driver's end
@@ -347,8 +347,8 @@ class Ledger:
         return self.release(late, f"without progress for more than {lease_s:g} s")
 
     def renew(self, ids: Iterable[int]) -> None:
-        """These get on: their leases begin anew. Not written down, for leases that live on when the
-        queue is made again begin anew as well."""
+        """Renews the leases of groups that make progress. Not journalled, for leases that outlive a
+        restart of the queue begin anew as well."""
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
             held = self._leased[group_id]
@@ -440,7 +440,7 @@ class Ledger:
         return step
 
     def missing(self, watermark: int, num_groups: int) -> list[int]:
-        """Those of the next `num_groups` live ids from `watermark` on that have not arrived."""
+        """Missing ids: those of the next `num_groups` live ones from `watermark` on."""
         missing: list[int] = []
         live, group_id = 0, watermark
         while live < num_groups:
@@ -497,7 +497,7 @@ class Ledger:
     # the queue's own
 
     def recover(self) -> None:
-        """The queue died and its payloads with it: what was delivered is to be made again.
+        """The queue died and its payloads with it: what was delivered is to be sampled again.
 
         Leases live on, and so do their workers, who will deliver.
         """
@@ -511,7 +511,7 @@ class Ledger:
         self._meter()
 
     def _meter(self) -> None:
-        """After every change: how long it was as it was, and how it is now."""
+        """Meters starvation; called after every change."""
         now = self._clock()
         if self._starved:
             self._starved_s += now - self._metered_at
@@ -521,7 +521,7 @@ class Ledger:
 
     @property
     def credit(self) -> int:
-        """How many new groups may start."""
+        """Number of new groups that may start."""
         started = len(self._pending) + len(self._leased) + len(self._delivered)
         left = self._settings.total_groups - self._trained - started
         return max(0, min(self._settings.window - started, left))
@@ -566,7 +566,7 @@ class Ledger:
 
 
 def _killed(problem: str, reason: str) -> str:
-    """Why a group failed that had a worker to itself, and what to do."""
+    """Message on a group that killed a worker which ran nothing else, with a remedy."""
     where = f", in the code of {problem}" if problem else ""
     return (
         f"its worker died while it ran this group alone{where} ({reason}); make its environment "

@@ -205,19 +205,19 @@ class GroupQueueActor:
 async def _until(
     changed: asyncio.Condition, ready: Callable[[], Value], poll_s: float
 ) -> Value | None:
-    """What `ready` returns once it is true; None if that takes longer than `poll_s`."""
+    """Waits for a true value of `ready` and returns it; None if that takes longer than `poll_s`."""
     if found := ready():
         return found
     found_later: list[Value] = []  # kept even if the deadline passes at the same moment
 
-    def look() -> bool:
+    def check() -> bool:
         if found := ready():
             found_later.append(found)
         return bool(found_later)
 
     async with changed:
         with suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait_for(look), poll_s)
+            await asyncio.wait_for(changed.wait_for(check), poll_s)
     return found_later[0] if found_later else None
 
 

@@ -1,4 +1,4 @@
-"""What every recipe does around its training: lock, Ray, signals, records, and the ending."""
+"""Shared frame of all recipes: lock, Ray, signals, records, and the ending."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from learner.memory import FROZEN, TRAINED, estimate_memory
 
 
 @dataclass(kw_only=True)
-class Session:
+class RunSession:
     """One run under way: its directory, its records, its signals."""
 
     config: CommonConfig
@@ -68,7 +68,7 @@ class Session:
         self.directory.append_event("unsaved", why=str(error))
 
     def complete(self, checkpoint: Checkpoint) -> None:
-        """Exports `final/` and writes a summary that says `finished`."""
+        """Exports `final/` and writes a summary with status `finished`."""
         self.directory.finish(checkpoint)
         steps = self.directory.read_metrics()
         seconds = [step["time/step"] for step in steps]
@@ -100,8 +100,8 @@ def session(
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     console: Console,
-) -> Iterator[Session]:
-    """All that a run needs besides its actors. However it ends, summary.json says so."""
+) -> Iterator[RunSession]:
+    """All that a run needs besides its actors. However it ends, summary.json records it."""
     check_wandb(config.wandb)
     signals = Signals()
     started = time.time()
@@ -111,7 +111,7 @@ def session(
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
         tracker = WandbTracker(config.wandb, directory, chz.asdict(config))
         progress = Progression(console, resume_from.step if resume_from else 0, config.steps)
-        running = Session(
+        running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
             signals=signals, progress=progress, tracker=tracker,
         )  # fmt: skip
@@ -152,7 +152,7 @@ def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
 
 
 @contextmanager
-def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placement]]:
+def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Placement]]:
     """The device, and room on the cluster for every actor of the run, for as long as it lasts.
 
     Raises:
@@ -181,7 +181,7 @@ def placed(config: CommonConfig, running: Session) -> Iterator[tuple[str, Placem
         placement.release()
 
 
-def _require_visible(config: CommonConfig, placement: Placement, running: Session) -> None:
+def _require_visible(config: CommonConfig, placement: Placement, running: RunSession) -> None:
     """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
     models = model_paths(config)
     pushes_by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
@@ -195,7 +195,7 @@ def _require_visible(config: CommonConfig, placement: Placement, running: Sessio
 def already_complete(
     directory: RunDirectory, resume_from: Checkpoint | None, config: CommonConfig, console: Console
 ) -> bool:
-    """Whether `out/` already holds the finished run that is asked for."""
+    """True if `out/` already holds the finished run that is asked for."""
     done = resume_from is not None and resume_from.step >= config.steps and directory.is_finished()
     if done:
         console.print(
@@ -206,7 +206,7 @@ def already_complete(
 
 
 def learner_line(config: CommonConfig, model: str) -> str:
-    """What the learner takes, for the plan."""
+    """The learner's line of the resource plan."""
     lora = config.lora()
     estimate = estimate_memory(model, TRAINED if lora is None else FROZEN) or "memory unknown"
     if config.learner_workers > 1:

@@ -20,7 +20,7 @@ from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import POLICY, describe_layout, teacher_roles
-from cluster.recipes.common import Session, already_complete, learner_line, placed, session
+from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
@@ -29,7 +29,7 @@ from cluster.supervision.supervise import LearnerLost
 from distill.errors import CheckpointError
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
-from distill.tokenizer import fingerprint, probe
+from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
 
 
@@ -88,7 +88,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
 
 
 @contextmanager
-def _run(config: RolloutConfig, inputs: RolloutInputs, running: Session) -> Iterator[_Run]:
+def _run(config: RolloutConfig, inputs: RolloutInputs, running: RunSession) -> Iterator[_Run]:
     """Places the run on the cluster, and ends every actor of it afterwards."""
     with placed(config, running) as (device, placement):
         cast = RolloutCast(config, inputs, running.directory, device, placement)
@@ -106,7 +106,7 @@ class _Run:
         self,
         config: RolloutConfig,
         inputs: RolloutInputs,
-        running: Session,
+        running: RunSession,
         cast: RolloutCast,
         placement: Placement,
         device: str,
@@ -114,7 +114,7 @@ class _Run:
         self._config = config
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
-        self._tokenizer_probe = probe(inputs.tokenizer)
+        self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
         self._has_eval = len(inputs.held_out) > 0
         trained = trained_in(running.resume_from)
@@ -265,7 +265,7 @@ class _Run:
     # evaluation
 
     def _evaluate_teachers(self) -> None:
-        """What there is to reach: each teacher at the same decoder, on the same prompts."""
+        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
         for role in teacher_roles(self._config).values():
             self._note_evaluation(role, self._decoded(role, f"evaluating the {role}"))
 

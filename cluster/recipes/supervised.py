@@ -10,12 +10,12 @@ from rich.console import Console
 
 from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
-from cluster.hosts.build import learner_role, supervised_learners
+from cluster.hosts.build import learner_spec, supervised_learners
 from cluster.placement.roles import describe_layout
-from cluster.recipes.common import Session, already_complete, learner_line, placed, session
+from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, drive
-from cluster.runtime.seat import LearnerSeat, MakeLearners
+from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
 from cluster.supervision.supervise import LearnerLost, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
@@ -56,7 +56,7 @@ def _run(
         _train(config, inputs, running)
 
 
-def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session) -> None:
+def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: RunSession) -> None:
     with placed(config, running) as (device, placement):
         make = partial(supervised_learners, config, inputs, running.directory, device, placement)
         run = _Run(config, running, make)
@@ -69,7 +69,7 @@ def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: Session)
 class _Run:
     """A learner alone, kept alive. What `drive` drives."""
 
-    def __init__(self, config: SupervisedConfig, running: Session, make: MakeLearners) -> None:
+    def __init__(self, config: SupervisedConfig, running: RunSession, make: MakeLearners) -> None:
         self._config, self._running = config, running
         self.supervisor = Supervisor(
             say=running.progress.note,
@@ -81,17 +81,17 @@ class _Run:
         self._driver = Driver(
             supervisor=self.supervisor, signals=running.signals, deadline_s=config.deadline_s
         )
-        role = learner_role(config)
-        self._seat = LearnerSeat(make, role, self.supervisor, running.directory)
+        spec = learner_spec(config)
+        self._lifecycle = LearnerLifecycle(make, spec, self.supervisor, running.directory)
 
     @property
     def learner(self) -> Any:
-        return self._seat.leader
+        return self._lifecycle.leader
 
     def to_the_end(self) -> None:
         config, running = self._config, self._running
-        self._seat.fill(running.resume_from)
-        self._driver.until("the learner to start", self._seat.started, config.deadline_s)
+        self._lifecycle.fill(running.resume_from)
+        self._driver.until("the learner to start", self._lifecycle.started, config.deadline_s)
         self.supervisor.under_way = True
         checkpoint = drive(
             self,
@@ -116,9 +116,9 @@ class _Run:
 
     def recover(self, lost: LearnerLost) -> int:
         since = time.monotonic()
-        checkpoint = self._seat.recover(lost, self._driver, self._running.progress.note)
-        self._driver.until("the learner to start", self._seat.started, self._config.deadline_s)
-        self._seat.recovered(time.monotonic() - since)
+        checkpoint = self._lifecycle.recover(lost, self._driver, self._running.progress.note)
+        self._driver.until("the learner to start", self._lifecycle.started, self._config.deadline_s)
+        self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint.step if checkpoint else 0
 
     def end_waits(self) -> None:

@@ -1,1 +1,1 @@
-"""What `out/` holds: the run's directory, kept rollouts, progress and tracking."""
+"""Files in `out/`: the run's directory, kept rollouts, progress and tracking."""

@@ -1,4 +1,4 @@
-"""Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object a group.
+"""Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object per group.
 
     {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "temperature": 0.7,
      "metrics": {...},

@@ -1,4 +1,4 @@
-"""The run's directory: what is in it, whether it can be resumed, and what is written when.
+"""The run's directory: its files, the checks before a resume, and the order of writes.
 
 out/config.json      settings, data, versions     out/metrics.jsonl   an object per optimizer step
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
@@ -78,7 +78,7 @@ class RunDirectory:
         return f"{self._recipe}-{self._attempt}/{role}"
 
     def log(self, name: str) -> str:
-        """Where a process of this run, a server for example, keeps what it prints."""
+        """Log file for the output of a process of this run, a server for example."""
         return str(self.path / "logs" / f"{name}.log")
 
     @property
@@ -132,7 +132,7 @@ class RunDirectory:
         return self.store.latest(say)
 
     def _check_lines(self) -> None:
-        """What the run will read again or add to; a last line that a crash cut short is well."""
+        """Checks the files that the run reads or appends to; a truncated last line is accepted."""
         for line in read_lines(self._metrics.path, {"step"}):
             if not isinstance(line["step"], int):
                 raise DataError(f"{self._metrics.path}: {line} has no number of a step; remove it")
@@ -184,7 +184,7 @@ class RunDirectory:
         return {name: digest(path) for name, path in paths.items() if path and Path(path).is_file()}
 
     def is_finished(self) -> bool:
-        """Whether the last run here got to its end."""
+        """True if the last run here finished."""
         summary = self.path / "summary.json"
         try:
             return json.loads(summary.read_text())["status"] == "finished"

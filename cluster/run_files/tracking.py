@@ -1,4 +1,4 @@
-"""What a run says while it works: a progress bar on a terminal, plain lines in a log, W&B."""
+"""Progress and metrics of a running job: a bar on a terminal, plain lines in a log, W&B."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LINE_INTERVAL_S = 1.0
 
 
 class Progression:
-    """Reports steps: a short live line on a terminal, printed lines elsewhere, one a second."""
+    """Reports steps: a short live line on a terminal, printed lines elsewhere, one per second."""
 
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
         self._console = console

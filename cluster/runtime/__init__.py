@@ -1,1 +1,1 @@
-"""The driver's loop: steps, membership, the learner's seat, stalls, scaling."""
+"""The driver's loop: steps, membership, the learner's lifecycle, stalls, scaling."""

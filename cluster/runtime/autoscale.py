@@ -1,4 +1,4 @@
-"""How many policy engines, teacher engines and rollout workers a run wants. No Ray, no clock.
+"""Autoscaling policy: target numbers of engines and rollout workers. No Ray, no clock.
 
     observe (a window of the run) -> Decision (members wanted of each pool, and why)
 
@@ -8,7 +8,7 @@ becomes 1 / (1 - w) of what it is, at least one more and at most twice as many. 
 which Kubernetes' Horizontal Pod Autoscaler scales (desired = ceil(current * metric / target)).
 
 **Shrink** when the learner does not wait and workers stand idle for want of credit: by one, the
-pool with the fewest groups a member. At the run's end, when nothing is left to be started, to the
+pool with the fewest groups per member. At the run's end, when nothing is left to be started, to the
 number of groups that a pool may still see. (Staleness is no input of its own: credit bounds it, and
 supply in excess of the bound shows as want of credit.)
 
@@ -113,7 +113,7 @@ class Decision:
 
 
 class _Evidence:
-    """The latest windows in a row that said the same, as many as make up `needed_s` seconds."""
+    """The latest consecutive windows of one kind, as many as make up `needed_s` seconds."""
 
     def __init__(self, needed_s: float) -> None:
         self._needed_s = needed_s
@@ -138,7 +138,7 @@ class _Evidence:
 
     @property
     def supply(self) -> float:
-        """What the learner was given, of what it could have taken."""
+        """Share of the learner's demand that was supplied."""
         return max(1 - self.wait, _LEAST_SUPPLY)
 
     def groups(self, pool: PoolName) -> float:
@@ -154,7 +154,7 @@ class _Evidence:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a pool should be, and why; its present size if something forbids another."""
+    """Target size of a pool, and its reason; the present size if something forbids another."""
 
     pool: PoolName
     size: int
@@ -163,7 +163,7 @@ class _Wish:
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of a pool's sizes. Times are seconds of the run."""
+    """Memory of a pool's earlier sizes. Times are seconds of the run."""
 
     too_few: int = -1  # with so many members the learner waited
     until: float = 0.0  # for so long no shrink goes down to `too_few`
@@ -184,7 +184,7 @@ class _Growth:
 
 
 class Autoscaler:
-    """Remembers what it saw and said; see the module's docstring for its rules.
+    """Autoscaling policy with a memory; see the module's docstring for its rules.
 
     Args:
         pools: those that may change. Others are left alone, whatever their stage holds.
@@ -250,7 +250,7 @@ class Autoscaler:
         self._futile: dict[PoolName, float] = {}  # until when
 
     def observe(self, observation: Observation) -> Decision:
-        """What the pools should be after this window. `sizes` and `ready` name every pool.
+        """Target sizes of the pools after this window. `sizes` and `ready` name every pool.
 
         The first observation's sizes, brought within their limits, are the first targets.
         """
@@ -366,7 +366,7 @@ class Autoscaler:
         return self._now < self._futile.get(name, -math.inf)
 
     def _judge_last_growth(self, observation: Observation) -> None:
-        """Once all its members work."""
+        """Judges the last growth, once all its members work."""
         grown = self._growth
         if grown is None or observation.ready[grown.pool] < self._targets[grown.pool]:
             return
@@ -377,7 +377,7 @@ class Autoscaler:
         self._growth = None
 
     def _shrink(self, observation: Observation) -> list[_Wish]:
-        """Of the pools that may, the one with the fewest groups a member."""
+        """The pool with the fewest groups per member, of those that may shrink."""
         able: list[PoolName] = [name for name in self._pools if self._may_shrink(name)]
         if not able:
             return []
@@ -399,7 +399,7 @@ class Autoscaler:
         return smaller >= self._pools[name].minimum and not known_too_few
 
     def _remember(self, wish: _Wish) -> None:
-        """What a change teaches; before it is made."""
+        """Updates the pool's memory for a change; called before the change."""
         memory, now = self._memory[wish.pool], self._targets[wish.pool]
         if wish.size < now:
             memory.shrunk_at = self._now

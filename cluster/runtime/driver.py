@@ -1,4 +1,4 @@
-"""The driver: drives the learner step by step, keeps everyone alive, tells the truth at the end.
+"""The driver: runs the learner step by step, polls all actors, reports how the run ended.
 
 prompts --> rollout workers --> policy engines         each group: sampled, scored, queued
                   |        \\--> teacher engines
@@ -14,7 +14,7 @@ driver    waits for: the step's groups         unblocked by: the rollout workers
           waits for: the learner's step        unblocked by: the learner, or its death
 
 Between two steps the learner is idle: only then are engines admitted, which need its weights. While
-the driver waits, for whatever it is, the supervisor looks at everyone
+the driver waits, for whatever it is, the supervisor polls everyone
 (cluster/supervision/supervise.py).
 """
 
@@ -39,7 +39,7 @@ from cluster.supervision.supervise import ActorLost, LearnerLost, Overdue, RunFa
 from distill.errors import CheckpointError, EngineLost, IsothermError
 from learner.checkpoint import Checkpoint
 
-# How often a wait looks at signals and actors, seconds.
+# How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
 # A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
@@ -111,8 +111,8 @@ class Driver:
         self._supervisor, self._signals = supervisor, signals
         self._deadline_s, self._idle = deadline_s, idle
 
-    def look(self) -> None:
-        """What every wait does now and then. Raises as `call` does."""
+    def poll(self) -> None:
+        """One poll of a wait: signals, supervisor, idle work. Raises as `call` does."""
         self._signals.check()
         self._supervisor.tick()
         self._idle()
@@ -132,7 +132,7 @@ class Driver:
         """
         deadline = time.monotonic() + self._deadline_s
         while True:
-            self.look()
+            self.poll()
             ready, _ = calls.wait([reference], timeout=_POLL_S)
             if ready:
                 return self.value(what, reference, lost=lost)
@@ -144,13 +144,13 @@ class Driver:
         """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""
         deadline = time.monotonic() + deadline_s
         while not ready():
-            self.look()
+            self.poll()
             if time.monotonic() > deadline:
                 raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
             time.sleep(0.05)
 
     def pause(self, seconds: float) -> None:
-        """Waits, and looks after everyone meanwhile; raises as `call` does."""
+        """Sleeps, and polls meanwhile; raises as `call` does."""
         end = time.monotonic() + seconds
         self.until("a pause", lambda: time.monotonic() >= end, seconds + _POLL_S)
 
@@ -281,7 +281,7 @@ class _Saving:
         return saved
 
     def _save(self) -> Checkpoint | None:
-        """None if it could not be written, and may be the next time."""
+        """Saves a checkpoint; None if it could not be written, and may be the next time."""
         try:
             saved = self._driver.ask_learner("saving a checkpoint", self._run.learner.save.remote())
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The evaluator as its driver sees it: calls that are tried again, and what a dead one died of.
+"""Calls of the evaluator, with retries, and the cause of its deaths.
 
 an engine dies meanwhile              the call is tried again, up to 5 times
 the evaluator dies                    the same, of the one that is made in its place
@@ -53,7 +53,7 @@ class EvaluatorCalls:
 
     def buried(self, member: Member) -> None:
         """An evaluator has ended; its successor has not begun."""
-        if words := member.role.last_words():
+        if words := member.spec.last_words():
             self._last_words.append(words)
 
     def persist(self, what: str, ask: Callable[[], Any]) -> Any:
@@ -87,7 +87,7 @@ class EvaluatorCalls:
         return serving()[0]
 
     def _replace(self, member: Member, lost: ActorLost) -> None:
-        """Has it made again if it was the one that died, or hangs."""
+        """Restarts the evaluator if it was the one that died, or hangs."""
         if member not in self._supervisor.members(EVALUATOR):
             return
         if isinstance(lost, Overdue) or dead_among({member.name: member.handle}):

@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.handles import calls
-from cluster.hosts.build import RolloutCast, learner_role
+from cluster.hosts.build import RolloutCast, learner_spec
 from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.placement_groups import Placement
@@ -39,14 +39,14 @@ from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.runtime.learner_lifecycle import LearnerLifecycle
 from cluster.runtime.scaling import Scaling
-from cluster.runtime.seat import LearnerSeat
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import (
+    ActorSpec,
     LearnerLost,
     Member,
-    Role,
     RunFailed,
     State,
     Supervisor,
@@ -97,7 +97,7 @@ class Fleet:
             supervisor=self.supervisor,
             signals=signals,
             deadline_s=config.deadline_s,
-            idle=self.look,
+            idle=self.poll,
         )
         self._evaluator_calls = EvaluatorCalls(
             self.supervisor,
@@ -108,20 +108,20 @@ class Fleet:
         )
         self.queue: GroupQueue = cast.queue(trained)
         self.bounds = pool_bounds(config)
-        self._roles: dict[str, Role] = {POLICY: cast.policy_role(start_model)}
-        self._roles |= {role.name: role for role in cast.scorer_roles()}
-        self._engine_roles = list(self._roles)
-        self._roles[ROLLOUT] = cast.worker_role(self.queue, self._groups_a_worker)
-        self._roles[EVALUATOR] = cast.evaluator_role()
-        self._seat = LearnerSeat(
+        self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
+        self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
+        self._engine_roles = list(self._specs)
+        self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
+        self._specs[EVALUATOR] = cast.evaluator_spec()
+        self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
                 checkpoint, self.queue, self._policies(), attempt
             ),
-            learner_role(config),
+            learner_spec(config),
             self.supervisor,
             directory,
         )
-        self._queue_role = cast.queue_role
+        self._queue_spec = cast.queue_spec
         self._working = False
         self._announced = -1
         self._epoch = 0
@@ -147,7 +147,7 @@ class Fleet:
 
     @property
     def learner(self) -> Any:
-        return self._seat.leader
+        return self._lifecycle.leader
 
     @property
     def evaluator(self) -> Any:
@@ -168,7 +168,7 @@ class Fleet:
         return {role: self.supervisor.serving(role) for role in self._engine_roles}
 
     def _policies(self) -> dict[str, Any]:
-        """Those that a new learner pushes weights to; the others are admitted later."""
+        """Policy engines that a new learner pushes weights to; the others are admitted later."""
         if self._working:
             return self.supervisor.serving(POLICY)
         return {member.name: member.handle for member in self.supervisor.members(POLICY)}
@@ -184,16 +184,16 @@ class Fleet:
     # start and end
 
     def start(self, resume_from: Checkpoint | None) -> None:
-        """Makes everyone and waits until all have answered. Nobody works yet.
+        """Creates all actors and waits until all have answered. None works yet.
 
         Raises:
             RunFailed: an actor did not start.
         """
-        self.supervisor.adopt(self._queue_role, 0, self.queue.actor)
-        for name, role in self._roles.items():
+        self.supervisor.adopt(self._queue_spec, 0, self.queue.actor)
+        for name, spec in self._specs.items():
             for index in range(self._size(name)):
-                self.supervisor.add(role, index)
-        self._seat.fill(resume_from)
+                self.supervisor.add(spec, index)
+        self._lifecycle.fill(resume_from)
         self.driver.until("the actors to start", self._started, self._config.deadline_s)
         self.supervisor.under_way = True
         for role in self._engine_roles:  # what they hold is for the first handshake to say
@@ -201,13 +201,13 @@ class Fleet:
                 self.supervisor.admit(member)
 
     def _started(self) -> bool:
-        roles = [QUEUE, LEARNER, *self._roles]
+        roles = [QUEUE, LEARNER, *self._specs]
         return not any(self.supervisor.members(role, State.STARTING) for role in roles)
 
     def work(self) -> None:
         """Rollouts begin."""
         self._working = True
-        self.look()
+        self.poll()
 
     def close(self) -> None:
         """Ends everyone."""
@@ -219,8 +219,8 @@ class Fleet:
 
     # while the driver waits
 
-    def look(self) -> None:
-        """Tells everyone of changes, and notices workers that ended. Waits for nothing."""
+    def poll(self) -> None:
+        """Announces changes of membership; collects ended workers and statuses. Never blocks."""
         if not self._working:
             return
         if self._announced != self.supervisor.changes:
@@ -266,7 +266,7 @@ class Fleet:
                 self._queue_status = status
                 self._check_set_aside(status)
                 self._renew_leases(status)
-                self.scaling.look(status)
+                self.scaling.update(status)
         now = time.monotonic()
         if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
             self._asked_at = now
@@ -279,7 +279,7 @@ class Fleet:
 
     def _dismiss(self, member: Member) -> None:
         self.supervisor.dismiss(member)
-        self._give_back_place(member.role.name, member.index)
+        self._give_back_place(member.spec.name, member.index)
 
     def _give_back_place(self, role: str, index: int) -> None:
         if self._has_place(role):
@@ -289,10 +289,10 @@ class Fleet:
         return role != ROLLOUT or self._config.rollout_cpus > 0
 
     def _buried(self, member: Member, why: str) -> None:
-        if member.role.name == ROLLOUT:
+        if member.spec.name == ROLLOUT:
             self.queue.forfeit(worker_title(member.index), why)
             self._runs = {run: m for run, m in self._runs.items() if m is not member}
-        if member.role.name == EVALUATOR:
+        if member.spec.name == EVALUATOR:
             self._evaluator_calls.buried(member)
 
     # while the learner is idle
@@ -313,7 +313,7 @@ class Fleet:
                 if self.driver.call("groups", ready):
                     return time.monotonic() - started
                 if self._queue_status is not None:
-                    self._watchdog.look(
+                    self._watchdog.check(
                         self._queue_status, self.statuses, self.supervisor.still_s()
                     )
         finally:
@@ -324,14 +324,14 @@ class Fleet:
         self.queue.expire_now(ids, reason)
 
     def bury(self, name: str, why: str) -> None:
-        """Ends an actor that hangs; it is made again."""
+        """Ends an actor that hangs; it is restarted."""
         for role in (*self._engine_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
                     self.supervisor.bury(member, why)
 
     def _renew_leases(self, status: QueueStatus) -> None:
-        """Of groups that are half through their leases, and get on."""
+        """Renews the leases of groups that are half through them, and make progress."""
         half_s = self._config.lease_s / 2
         quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
@@ -355,8 +355,8 @@ class Fleet:
 
         One that fails any of it is buried.
         """
-        waiting = [m for m in self.supervisor.waiting() if m.role.name in self._engine_roles]
-        policies = [m for m in waiting if m.role.name == POLICY]
+        waiting = [m for m in self.supervisor.waiting() if m.spec.name in self._engine_roles]
+        policies = [m for m in waiting if m.spec.name == POLICY]
         scorers = [m for m in waiting if m not in policies]
         for member in policies:
             self._admit(member)
@@ -366,9 +366,9 @@ class Fleet:
 
     def _admit(self, member: Member) -> None:
         joining = {member.name: member.handle}
-        pool = EnginePool(member.role.name, joining).each()
+        pool = EnginePool(member.spec.name, joining).each()
         try:
-            if member.role.name == POLICY:
+            if member.spec.name == POLICY:
                 admitted = self.learner.admit.remote(joining)
                 self.driver.ask_learner(f"pushing weights to {member.name}", admitted)
                 examined = self._examine(pool, {})
@@ -409,8 +409,8 @@ class Fleet:
     def recover(self, lost: LearnerLost) -> Checkpoint | None:
         """A new learner, from the newest checkpoint, and the queue back where it stands."""
         since = time.monotonic()
-        checkpoint = self._seat.recover(lost, self.driver, self._say)
-        self.driver.until("the learner to start", self._seat.started, self._config.deadline_s)
+        checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
+        self.driver.until("the learner to start", self._lifecycle.started, self._config.deadline_s)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # Only now: what is leased from here on must not be sampled from weights that are lost.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
@@ -418,7 +418,7 @@ class Fleet:
         if self._working:
             self._announce()
         self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
-        self._seat.recovered(time.monotonic() - since)
+        self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint
 
     # pools that change their size
@@ -430,10 +430,10 @@ class Fleet:
         else:
             taken = self.supervisor.indices(role)
             index = next(i for i in range(len(taken) + 1) if i not in taken)
-        self.supervisor.add(self._roles[role], index)
+        self.supervisor.add(self._specs[role], index)
 
     def shrink(self, role: str) -> None:
-        """One that is dead is not made again; else the newest member leaves once it is idle."""
+        """Cancels a pending restart; else the newest member leaves once it is idle."""
         if (index := self.supervisor.give_up_restart(role)) is not None:
             self._give_back_place(role, index)
             return

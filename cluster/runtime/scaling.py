@@ -1,4 +1,4 @@
-"""Autoscaling at work: watches a run window by window, and has its pools grow and shrink.
+"""Autoscaling of a run: observes it window by window, and grows and shrinks its pools.
 
 cluster/runtime/autoscale.py decides. Growing means one more actor in a placement group of its own:
 a cluster that has no room for it adds a node, if Ray's autoscaler runs there. Shrinking drains an
@@ -54,7 +54,7 @@ class Pools(Protocol):
 
 
 class Scaling:
-    """Call `look` often; `waiting` and `waited` around the learner's waits for groups.
+    """Call `update` often; `waiting` and `waited` around the learner's waits for groups.
 
     Args:
         up_after_s, down_after_s: see `Autoscaler`.
@@ -109,7 +109,7 @@ class Scaling:
         self._wait_began = self._clock()
 
     def waited(self) -> None:
-        """They are there."""
+        """The step's groups are there: the wait ends."""
         now = self._clock()
         if self._began is None:
             self._began = now
@@ -119,7 +119,7 @@ class Scaling:
             self._ended = now - self._began, self._waited_s
             self._began, self._waited_s = now, 0.0
 
-    def look(self, status: QueueStatus) -> None:
+    def update(self, status: QueueStatus) -> None:
         """Takes a sample; after a window's end decides and acts."""
         self._record_sizes()
         self._record_nodes()

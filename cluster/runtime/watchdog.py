@@ -1,7 +1,7 @@
 """Stall detection: logs the wait graph, re-leases groups, then restarts actors.
 
-    stall_after_s without progress       says who waits for whom; leases the late groups again
-    twice as long                        ends the actors that hold them; they are made again
+    stall_after_s without progress       logs the wait graph; leases the late groups again
+    twice as long                        ends the actors that hold them; they are restarted
     deadline_s                           fails the run, with the same report
 
 Progress is a group that arrives, a group that gets on to its next stage, and work done by an engine
@@ -25,7 +25,7 @@ _SHOWN = 8
 
 
 class StallActions(Protocol):
-    """What stall detection may do: lease groups again, restart an actor."""
+    """Actions of stall detection: re-lease groups, restart an actor."""
 
     def re_lease(self, ids: list[int], reason: str) -> None: ...
 
@@ -33,7 +33,7 @@ class StallActions(Protocol):
 
 
 class Watchdog:
-    """Looks at the queue while the learner waits for groups."""
+    """Stall detection on the queue, while the learner waits for groups."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Watchdog:
         self._stall_after_s, self._deadline_s = stall_after_s, deadline_s
         self._delivered = -1
         self._since = clock()
-        self._looked = self._since
+        self._checked = self._since
         self._stalls = 0
 
-    def look(
+    def check(
         self,
         status: QueueStatus,
         workers: Mapping[str, WorkerStatus],
@@ -65,10 +65,10 @@ class Watchdog:
             RunFailed: nothing got on within the deadline.
         """
         now = self._clock()
-        # Time in which nobody looked is time in which the learner worked.
-        if status.delivered != self._delivered or now - self._looked > self._stall_after_s / 4:
+        # Time between two checks is time in which the learner worked.
+        if status.delivered != self._delivered or now - self._checked > self._stall_after_s / 4:
             self._delivered, self._since, self._stalls = status.delivered, now, 0
-        self._looked = now
+        self._checked = now
         idle_s = now - self._since
         quiet = quiet_s(status, workers, still_s)
         missing = [quiet[i] for i in status.missing if i in quiet]
@@ -135,7 +135,7 @@ def suspects(
 
 
 def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
-    """Those at which the group may wait."""
+    """Engines at which the group may wait."""
     asked = {engine for engine, requests in worker.requests.items() if requests}
     match group.stage:
         case "sampling":

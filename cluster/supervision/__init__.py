@@ -1,1 +1,1 @@
-"""Who is alive: failures understood, heartbeats, deaths and restarts."""
+"""Supervision of actors: failures classified, heartbeats, deaths and restarts."""

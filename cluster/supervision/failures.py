@@ -1,4 +1,4 @@
-"""What Ray's errors mean: why a call failed, and who is dead."""
+"""Classification of Ray's errors: why a call failed, and which actors are dead."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _PING_S = 5.0
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether the actor that was asked is gone, as opposed to having raised something itself."""
+    """True if the actor that was asked is gone, as opposed to having raised something itself."""
     return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What was raised in the actor, or in one that it had asked, and so on."""
+    """The error first raised: in the actor, or in one that it had called, and so on."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause
     return error
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an actor's death or failure that says why."""
+    """The line of an actor's death or failure that has the reason."""
     cause = root_cause(error)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
@@ -37,7 +37,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def dead_among(actors: Mapping[str, Any]) -> list[str]:
-    """Who does not answer any more, by name. Actors that are merely busy are not dead."""
+    """Names of the actors that no longer answer. Actors that are merely busy are not dead."""
     pings = {actor.__ray_ready__.remote(): name for name, actor in actors.items()}
     if not pings:
         return []

@@ -1,15 +1,15 @@
-"""Who is alive: the actors of a run, their heartbeats, their deaths and what comes after.
+"""Supervisor of a run's actors: heartbeats, deaths and restarts.
 
     STARTING --heartbeat--> READY --admit--> SERVING --drain--> DRAINING --idle--> gone
         \\____________________\\_______________\\_________________\\
-                                 a death: buried; after a back-off, within a budget, made again
+                                 a death: buried; after a back-off, within a budget, restarted
 
 The driver owns every actor and calls `tick` wherever it waits. A tick waits for nothing. A
 heartbeat is a call that a healthy actor answers whatever else it does. One that has not answered
 for `hang_after_s` is ended like a dead one, since a frozen process is noticed by nobody else.
 
 An engine serves only once it is admitted: by then it holds the present weights and has passed its
-handshake (cluster/recipes/on_policy.py). Learner workers are not made again one by one: the loss of
+handshake (cluster/recipes/on_policy.py). Learner workers are not restarted one by one: the loss of
 one is the loss of all, and is raised as `LearnerLost` for the driver to go back to a checkpoint.
 """
 
@@ -64,18 +64,18 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """How the actors of one kind are made.
+class ActorSpec:
+    """Start, health check and restart of the actors of one kind.
 
     Attributes:
-        name: `policy`, `teacher maths`, `rollout`, ...
+        name: the role: `policy`, `teacher maths`, `rollout`, ...
         title: what messages call the one with this index.
         create: makes the one with this index; the second number counts how often it was made
             before. None for those that are made elsewhere and adopted.
         heartbeat: asks an actor whether it is healthy.
         introduction: asks it for its process and its node.
         gated: it serves only once it is admitted; the others at their first heartbeat.
-        critical: its death ends the call that the driver waits for; it is not made again here.
+        critical: its death ends the call that the driver waits for; it is not restarted here.
         restarted_by_ray: Ray restarts it by itself, and its handle stays good; only a hang is
             ended here. Its heartbeat says which process it is.
         last_words: what one that is being buried was at, for the message of its end.
@@ -104,7 +104,7 @@ class Member:
     `moved` when that last differed from the one before.
     """
 
-    role: Role
+    spec: ActorSpec
     index: int
     handle: Any
     attempt: int
@@ -117,7 +117,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return self.role.title(self.index)
+        return self.spec.title(self.index)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Budget:
 
 @dataclass(slots=True, kw_only=True)
 class _Restart:
-    role: Role
+    spec: ActorSpec
     index: int
     attempt: int
     died: float
@@ -148,12 +148,12 @@ class _Restart:
 
 
 class Supervisor:
-    """Keeps the actors of a run alive.
+    """Supervisor of the actors of a run.
 
     Args:
         say: prints a line for people.
         record: writes an event: its kind and fields.
-        buried: told of every death, after the actor is gone from its role.
+        buried: called at every death, after the actor is gone from its role.
         hang_after_s: an actor that answers no heartbeat for so long is ended.
         max_restarts: of one actor within an hour; the next death ends the run.
     """
@@ -177,19 +177,19 @@ class Supervisor:
         # Before everyone has started once, an actor that does not is an error of the run.
         self.under_way = False
 
-    def add(self, role: Role, index: int) -> Member:
-        """Makes an actor."""
-        return self._create(role, index, attempt=0)
+    def add(self, spec: ActorSpec, index: int) -> Member:
+        """Creates an actor."""
+        return self._create(spec, index, attempt=0)
 
-    def adopt(self, role: Role, index: int, handle: Any, attempt: int = 0) -> Member:
+    def adopt(self, spec: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
         """Watches over an actor that is there already."""
-        member = Member(role=role, index=index, handle=handle, attempt=attempt)
+        member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
         self._members.append(member)
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
-        """Those of a role, in order of index; of some states only, if any are given."""
-        found = [m for m in self._members if m.role.name == role]
+        """Members of a role, in order of index; of some states only, if any are given."""
+        found = [m for m in self._members if m.spec.name == role]
         return sorted((m for m in found if not states or m.state in states), key=lambda m: m.index)
 
     def serving(self, role: str) -> dict[str, Any]:
@@ -197,34 +197,34 @@ class Supervisor:
         return {m.name: m.handle for m in self.members(role, State.SERVING)}
 
     def still_s(self) -> dict[str, float]:
-        """Seconds since each one's heartbeat last said something new, by name."""
+        """Seconds since each one's heartbeat last reported progress, by name."""
         now = time.monotonic()
         return {member.name: now - member.moved for member in self._members}
 
     def waiting(self) -> list[Member]:
-        """Those that could serve and have not been admitted."""
+        """Members that could serve and have not been admitted."""
         return [m for m in self._members if m.state is State.READY]
 
-    def _create(self, role: Role, index: int, attempt: int) -> Member:
-        assert role.create is not None
-        return self.adopt(role, index, role.create(index, attempt), attempt)
+    def _create(self, spec: ActorSpec, index: int, attempt: int) -> Member:
+        assert spec.create is not None
+        return self.adopt(spec, index, spec.create(index, attempt), attempt)
 
     def expected(self, role: str) -> int:
-        """How many there are or will be again, those that drain not counted."""
+        """Number of members that are up or being restarted, those that drain not counted."""
         alive = [m for m in self.members(role) if m.state is not State.DRAINING]
-        return len(alive) + sum(restart.role.name == role for restart in self._restarts)
+        return len(alive) + sum(restart.spec.name == role for restart in self._restarts)
 
     def indices(self, role: str) -> set[int]:
-        """Of those that there are or will be again."""
-        coming = {restart.index for restart in self._restarts if restart.role.name == role}
+        """Indices of the members that are up or being restarted."""
+        coming = {restart.index for restart in self._restarts if restart.spec.name == role}
         return coming | {member.index for member in self.members(role)}
 
     def critical(self) -> dict[str, Any]:
-        """Those without which the learner cannot go on, by name."""
-        return {member.name: member.handle for member in self._members if member.role.critical}
+        """Handles of the members without which the learner cannot go on, by name."""
+        return {member.name: member.handle for member in self._members if member.spec.critical}
 
     def admit(self, member: Member) -> None:
-        """It serves from now on."""
+        """Marks the member as serving."""
         assert member.state in (State.STARTING, State.READY)
         member.state = State.SERVING
         self.changes += 1
@@ -235,33 +235,33 @@ class Supervisor:
             member.died = None
 
     def drain(self, member: Member) -> None:
-        """It is given nothing new; `dismiss` it once it is idle."""
+        """Marks the member as draining: it gets nothing new; `dismiss` it once it is idle."""
         member.state = State.DRAINING
         self.changes += 1
 
     def dismiss(self, member: Member) -> None:
         """Ends an actor that is not needed any more."""
         self._members.remove(member)
-        self._budgets.pop((member.role.name, member.index), None)
+        self._budgets.pop((member.spec.name, member.index), None)
         self.changes += 1
         calls.kill(member.handle)
 
     def give_up_restart(self, role: str) -> int | None:
-        """The index of one that is now not made again; None if none of the role was to be."""
-        coming = [restart for restart in self._restarts if restart.role.name == role]
+        """Cancels a pending restart of the role and returns its index; None if there is none."""
+        coming = [restart for restart in self._restarts if restart.spec.name == role]
         if not coming:
             return None
         self._restarts.remove(coming[-1])
         return coming[-1].index
 
     def dismiss_all(self, role: str) -> None:
-        """Ends all of a role, and forgets those that were to be made again."""
+        """Ends all members of a role, and cancels its pending restarts."""
         for member in self.members(role):
             self.dismiss(member)
-        self._restarts = [restart for restart in self._restarts if restart.role.name != role]
+        self._restarts = [restart for restart in self._restarts if restart.spec.name != role]
 
     def tick(self) -> None:
-        """Looks at everyone's heartbeat and makes again what is due.
+        """Checks all heartbeats and restarts what is due.
 
         Raises:
             LearnerLost: a critical actor died.
@@ -275,7 +275,7 @@ class Supervisor:
         due = [restart for restart in self._restarts if restart.due <= now]
         for restart in due:
             self._restarts.remove(restart)
-            member = self._create(restart.role, restart.index, restart.attempt)
+            member = self._create(restart.spec, restart.index, restart.attempt)
             member.died = restart.died
 
     def _listen(self) -> None:
@@ -291,19 +291,19 @@ class Supervisor:
             except RayError as error:
                 self.bury(member, reason_of(error), error)
                 continue
-            if member.role.restarted_by_ray and said != member.said is not None:
+            if member.spec.restarted_by_ray and said != member.said is not None:
                 self._healed(member)
             if said != member.said:
                 member.moved = time.monotonic()
             member.said = said
             if member.state is State.STARTING:
                 member.state = State.READY
-                self._introductions[member.role.introduction(member.handle)] = member
-                if not member.role.gated:
+                self._introductions[member.spec.introduction(member.handle)] = member
+                if not member.spec.gated:
                     self.admit(member)
 
     def _introduce(self) -> None:
-        """Writes down where an actor runs, once it has said so."""
+        """Records the process and node of an actor, once it has answered."""
         asked = list(self._introductions)
         for reference in calls.wait(asked, num_returns=len(asked), timeout=0)[0]:
             member = self._introductions.pop(reference)
@@ -314,14 +314,14 @@ class Supervisor:
     def _ask(self, now: float) -> None:
         for member in list(self._members):
             starting = member.state is State.STARTING
-            comes_back = member.role.restarted_by_ray and member.died is not None
+            comes_back = member.spec.restarted_by_ray and member.died is not None
             slow = starting or comes_back
-            limit = member.role.start_deadline_s if slow else self._hang_after_s
+            limit = member.spec.start_deadline_s if slow else self._hang_after_s
             if member.beat is None:
-                placed = not starting or member.role.placed(member.index)
+                placed = not starting or member.spec.placed(member.index)
                 if placed and now - member.asked >= _BEAT_S:
-                    member.asked, member.beat = now, member.role.heartbeat(member.handle)
-            elif member.role.restarted_by_ray and self._ray_restarts_it(member, now):
+                    member.asked, member.beat = now, member.spec.heartbeat(member.handle)
+            elif member.spec.restarted_by_ray and self._ray_restarts_it(member, now):
                 continue
             elif now - member.asked > limit:
                 what = "did not start" if slow else "gave no sign of life"
@@ -334,9 +334,9 @@ class Supervisor:
             error: what its heartbeat or another call raised, if that is how it was noticed.
         """
         now = time.monotonic()
-        why += member.role.last_words()
+        why += member.spec.last_words()
         self._record("death", who=member.name, why=why)
-        if member.role.restarted_by_ray:
+        if member.spec.restarted_by_ray:
             self._heal(member, why, hangs=error is None)
             return
         self._members.remove(member)
@@ -347,13 +347,13 @@ class Supervisor:
             if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
                 raise error.cause
             raise RunFailed(f"{member.name} died at its start ({why})")
-        if member.role.critical:
+        if member.spec.critical:
             raise LearnerLost(f"{member.name} died ({why})")
-        delay = self.allow(member.role.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); it is made again in {delay:.1f} s")
+        delay = self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
+        self._say(f"{member.name} died ({why}); it is restarted in {delay:.1f} s")
         self._restarts.append(
             _Restart(
-                role=member.role,
+                spec=member.spec,
                 index=member.index,
                 attempt=member.attempt + 1,
                 died=now if member.died is None else member.died,
@@ -371,7 +371,7 @@ class Supervisor:
         return delay
 
     def _ray_restarts_it(self, member: Member, now: float) -> bool:
-        """Whether Ray is making it again just now: the heartbeat then counts from here."""
+        """True while Ray restarts it: the heartbeat then counts from here."""
         state = ray._private.state.actors(member.handle._actor_id.hex()).get("State")
         if state == "ALIVE":
             return False
@@ -379,27 +379,27 @@ class Supervisor:
         return True
 
     def _healed(self, member: Member) -> None:
-        """Ray made it again, between two heartbeats perhaps: another process answers."""
+        """Ray has restarted it, between two heartbeats perhaps: another process answers."""
         now = time.monotonic()
         if member.died is None:
-            self._record("death", who=member.name, why="Ray made it again")
-            self.allow(member.role.name, member.index, f"{member.name} died")
+            self._record("death", who=member.name, why="Ray restarted it")
+            self.allow(member.spec.name, member.index, f"{member.name} died")
         seconds = now - (member.asked if member.died is None else member.died)
         self._say(f"{member.name} is back after {seconds:.1f} s")
         self._record("restart", who=member.name, seconds=seconds)
-        self._introductions[member.role.introduction(member.handle)] = member
+        self._introductions[member.spec.introduction(member.handle)] = member
         member.died = None
 
     def _heal(self, member: Member, why: str, *, hangs: bool) -> None:
-        self.allow(member.role.name, member.index, f"{member.name} died ({why})")
-        self._say(f"{member.name} died ({why}); Ray makes it again")
+        self.allow(member.spec.name, member.index, f"{member.name} died ({why})")
+        self._say(f"{member.name} died ({why}); Ray restarts it")
         if hangs:
             calls.kill(member.handle, no_restart=False)
         member.beat = None
         member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
-        """Ends every actor; nothing is made again."""
+        """Ends every actor; nothing is restarted."""
         self._restarts.clear()
         for member in self._members:
             calls.kill(member.handle)
@@ -407,7 +407,7 @@ class Supervisor:
 
 
 def ready_call(actor: Any) -> Any:
-    """A heartbeat of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    """A heartbeat of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_ready__.options(concurrency_group=HEALTH_GROUP).remote()
 
 
@@ -417,7 +417,7 @@ def whereabouts_call(actor: Any) -> Any:
 
 
 def aside_whereabouts_call(actor: Any) -> Any:
-    """The same of an actor that was made with the concurrency group `HEALTH_GROUP`."""
+    """The same of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_call__.options(concurrency_group=HEALTH_GROUP).remote(_whereabouts)
 
 

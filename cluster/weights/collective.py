@@ -6,7 +6,7 @@ Once, and again after a failure:
               a TCPStore, and joins as rank 0 while the engines join
     engine    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
 
-Each push, after the same call `load_weights(GroupBroadcast, version)` to every engine:
+Each push, after the same call `load_weights(CollectiveBroadcast, version)` to every engine:
 
     1  engine    checks names and shapes once more; pauses generation; /begin_weight_update
     2  engine    sets `ready_key(version)` in the store
@@ -43,11 +43,11 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cluster.weights.gather import values
-from distill.engine import GroupBroadcast
+from distill.engine import CollectiveBroadcast
 from distill.errors import EngineError, NonFiniteError
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout
-from learner.group import LOOPBACK, open_store
+from learner.process_group import LOOPBACK, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ JOIN_DEADLINE_S = 120.0
 _POLL_S = 0.001
 
 
-class GroupTransport:
+class CollectiveTransport:
     """The learner's end: sends its tensors to the engines from wherever they are.
 
     Args:
@@ -80,7 +80,7 @@ class GroupTransport:
         self._address, self._timeout_s = address, timeout_s
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes
-        self._group: _Group | None = None
+        self._group: _CollectiveGroup | None = None
         self._sending: _Sending | None = None
 
     def describe(self) -> str:
@@ -109,7 +109,7 @@ class GroupTransport:
         return pending
 
     def problem(self) -> str | None:
-        """Why the broadcast failed on this side, if it did."""
+        """Reason why the broadcast failed on this side, if it did."""
         return None if self._sending is None else self._sending.problem
 
     def finish(self) -> None:
@@ -121,12 +121,12 @@ class GroupTransport:
             raise EngineError(problem)
 
     def abort(self) -> None:
-        """Gives the push up. The next one forms a new group."""
+        """Aborts the push. The next one forms a new group."""
         if self._sending is not None:
             self._sending.abandon.set()
         self._group = self._sending = None
 
-    def _form(self, buckets: Sequence[Sequence[TensorLayout]]) -> _Group:
+    def _form(self, buckets: Sequence[Sequence[TensorLayout]]) -> _CollectiveGroup:
         layout = [tensor for bucket in buckets for tensor in bucket]
         asked = {name: engine.weight_ranks.remote(layout) for name, engine in self.engines.items()}
         ranks = values(asked, "preparing a weight group", self._timeout_s)
@@ -135,12 +135,14 @@ class GroupTransport:
             offsets[name] = next_rank
             next_rank += ranks[name]
         deadline_s = min(JOIN_DEADLINE_S, self._timeout_s)
-        return _Group(self._address, self._backend, next_rank, offsets, deadline_s, self._timeout_s)
+        return _CollectiveGroup(
+            self._address, self._backend, next_rank, offsets, deadline_s, self._timeout_s
+        )
 
     def _order(
-        self, group: _Group, name: str, buckets: Sequence[Sequence[TensorLayout]]
-    ) -> GroupBroadcast:
-        return GroupBroadcast(
+        self, group: _CollectiveGroup, name: str, buckets: Sequence[Sequence[TensorLayout]]
+    ) -> CollectiveBroadcast:
+        return CollectiveBroadcast(
             address=self._address,
             port=group.store.port,
             group=group.name,
@@ -152,7 +154,7 @@ class GroupTransport:
         )
 
 
-class _Group:
+class _CollectiveGroup:
     """A group and its store; `join` is for the sending thread."""
 
     def __init__(
@@ -171,7 +173,7 @@ class _Group:
         self.process_group: ProcessGroup | None = None
 
     def join(self) -> ProcessGroup:
-        """As SGLang's `init_custom_process_group` does it: beside torch's own default group."""
+        """Joins as SGLang's `init_custom_process_group` does: beside torch's own default group."""
         if self.process_group is None:
             group, _ = _new_process_group_helper(
                 self.world_size,
@@ -200,8 +202,8 @@ class _Sending:
 
     def __init__(
         self,
-        group: _Group,
-        orders: Sequence[GroupBroadcast],
+        group: _CollectiveGroup,
+        orders: Sequence[CollectiveBroadcast],
         weights: Weights,
         version: int,
         timeout_s: float,
@@ -253,5 +255,5 @@ class _Sending:
 
 
 def own_address(everyone_is_here: bool) -> str:
-    """Where engines reach this process: the loopback if all of them are on this machine."""
+    """Address under which engines reach this process: the loopback if all are on this machine."""
     return LOOPBACK if everyone_is_here else ray.util.get_node_ip_address()

@@ -1,4 +1,4 @@
-"""Answers of several engines, each waited for under one deadline, each failure with its name."""
+"""Gathering of several engines' answers under one deadline, each failure by its engine's name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POLL_S = 0.25
 
 
 @dataclass(slots=True)
-class Answers:
+class GatherResult:
     """Values by engine, failures by engine, and what went wrong on this side.
 
-    `lost` are the failing engines that must be made again: an actor, or its server, is gone.
+    `lost` are the failing engines that must be restarted: an actor, or its server, is gone.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -43,8 +43,8 @@ def collect(
     *,
     linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
-) -> Answers:
-    """What each engine's call came to.
+) -> GatherResult:
+    """Waits for each engine's call and returns answers and failures.
 
     Args:
         linked: a failure of one keeps the others from answering, so they are given up soon.
@@ -52,7 +52,7 @@ def collect(
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
-    answers = Answers()
+    answers = GatherResult()
     while names:
         left = deadline - time.monotonic()
         if left <= 0:

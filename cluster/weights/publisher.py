@@ -4,7 +4,7 @@
     admit     the present weights to engines that join
 
 An engine that does not take the weights twice is ended before any slot is freed: nothing is sampled
-from weights older than the newest. Whoever owns it makes it again
+from weights older than the newest. Its owner restarts it
 (cluster/supervision/supervise.py).
 """
 
@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.config.on_policy import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
-from cluster.weights.gather import Answers, collect, values
+from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.transports import Transport, choose_transports
 from cluster.weights.weight_probe import WeightProbe
 from distill.engine import Score
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Credit(Protocol):
-    """Where slots are freed: the queue."""
+    """Receiver of the credit that a push frees: the queue."""
 
     def publish(self, version: int, watermark: int) -> None:
         """Weights that account for every group below `watermark` are on every engine."""
@@ -43,7 +43,7 @@ class Credit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSettings:
-    """How a run pushes. `choose_transports` explains most of it.
+    """Settings of a run's pushes. `choose_transports` explains most of it.
 
     Attributes:
         temperature: the run's; the probe scores at it.
@@ -86,7 +86,7 @@ class Publisher:
         self._probe: WeightProbe[Any, Any] | None = None
 
     def describe(self) -> str:
-        """How weights reach which engine, for people."""
+        """Transport of each engine, for people to read."""
         return "; ".join(
             f"{transport.describe()} to {', '.join(transport.engines)}"
             for transport in self._transports or []
@@ -130,13 +130,13 @@ class Publisher:
         self._transports = None
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """These engines get no more weights."""
+        """Drops engines: they get no more weights."""
         for name in names:
             self._engines.pop(name, None)
         self._transports = None
 
     def _push(self, weights: Weights, version: int) -> dict[str, float]:
-        """Each engine's pause. Engines that are dead, or fail twice, are none of ours any more."""
+        """Pushes; returns each engine's pause. Engines that are dead or fail twice are dropped."""
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
@@ -154,8 +154,10 @@ class Publisher:
         self._drop([*dead, *again.failures], version)
         return answers.values | again.values
 
-    def _attempt(self, transports: Sequence[Transport], weights: Weights, version: int) -> Answers:
-        total = Answers()
+    def _attempt(
+        self, transports: Sequence[Transport], weights: Weights, version: int
+    ) -> GatherResult:
+        total = GatherResult()
         started: list[tuple[Transport, dict[str, Any]]] = []
         for transport in transports:
             try:

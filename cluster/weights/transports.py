@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Protocol
 import ray
 
 from cluster.config.on_policy import WeightsChoice
-from cluster.weights.collective import GroupTransport, own_address
+from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
 from distill.engine import CheckpointDirectory
 from distill.errors import ConfigError, EngineError, NonFiniteError
@@ -50,11 +50,11 @@ class Transport(Protocol):
     def describe(self) -> str: ...
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Each engine's acknowledgement to be (a Ray reference to its pause, seconds)."""
+        """Starts a push; returns by engine a Ray reference to its pause in seconds."""
         ...
 
     def problem(self) -> str | None:
-        """What went wrong on this side meanwhile."""
+        """Failure on this side meanwhile, if any."""
         ...
 
     def finish(self) -> None:
@@ -232,7 +232,7 @@ def choose_transports(
         backend = "nccl" if device.startswith("cuda") else "gloo"
         address = own_address(not others)
         transports.append(
-            GroupTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
+            CollectiveTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
         )
     elif by_network:
         transports.append(ObjectStoreTransport(by_network))

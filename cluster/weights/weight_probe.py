@@ -1,4 +1,4 @@
-"""The handshake's cheap subset: after every weight push, do the policy engines hold what was sent?
+"""Weight probe: after every push, the policy engines must hold the weights that were sent.
 
     publisher    push version v -> acknowledged -> probe.ask(v) ........ next push: probe.settle()
     engine                                         scores two rows, beside its rollouts

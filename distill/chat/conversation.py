@@ -64,7 +64,7 @@ class PrefixBreak:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Seen:
-    """All that the model saw and said since the last parting, as text and as tokens.
+    """All that the model saw and said since the last prefix break, as text and as tokens.
 
     The last turn's text is `text[turn:]`, its stop token's `text[stop:]`. `spoiled`: the tokens
     have no text of their own.
@@ -175,7 +175,7 @@ class Conversation:
         reason, bridge_T = self._continued(text)
         if bridge_T is None:
             tokens_T = encode_chat(self._tokenizer, text)
-            self._part(text, reason)
+            self._break_prefix(text, reason)
             self._seen = _NOTHING
         else:
             tokens_T = np.concatenate([self._seen.tokens_T, bridge_T])
@@ -244,7 +244,7 @@ class Conversation:
         )
 
     def _parsed(self, sample: Sample) -> ParsedTurn:
-        """What the turn says: neither its stop token, nor others that stand for no text."""
+        """The turn parsed, without its stop token and other tokens that stand for no text."""
         spoken_T = np.asarray(sample.tokens_T, np.int32)
         if sample.stop_reason is StopReason.EOS:
             spoken_T = spoken_T[:-1]
@@ -263,7 +263,7 @@ class Conversation:
         return self._text[len(stripped) - len("<think>") :] if stripped.endswith("<think>") else ""
 
     def _added_text(self, before_T: TokenArray, tokens_T: TokenArray) -> str | None:
-        """What the tokens add to the text of those before; None if they change that."""
+        """Text that the tokens add to that of those before; None if they change the latter."""
         near_T = before_T[-_NEIGHBOURS:]
         before, both = self._decode(near_T), self._decode(np.concatenate([near_T, tokens_T]))
         return both[len(before) :] if both.startswith(before) else None
@@ -275,25 +275,25 @@ class Conversation:
             )
         )
 
-    def _part(self, served: str, reason: str) -> None:
+    def _break_prefix(self, served: str, reason: str) -> None:
         seen = self._seen
         at = seen.turn if reason == NO_TEXT else agreement(seen.text, served)
         shown = slice(max(0, at - _SHOWN_BEFORE), at + _SHOWN_AFTER)
-        parting = PrefixBreak(
+        prefix_break = PrefixBreak(
             turn=self._turns - 1, seen=seen.text[shown], served=served[shown], reason=reason
         )
-        self._prefix_breaks.append(parting)
+        self._prefix_breaks.append(prefix_break)
         key = (hash(str(self._tokenizer.chat_template)), reason)
         if key not in _logged:
             _logged.add(key)
             logger.warning(
                 "a conversation goes on in a new segment: %s. The model had %r; it is shown %r",
                 reason,
-                parting.seen,
-                parting.served,
+                prefix_break.seen,
+                prefix_break.served,
             )
 
 
 def _normal(text: str) -> str:
-    """As the many tokenizers see it that compose accents before they encode."""
+    """The text in NFC, for the many tokenizers that compose accents before they encode."""
     return unicodedata.normalize("NFC", text)

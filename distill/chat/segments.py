@@ -1,4 +1,4 @@
-"""From turns to segments: extend the chain while it is a prefix, open a new one when it is not."""
+"""Segment builder: extends the token chain while it is a prefix, and opens a new one where not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Chain:
         return any(mask.any() for mask in self.mask)
 
     def begins_with(self, observation_T: TokenArray) -> bool:
-        """Whether what was first observed here begins with all of that."""
+        """True if the first observation of the chain begins with all of this one."""
         return np.array_equal(self.tokens[0][: len(observation_T)], observation_T)
 
     def segment(

@@ -1,4 +1,4 @@
-"""From a prompt or a conversation as people write it to the text and the tokens a model sees."""
+"""Chat templates: from a prompt or a conversation to the text and the tokens a model sees."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def chat_text(
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
 ) -> str:
-    """What the model's own template writes for the messages.
+    """The messages as text, by the tokenizer's chat template.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the messages, or the

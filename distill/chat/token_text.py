@@ -1,4 +1,4 @@
-"""Which part of a text each token spells: decoding token by token, whatever the tokenizer."""
+"""Incremental decoding: the part of a text that each token spells, whatever the tokenizer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """What an assistant's turn says.
+    """An assistant's turn, parsed into content and tool calls.
 
     Attributes:
         text: the turn as it was written, without its stop token.
@@ -124,7 +124,7 @@ def _content(text: str, pieces: list[Piece], grammar: Grammar) -> str:
 
 
 def agreement(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Length of the longest common prefix of two texts, in characters."""
     same, differ = 0, min(len(one), len(other)) + 1
     while differ - same > 1:
         middle = (same + differ) // 2
@@ -155,7 +155,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         ConfigError: the template does not show tools to the model, or writes calls in no format
             that is known here.
     """
-    prompt, bare = _probed(tokenizer, [_PROBE_TOOL]), _probed(tokenizer, None)
+    prompt, bare = _probe_template(tokenizer, [_PROBE_TOOL]), _probe_template(tokenizer, None)
     if prompt is None or _PROBE not in prompt or (bare is not None and _PROBE in bare):
         raise ConfigError(f"the chat template does not show `tools` to the model; {_REMEDY}")
     arguments = {"key": "value"}
@@ -164,7 +164,7 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         "content": "",
         "tool_calls": [_openai_call("probe0000", _PROBE, arguments)],
     }
-    written = _probed(tokenizer, [_PROBE_TOOL], said)
+    written = _probe_template(tokenizer, [_PROBE_TOOL], said)
     if written is None:
         raise ConfigError(f"the chat template refuses an assistant's tool call; {_REMEDY}")
     spoken = written[agreement(prompt, written) :]
@@ -184,10 +184,10 @@ def detect_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     )
 
 
-def _probed(
+def _probe_template(
     tokenizer: PreTrainedTokenizerBase, tools: Schemas | None, *said: Mapping[str, Any]
 ) -> str | None:
-    """What the template writes for the probe; None where it refuses."""
+    """The probe conversation as the chat template writes it; None where it refuses."""
     messages = [_PROBE_QUESTION, *said]
     try:
         return chat_text(tokenizer, messages, tools=tools, add_generation_prompt=not said)

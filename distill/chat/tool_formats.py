@@ -76,7 +76,7 @@ _DECODER = json.JSONDecoder()
 
 
 def _nested(value: object, levels: int) -> bool:
-    """Whether there are more levels of arrays and objects."""
+    """True if arrays and objects are nested deeper than `levels`."""
     if not isinstance(value, (dict, list)):
         return False
     inner = value.values() if isinstance(value, dict) else value

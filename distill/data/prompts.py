@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatStyle:
-    """How every prompt is made the beginning of a chat.
+    """Settings by which every prompt becomes the beginning of a chat.
 
     A plain string becomes what the user says. `system` is said before, where the row has no system
     message of its own; `tools` are schemas that go to the chat template.

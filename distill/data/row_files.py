@@ -26,7 +26,7 @@ def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
     parquet = Path(path).suffix.lower() == ".parquet"
     rows = _parquet_rows(path) if parquet else _jsonl_rows(path)
     if not rows:
-        remedy = "" if parquet else "; write one JSON object a line"
+        remedy = "" if parquet else "; write one JSON object per line"
         raise DataError(f"{path} holds no rows{remedy}")
     return rows
 

@@ -177,7 +177,7 @@ class ExampleEncoder:
         *,
         context: int = 0,
     ) -> list[Chain]:
-        """What the assistant says after the first `context` messages.
+        """Token chains of the assistant's turns after the first `context` messages.
 
         Raises:
             DataError: as of `conversation_chains`; too long, or ids the model lacks.

@@ -27,7 +27,7 @@ from distill.types import FloatArray, StopReason, TokenArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the environment answers to one sample.
+    """The environment's answer to one sample.
 
     Attributes:
         reward: adds up over the episode.
@@ -48,7 +48,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turn:
-    """What the model saw, what it sampled, and what its tokens earned, each their own."""
+    """One turn: the observation, the sample, and the rewards of its single tokens."""
 
     observation_T: TokenArray
     sample: Sample
@@ -83,12 +83,12 @@ class Env(ABC):
     async def step(self, sample: Sample) -> StepResult: ...
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Lets go of what the episode held; called once, however it ended."""
+        """Releases the episode's resources; called once, however it ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvGroupBuilder(ABC):
-    """Makes the single-use environments of one group. It pickles.
+    """Builder of the single-use environments of one group. It pickles.
 
     Attributes:
         teacher: the name of the teacher that scores the group; empty where teachers have none.
@@ -113,7 +113,7 @@ class EnvGroupBuilder(ABC):
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
     ) -> Sequence[float]:
-        """What each member earns besides, once all have ended: by comparison, for example."""
+        """Further reward of each member, once all have ended: by comparison, for example."""
         return [0.0] * len(episodes_G)
 
 
@@ -179,7 +179,7 @@ class EnvContext:
 
 @chz.chz
 class EnvConfig(ABC):
-    """What `env=package.module:Class` names: an environment's settings, `env.field=value`.
+    """Settings of an environment: `env=package.module:Class env.field=value`.
 
     `reads_prompts` and `judges` say which settings of the run it looks at: the files `prompts` and
     `eval_prompts`, and `reward`. One that it does not look at is refused.
@@ -196,11 +196,11 @@ class EnvConfig(ABC):
         return ()
 
     def evaluation(self) -> EnvConfig:
-        """What evaluations play."""
+        """The environment that evaluations play."""
         return self
 
     def check_group(self, group_size: int) -> None:  # noqa: B027 - most take any
-        """Raises ConfigError for a group that cannot be made."""
+        """Raises ConfigError for a group size that the environment cannot play."""
 
     @abstractmethod
     def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:
@@ -230,7 +230,7 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
 
 
 class Subset(EnvDataset):
-    """Some of a dataset's problems."""
+    """Subset of a dataset's problems."""
 
     def __init__(self, dataset: EnvDataset, problems: Sequence[int]) -> None:
         self._dataset, self._problems = dataset, list(problems)

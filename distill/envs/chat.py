@@ -1,4 +1,4 @@
-"""Environments of messages: write what the world says, and the rest is done here.
+"""Chat environments: write the environment's messages, and the rest is done here.
 
 MessageEnv      yours: the first messages, what comes back to a turn, what it earns
 ChatEnv         renders them by the model's own template, reads tool calls, runs the tools,
@@ -34,7 +34,7 @@ Oracle = Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageStep:
-    """What the world answers to a turn of the assistant's.
+    """The environment's answer to a turn of the assistant's.
 
     Attributes:
         reward: adds up over the episode.
@@ -70,23 +70,23 @@ class MessageEnv(ABC):
 
     @abstractmethod
     def initial_messages(self) -> Sequence[Message]:
-        """What the model sees before its first turn; nothing: it never has one."""
+        """The messages before the model's first turn; none: it never has one."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStep:
         """Answers a turn that calls no tool, or one that a limit cut off."""
 
     async def unfinished(self) -> float:
-        """What an episode earns that a limit ended although it would have gone on."""
+        """Reward of an episode that a limit has cut off."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Lets go of what the episode held."""
+        """Releases the episode's resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatLimits:
-    """What an episode may take.
+    """Limits of an episode.
 
     Attributes:
         max_turns: most turns of the model's.
@@ -105,7 +105,7 @@ class ChatLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condensing:
-    """What happens when the next observation is longer than the limit: see `condense_history`.
+    """Condenses a history when the next observation exceeds the limit: see `condense_history`.
 
     `condenser` is made of the models that may be asked.
     """
@@ -133,7 +133,7 @@ class Condensing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSetting:
-    """What all episodes of a run have in common.
+    """Settings that all episodes of a run share.
 
     Attributes:
         tool_format: how the model writes calls; None where there are no tools.
@@ -223,17 +223,19 @@ class ChatEnv(Env):
             goes_on = ended is None
             if not goes_on:
                 reward += await self._env.unfinished()
+        prefix_breaks = len(self.conversation.prefix_breaks)
+        # `partings` is the name that earlier logs have; it goes with the next release.
+        counts = {**self._counts, "prefix_breaks": prefix_breaks, "partings": prefix_breaks}
         return StepResult(
             reward=reward,
             observation_T=self.conversation.observation_T if goes_on else None,
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
-            metrics={**self._counts, "partings": len(self.conversation.prefix_breaks)}
-            | dict(answered.metrics),
+            metrics=counts | dict(answered.metrics),
         )
 
     async def _call(self, turn: ParsedTurn) -> list[Message]:
-        """The tools' answers, and what the model is told of calls that cannot be read."""
+        """The tools' results, and error messages for calls that cannot be parsed."""
         outcomes = await run_calls(
             turn.calls, self._tools, self._setting.limits.tools, self._setting.tokenizer
         )
@@ -247,7 +249,7 @@ class ChatEnv(Env):
         return [*(outcome.message for outcome in outcomes), *told]
 
     async def _go_on(self, answered: MessageStep) -> StopReason | None:
-        """Hears the messages; or says which limit ends the episode here."""
+        """Adds the messages to the conversation, or returns the limit that ends the episode."""
         limits = self._setting.limits
         if self._turns >= limits.max_turns:
             return StopReason.TURNS

@@ -1,4 +1,4 @@
-"""Settings of what is played in messages: `env=package.module:Class env.field=value`."""
+"""Settings of chat environments: `env=package.module:Class env.field=value`."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class ChatConfig(EnvConfig):
         return ()
 
     def chat_setting(self, setting: EnvContext) -> ChatSetting:
-        """What all episodes have in common.
+        """The settings that all episodes share.
 
         Raises:
             ConfigError: limits that leave no room, a template without tools where there are, or
@@ -286,7 +286,7 @@ class ChatEnvConfig(ChatConfig):
 
     @abstractmethod
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
-        """What there is to play; `path` is the run's `prompts`, or `eval_prompts`."""
+        """The problems to play; `path` is the run's `prompts`, or `eval_prompts`."""
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         """Finds what a last turn answers, so that several can vote; None: nothing can."""

@@ -52,7 +52,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """How the parts and the notes are put to the model; `{}`-fields are filled in."""
+    """Prompt wordings for the parts and the notes; `{}`-fields are filled in."""
 
     read: str
     answer: str

@@ -104,7 +104,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
 
 
 def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
-    """What the prompt says of its group, as fields of `EnvGroupBuilder`."""
+    """The prompt's facts about its group, as fields of `EnvGroupBuilder`."""
     return {
         "teacher": prompt.teacher,
         "tag": prompt.tag,

@@ -1,4 +1,4 @@
-"""The handshake's arithmetic: do several parties give the same tokens the same log-probs at T?
+"""Comparison of several parties' log-probs of the same tokens at T: the handshake's arithmetic.
 
 Pure: it chooses probes, compares numbers, and says who is off and why. Asking the parties is done
 elsewhere; what they say of themselves is compared in `distill/handshake/identity.py`.
@@ -78,7 +78,7 @@ class Comparison:
         return same != self.must_differ
 
     def complaint(self) -> str:
-        """What is wrong, by how much, and what to look at."""
+        """Message: the mismatch, its size, and where to look for the cause."""
         where = f"{self.party} disagrees with {self.reference} at temperature {self.temperature:g}"
         if not math.isfinite(self.max_gap):
             found = f"some of the log-probs of {self.num_tokens} tokens are not finite"
@@ -180,7 +180,7 @@ def compare_with_law(
 
 
 def is_telling(temperature: float) -> bool:
-    """Whether T is far enough from 1 for a mistake to be told by its size."""
+    """True if T is far enough from 1 for a wrong temperature to show in the log-probs."""
     return abs(temperature - UNSCALED) > 0.05
 
 
@@ -250,7 +250,7 @@ def probe_prompts(vocab_size: int, context_length: int, seed: int = 0) -> list[T
 
 
 def probe_pairs(vocab_size: int, seed: int = 1) -> tuple[TokenArray, TokenArray]:
-    """Two unlike tokens a probe prompt, seeded, for the temperature law."""
+    """Two unlike tokens per probe prompt, seeded, for the temperature law."""
     rng = np.random.default_rng(seed)
     a_P = rng.integers(0, vocab_size, size=NUM_PROBES)
     b_P = (a_P + rng.integers(1, vocab_size, size=NUM_PROBES)) % vocab_size
@@ -259,7 +259,7 @@ def probe_pairs(vocab_size: int, seed: int = 1) -> tuple[TokenArray, TokenArray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationReport:
-    """Everything that one handshake found.
+    """Report of one handshake.
 
     Attributes:
         differences: facts that differ. If there are any, no log-probs were asked for.
@@ -280,7 +280,7 @@ class CalibrationReport:
 
     @property
     def largest_gap(self) -> float:
-        """Of comparisons that were to be alike."""
+        """Largest gap of the comparisons that were to agree."""
         return max(c.max_gap for c in self.comparisons if not c.must_differ)
 
     def verdict(self) -> str:
@@ -304,11 +304,11 @@ class CalibrationReport:
             raise CalibrationError(self.complaint())
 
     def complaint(self) -> str:
-        """What there is to say of a disagreement."""
+        """Message for a failed comparison."""
         return "; ".join(self.differences) or self._worst().complaint()
 
     def _worst(self) -> Comparison:
-        """The failure to tell of: not finite, else one that is explained, else the largest."""
+        """The failure to report: not finite, else one with a diagnosis, else the largest."""
         return max(
             self.failures,
             key=lambda c: (not math.isfinite(c.max_gap), bool(c.diagnosis), c.max_gap),

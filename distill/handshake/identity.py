@@ -1,4 +1,4 @@
-"""The handshake's first question: do the engines mean the same by a token id?"""
+"""The handshake's first check: all engines mean the same by a token id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def fact_differences(
     teachers: Mapping[str, EngineInfo],
     tokenizer: TokenizerProbe,
 ) -> list[str]:
-    """Why these engines cannot score each other's token ids at all; nothing if they can.
+    """Reasons why these engines cannot score each other's token ids; none if they can.
 
     Args:
         policies: what each policy engine says of itself, by name; the first speaks for all.

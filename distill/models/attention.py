@@ -12,8 +12,8 @@ later than the query and inside the layer's window; keys that are padding sit at
 Rows never see one another.
 
 For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
-("cascade" attention): the prompt is read once a group, not once a sample. Memory bandwidth is what
-decoding is made of, so this is most of its speed; grouped-query heads are never expanded either.
+("cascade" attention): the prompt is read once per group, not per sample. Memory bandwidth bounds
+decoding, so this is most of its speed; grouped-query heads are never expanded either.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOWHERE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one layer attends: score scale, sliding window in tokens, tanh cap of the scores."""
+    """Attention parameters of one layer: score scale, sliding window in tokens, tanh soft cap."""
 
     scale: float
     window: int | None
@@ -47,7 +47,7 @@ class Rule:
 
 
 class Pass(Protocol):
-    """What the new tokens of one forward pass may attend to."""
+    """Attention of one forward pass: from the new tokens to all that they may see."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """query (N, heads, S, D), key and value (N, kv_heads, S, D) -> (N, heads, S, D)."""
@@ -80,7 +80,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
 def keep_attention_eager() -> None:
-    """From now on torch.compile leaves our attention out, in layers that it compiles."""
+    """Excludes our attention from torch.compile, in layers that it compiles."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, torch.compiler.disable(_attention))
 
 
@@ -103,7 +103,7 @@ def visibility_bias(
 
 
 class _Visibility:
-    """What the new tokens of a pass may see: a bias for each window, which its layers share.
+    """Attention bias of a pass, one for each window size, shared by the layers of that window.
 
     Not a boolean mask: scaled_dot_product_attention would make a bias of it in every layer, and
     keep it for the backward pass.
@@ -114,7 +114,7 @@ class _Visibility:
         self._made: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def bias(self, window: int | None, query: Tensor) -> Tensor:
-        """In the precision that the query's scores will have, autocast or not."""
+        """The bias in the precision that the query's scores will have, autocast or not."""
         device, dtype = query.device.type, query.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -129,7 +129,7 @@ class _Visibility:
 def takes_grouped_heads(
     device: str, dtype: torch.dtype, key_dim: int, value_dim: int, *, masked: bool
 ) -> bool:
-    """Whether a fused attention kernel takes fewer key heads than query heads.
+    """True if a fused attention kernel supports grouped-query heads.
 
     Where none does, scaled_dot_product_attention falls back to the math kernel, which holds every
     head's scores in float32; on CUDA flash attention alone takes them, and it takes no mask. The
@@ -225,7 +225,7 @@ Append = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SuffixPass:
-    """S new tokens a row after a stored prefix and, if `append` keeps one, the row's suffix so far.
+    """S new tokens per row after a stored prefix and, if `append` keeps it, the row's suffix.
 
     Args:
         prefix_keys, prefix_values: per layer (U, kv_heads, P, D), right-padded.

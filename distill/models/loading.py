@@ -228,7 +228,7 @@ def vocab_size(config: Any) -> int:
 
 
 def train_time_noise(config: Any) -> dict[str, float]:
-    """What a model config has of dropout and router jitter, by name, where it is above 0."""
+    """Dropout and router jitter of a model config, by name, where above 0."""
     settings = config.get_text_config().to_dict()
     return {
         name: value

@@ -21,7 +21,7 @@ from distill.errors import ConfigError
 # Most fp32 logits held at once. On a CPU 4 MiB stay in its cache, which pays for computing them
 # twice when training; a GPU wants large kernels.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-# But never fewer positions than this: the projection's weights are read once a chunk.
+# But never fewer positions than this: the projection's weights are read once per chunk.
 _FEWEST_POSITIONS = 128
 # Fewest positions whose statistics are made together in training: a teacher's projection is read
 # once for them. Their fp32 logits stay below 32 MiB up to a vocabulary of 2^19; malloc would return
@@ -30,17 +30,17 @@ _FEWEST_TOGETHER = 16
 
 
 def positions_per_chunk(device: torch.device, vocab_size: int) -> int:
-    """How many positions to project to the vocabulary at a time."""
+    """Number of positions to project to the vocabulary at a time."""
     return max(_FEWEST_POSITIONS, _positions_together(device, vocab_size))
 
 
 def _positions_together(device: torch.device, vocab_size: int) -> int:
-    """Of how many positions the statistics are made at a time, in training."""
+    """Number of positions whose statistics are computed at a time, in training."""
     return max(_FEWEST_TOGETHER, _CHUNK_ELEMENTS.get(device.type, 1 << 26) // vocab_size)
 
 
 class TokenStats(NamedTuple):
-    """Per position, fp32, shape (N,): the chosen token's log-prob, the entropy of p_T, and the
+    """Statistics per position, fp32 (N,): the chosen token's log-prob, the entropy of p_T, and the
     divergence from a teacher where one was asked for."""
 
     logprobs_N: Tensor
@@ -71,7 +71,7 @@ def log_distribution(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
 def token_stats(
     log_p_NV: Tensor, tokens_N: Tensor, *, entropy_gradient: bool = False
 ) -> TokenStats:
-    """Log-prob of the token and entropy (without gradient unless told) of the distribution."""
+    """Log-prob of the token and entropy of the distribution (by default without gradient)."""
     chosen_N = log_p_NV.gather(1, tokens_N[:, None]).squeeze(1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(dim=1)
@@ -99,7 +99,7 @@ class VocabularyHead:
         return self._finish(self.projection(hidden_NH))
 
     def _finish(self, logits_NV: Tensor) -> Tensor:
-        """What the model does to its logits after projecting them."""
+        """Post-processing of the logits: the model's scale and soft cap."""
         if self.scale != 1:
             logits_NV = logits_NV * self.scale
         if self.softcap is not None:
@@ -183,7 +183,7 @@ class VocabularyHead:
 
 
 class _LinearStats(torch.autograd.Function):
-    """`stats_of` the logits hidden @ weight.T + bias, which are made again in the backward pass.
+    """`stats_of` the logits hidden @ weight.T + bias, which are recomputed in the backward pass.
 
     What autograd would allocate for each chunk is allocated once: the chunk's logits, which become
     their own gradient, and the weight's gradient, to which each chunk adds its share. On a CPU,
@@ -258,7 +258,7 @@ class _LinearStats(torch.autograd.Function):
 def _logits_of_chunks(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, rows: int
 ) -> Iterator[tuple[slice, Tensor, list[tuple[Tensor, slice]]]]:
-    """Of each chunk: its positions, its logits, and both again part by part. One buffer for all."""
+    """Chunks: positions, logits, and both again part by part. One buffer serves them all."""
     width = len(weight_VH)
     buffer_CV = hidden_NH.new_empty(min(rows, len(hidden_NH)), width)
     together = _positions_together(hidden_NH.device, width)

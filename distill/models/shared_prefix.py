@@ -1,4 +1,4 @@
-"""A causal LM whose forward pass runs and stores a prefix once; and one that runs as it came."""
+"""Causal LM that runs and stores a shared prefix once; and a plain one for other architectures."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def reward_advantages(
 
 
 def has_constant_reward(group: TrajectoryGroup) -> bool:
-    """Whether every member has the same reward, so that none is better than another."""
+    """True if every member has the same reward, so that none is better than another."""
     return len({trajectory.reward for trajectory in group.trajectories_G}) == 1
 
 

@@ -1,4 +1,4 @@
-"""From segments to tensors: training rows, and batches of rows under a token budget."""
+"""Training rows, and batches of rows under a token budget: from segments to tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherRows:
-    """What a row's loss takes from the other rows of its sequence: the trajectory's other segments.
+    """Sums over the other rows of a row's sequence (the trajectory's other segments), for its loss.
 
     They may be in another micro-batch, or on another worker.
 
@@ -160,7 +160,7 @@ class Batch:
         return self.sum_by_row(values_N) / self.sum_by_row(torch.ones_like(values_N))
 
     def sequence_tokens(self) -> Tensor:
-        """How many tokens are trained of each row's whole sequence, shape (rows,)."""
+        """Number of trained tokens of each row's whole sequence, shape (rows,)."""
         return self.of_rows([row.num_trained + row.other_rows.tokens for row in self.rows])
 
     def of_rows(self, values: Sequence[float]) -> Tensor:
@@ -190,7 +190,7 @@ _COPIED_KEYS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What rows take that run together: each in full, or each prefix once and what continues it.
+    """Token counts of rows run together: each in full, or each prefix once and then its suffixes.
 
     A row's prefix is its context without the last token, which predicts the first trained one.
     `most_mask` is the model's (distill.models.shared_prefix): 0 if it cannot share prefixes.
@@ -227,7 +227,7 @@ class BatchShape:
         )
 
     def shares(self, most_mask: int) -> bool:
-        """Whether prefixes are run once: it saves tokens, padding counted, and the mask fits."""
+        """True if prefixes are run once: it saves tokens, padding counted, and the mask fits."""
         return (
             self.shortest_prefix > 0
             and self._keys * self.suffix_width <= most_mask
@@ -326,7 +326,7 @@ def _by_length(units: Iterable[_Unit]) -> list[_Unit]:
 
 
 def _pays(group: Sequence[_Unit], most_mask: int) -> bool:
-    """Whether it takes fewer tokens as a batch of its own than its rows do without any padding."""
+    """True if it takes fewer tokens as a batch of its own than its rows do without any padding."""
     rows = [row for unit in group for row in unit.rows]
     return BatchShape.of(rows).layer_tokens(most_mask) < sum(map(len, rows))
 
@@ -341,8 +341,8 @@ def padded_size(rows: Sequence[TrainingRow]) -> int:
 
 
 def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0) -> int:
-    """How many tokens one after another the workers take that run these in step: of each round of
-    `deal` those of its largest batch."""
+    """Tokens on the critical path of workers that run these batches in step: summed over the rounds
+    of `deal`, those of the round's largest batch."""
     sizes = (_layer_tokens(batch, most_mask) for batch in batches)
     return sum(sorted(sizes, reverse=True)[::workers])
 

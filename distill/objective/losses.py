@@ -29,7 +29,7 @@ Metrics = dict[str, Tensor]
 
 
 class StepCounts(NamedTuple):
-    """Of the whole optimizer step, whatever micro-batch a loss is looking at.
+    """Counts of the whole optimizer step, whatever micro-batch a loss is computed on.
 
     A sequence is a row, or the rows of all segments of a trajectory.
     """
@@ -39,7 +39,7 @@ class StepCounts(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Per token, shape (N,): its loss before weighing, and whether a bound took its gradient."""
+    """Losses per token, shape (N,), before weighing, and whether a bound took the gradient."""
 
     loss_N: Tensor
     clipped_N: Tensor
@@ -176,7 +176,7 @@ def mismatch_weights(
 
 
 def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -> Metrics:
-    """How far the learner is from what sampled: means over the step's tokens, and extremes.
+    """Metrics of the ratio of learner to behaviour policy: means over the step's tokens, extremes.
 
     k1 = -log r, k2 = (log r)^2 / 2 and k3 = r - 1 - log r estimate KL(behaviour || pi) from samples
     of behaviour (Schulman 2020); only k1 and k3 are unbiased, only k2 and k3 never negative.
@@ -214,7 +214,7 @@ def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Of a whole step's metrics, with what can only be computed from the sums.
+    """A whole step's metrics, with those added that can only be computed from the sums.
 
     `train/ess`: the effective sample size (sum r)^2 / (n sum r^2) as a share of the tokens, in
     (0, 1]; 1 where every ratio is the same (Kong 1992).

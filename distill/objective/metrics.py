@@ -55,7 +55,7 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:
-    """Where the trained turns of a trajectory are: runs of action tokens, in order."""
+    """The trained turns of a trajectory as slices: runs of action tokens, in order."""
     turns = []
     for segment in trajectory.segments:
         edges = np.flatnonzero(np.diff(segment.action_mask_T.astype(np.int8), append=0))
@@ -65,7 +65,7 @@ def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How many turns and segments, why episodes end, and the reverse KL of each of the first turns.
+    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns.
 
     A turn's number is its place among the turns that are trained.
     """

@@ -1,4 +1,4 @@
-"""Training rows from what was sampled: one a segment, with all that the objective asks of it."""
+"""Training rows from what was sampled: one per segment, with all that the objective asks of it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
 def _others(
     rows: Sequence[TrainingRow], logprobs: Sequence[FloatArray], objective: ObjectiveConfig
 ) -> list[OtherRows]:
-    """Of each of a sequence's rows, what it needs of the others."""
+    """`OtherRows` of each of a sequence's rows."""
     log_ratios, future_kls, following = [], [], 0.0
     for row, logprobs_N in reversed(list(zip(rows, logprobs, strict=True))):
         mask_T = row.loss_mask_T

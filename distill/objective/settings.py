@@ -1,4 +1,4 @@
-"""What a run optimises: the settings of advantages, policy losses and divergences, in one place.
+"""Settings of the objective: advantages, policy losses and divergences, in one place.
 
 `PolicyObjective` is what RL has; `ObjectiveConfig` adds the teacher. Both refuse what has no
 gradient, or one that does not depend on the teacher, and say why. See docs/objectives.md for when
@@ -79,7 +79,7 @@ class PolicyObjective:
         doc="token: every trained token of the step counts alike; sequence: every sequence does",
     )
     num_substeps: int = chz.field(
-        default=1, doc="optimizer updates a step: its groups are split into so many parts"
+        default=1, doc="optimizer updates per step: its groups are split into so many parts"
     )
     entropy_coef: float = chz.field(default=0.0, doc="weight of the entropy of p_T, as a bonus")
     bonus_coef: float = chz.field(
@@ -237,7 +237,7 @@ class ObjectiveConfig(PolicyObjective):
 
     @property
     def asked_of_teacher(self) -> int:
-        """How many of the teacher's likeliest tokens are needed; 0: none."""
+        """Number of the teacher's likeliest tokens to request; 0: none."""
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
 

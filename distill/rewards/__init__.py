@@ -1,1 +1,1 @@
-"""What a response earns: rewards of whole responses and of single tokens, accuracy."""
+"""Rewards of whole responses and of single tokens; accuracy."""

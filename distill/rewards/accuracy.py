@@ -1,4 +1,4 @@
-"""What a few responses a prompt say of a model: pass@k, majority votes, and how sure one can be."""
+"""Accuracy from a few responses per prompt: pass@k, majority votes, confidence intervals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def majority(answers_N: Sequence[Hashable | None]) -> int | None:
 def interval(values_P: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of a mean over prompts; None of fewer than two prompts.
 
-    One value a prompt, whatever it was averaged over: responses to one prompt are not independent
+    One value per prompt, whatever it was averaged over: responses to one prompt are not independent
     of one another (Miller, 2024, arXiv:2411.00640, "clustered standard errors"). Values of 0 and 1
     alone get Wilson's interval (1927), which holds for few prompts and near 0 and 1; others the
     normal approximation.

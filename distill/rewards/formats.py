@@ -1,4 +1,4 @@
-"""What a response looks like: a pattern that it matches, a schema that its JSON fits."""
+"""Format rewards: a regular expression that a response matches, a schema that its JSON fits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _in_child(check: Any, response: str, answer: str) -> float:
 
 
 def _prepare() -> None:
-    """This module is imported, which is all."""
+    """Does nothing: importing this module is the preparation."""
 
 
 def _matches(response: str, answer: str) -> float:
@@ -112,7 +112,7 @@ def _check_references(schema: Resource, resolver: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What every response should look like, and what one earns that does.
+    """Required pattern of every response, and the reward for matching it.
 
     Raises:
         ConfigError: no regular expression, a negative reward, or one without a pattern.

@@ -53,5 +53,5 @@ def _pattern(fact: str) -> str:
 
 
 def _joins(character: str) -> bool:
-    """Whether a letter or digit beside it would make it part of a longer word."""
+    """True if a letter or digit beside it would make it part of a longer word."""
     return re.fullmatch(rf"[^\W{CJK}]", character) is not None

@@ -41,13 +41,13 @@ def math_answer(response: str) -> str | None:
 
 
 def _end_of(response: str) -> str:
-    """From the last box on; math-verify would take several as parts of one answer."""
+    """The response from the last box on; math-verify would take several as parts of one answer."""
     end = response[-_LONGEST:]
     return end[max(0, end.rfind(r"\boxed")) :]
 
 
 def _ask(function: Callable[..., Any], *arguments: str) -> Any:
-    """None if it took too long, or too much memory."""
+    """The call's result; None if it took too long, or too much memory."""
     try:
         return in_child(_prepare, function, *arguments, timeout_s=_TIMEOUT_S)
     except OverLimit as error:

@@ -109,7 +109,7 @@ _PARSED = (matches, json_schema)
 
 
 def check_answer(reward: RewardFunction, answer: str | None) -> None:
-    """Raises DataError for an answer that the reward cannot read, where that is quickly told."""
+    """Raises DataError for an answer that the reward cannot read, where a cheap check finds it."""
     if answer is not None and reward in _PARSED:
         reward("", answer)
 

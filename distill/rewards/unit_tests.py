@@ -1,4 +1,4 @@
-"""A reward for programs: do they pass the tests? Both run in the sandbox, apart from each other."""
+"""Reward of programs by unit tests. Both run in the sandbox, apart from each other."""
 
 from __future__ import annotations
 

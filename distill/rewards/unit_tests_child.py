@@ -1,4 +1,4 @@
-"""What `unit_tests.py` runs in the sandbox: tests, and the solution in a process of its own.
+"""Child of `unit_tests.py`, in the sandbox: runs the tests, and the solution in its own process.
 
     tests ── call solve(3), here are its arguments ──> solution
           <──── 4, and the arguments afterwards ──────
@@ -247,7 +247,7 @@ def _refresh(before: list[Any], after: list[Any]) -> None:
 
 
 def _built_in_error(kinds: list[str], text: str) -> Exception:
-    """Never an exit: it would end the tests, and well."""
+    """The built-in error of that kind, never an exit: it would end the tests, and well."""
     for name in kinds:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -275,7 +275,7 @@ def run_tests() -> None:
 
 
 def _safe(names: dict[str, Any]) -> dict[str, Any]:
-    """But for names that Python has, or obeys: tests mean `all` as it is."""
+    """The names, without those that Python has, or obeys: tests mean `all` as it is."""
     return {
         name: value
         for name, value in names.items()
@@ -305,7 +305,7 @@ def run_solution(reader: int, writer: int) -> None:
 
 
 def _names(source: str) -> dict[str, Any]:
-    """What the solution defines."""
+    """Names that the solution defines."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     exec(compile(source, "solution.py", "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""Calls of code that is not trusted, or that may not end: each has a limit.
+"""Bounded calls, of code that is not trusted or may not end: each has a limit.
 
     in_child     a child process: ended when it is late, and held to so much memory; no sockets
     in_thread    a thread of this process: nothing can end it, so it is given up

@@ -1,4 +1,4 @@
-"""Runs Python that nobody has read, such as a model's, in a process that can do little harm.
+"""Sandbox for untrusted Python, such as a model's: a process that can do little harm.
 
     result = await run_python("print(6 * 7)", limits=SandboxLimits(wall_s=5))
 
@@ -62,7 +62,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use.
+    """Resource limits of a program.
 
     CPU time (whole seconds) and memory (of addresses, which is more than what is in use) are by
     process; `files_mb` is all of /tmp; output is by stream; threads count as processes.
@@ -97,7 +97,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """How a program ended. `exit_code` is minus the signal, None where we ended it."""
+    """Outcome of a program. `exit_code` is minus the signal, None where we ended it."""
 
     stdout: str
     stderr: str
@@ -136,7 +136,7 @@ async def run_python(
 
 
 def require_sandbox(isolation: Isolation = "namespaces") -> None:
-    """Makes the sandbox once a process, to know that it can be made: a tenth of a second.
+    """Makes the sandbox once per process, to know that it can be made: a tenth of a second.
 
     Raises:
         ConfigError: it cannot, and what would help.
@@ -169,7 +169,7 @@ def _failure(isolation: Isolation) -> str | None:
 
 @contextmanager
 def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, int]]:
-    """What the launcher reads, and both ends of what it reports through."""
+    """The launcher's input, and both ends of the pipe it reports through."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux; this is {sys.platform}")
     spec: dict[str, Any] = {**asdict(limits), "source": source, "python": sys.executable}
@@ -190,7 +190,7 @@ def _prepared(source: str, limits: SandboxLimits) -> Iterator[tuple[bytes, int, 
 
 @lru_cache
 def _interpreter_directories() -> list[str]:
-    """Where the interpreter and its packages are, and each link on the way to it."""
+    """Directories of the interpreter and its packages, and each link on the way to it."""
     found = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
     found |= {os.path.realpath(path) for path in found}
     path = sys.executable

@@ -1,4 +1,4 @@
-"""What `sandbox.py` starts: makes the sandbox around itself, and runs the program in it.
+"""Launcher started by `sandbox.py`: makes the sandbox around itself, and runs the program in it.
 
     launcher ── first process of the namespaces ── the program
     (waits)     (builds the root, waits, reports)   (an interpreter of its own)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _read(length: int) -> bytes:
-    """Not a byte more: the rest is the program's."""
+    """Exactly `length` bytes of stdin: the rest is the program's."""
     data = b""
     while len(data) < length and (chunk := os.read(0, length - len(data))):
         data += chunk
@@ -130,7 +130,7 @@ def _write_maps(pid: int, maps: dict[str, str], root: bool) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    """In one write, as the kernel wants these."""
+    """Writes the text in one call, as the kernel wants for these files."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -317,7 +317,7 @@ class _Filter(ctypes.Structure):
 
 
 def _limit(what: int, soft: int, hard: int | None = None) -> None:
-    """Never above what we are held to ourselves."""
+    """Sets a resource limit, never above the one that this process has."""
     hardest = resource.getrlimit(what)[1]
     ceiling = soft if hard is None else hard
     if hardest != resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""A filter of system calls for programs that nobody has read, as the kernel takes it.
+"""Seccomp filter for untrusted programs, as the kernel takes it.
 
 What it refuses has no use in a computation: memory that no limit counts (memfd, System V), keys,
 sockets of rare families, io_uring, tracing, mounting, new namespaces, BPF, modules. Refused calls

@@ -1,4 +1,4 @@
-"""Long texts in pieces that end where a reader would pause, each within a budget of tokens.
+"""Chunking of long texts: pieces end where a reader would pause, each within a budget of tokens.
 
 The splitting is `semantic-text-splitter`'s: Markdown's sections, blocks and lines, then Unicode's
 sentences (also of scripts without spaces), words and characters; the best boundary that fits wins.
@@ -58,7 +58,7 @@ class Chunk:
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """How many tokens the text is on its own, without special tokens.
+    """Number of tokens of the text on its own, without special tokens.
 
     Raises:
         DataError: the tokenizer cannot encode it.
@@ -142,7 +142,7 @@ def _led(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
 ) -> list[tuple[int, int]]:
-    """What only leads joins what follows, of which the splitter may have had to take a part."""
+    """Joins lead-only pieces (headings, opening fences) to the next piece, within the budget."""
     led: list[tuple[int, int]] = []
     for start, stop in spans:
         if led and _LEAD.fullmatch(text, *led[-1]):
@@ -189,7 +189,7 @@ def _chunk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kinds:
-    """What stands where in a text. The fenced blocks are in order."""
+    """Positions of fenced blocks and sentence ends in a text. The fenced blocks are in order."""
 
     text: str
     fence_starts: Sequence[int]

@@ -1,4 +1,4 @@
-"""A long history within a budget of tokens: by keywords, by a model, or by a function of yours.
+"""Condensing of a long history to a budget of tokens: by keywords, a model, or your function.
 
 What is condensed no longer begins as the model saw it before, so the turn after it opens a new
 segment, which the teacher scores behind the condensed history too.
@@ -136,7 +136,7 @@ class KeywordCondenser:
         return condensed
 
     def _affordable(self, pieces: Sequence[Chunk], ranked: Sequence[int], budget: int) -> list[int]:
-        """Those of the best pieces that fit together, gaps included; the best first."""
+        """The best pieces that fit together, gaps included; the best first."""
         gap_tokens = count_tokens(self.tokenizer, GAP)
         kept: dict[int, None] = {}
         used = -gap_tokens  # there is a gap less than there are runs of neighbours
@@ -188,7 +188,7 @@ def _joined(text: str, pieces: Sequence[Chunk], kept: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCondenser:
-    """Has a model summarise chunk after chunk, and the summaries again until they fit.
+    """Summarises chunk after chunk by a model, and the summaries again until they fit.
 
     An answer over its share is cut at a sentence's end; `<think>` is no part of an answer.
 
@@ -333,7 +333,7 @@ def _transcript(message: Message) -> str:
 
 
 def _focus(messages: Sequence[Message]) -> str:
-    """What the user said last; where the user is silent, what was said last."""
+    """The user's last message; without one, the last message of all."""
     said = [m for m in messages if m["role"] == "user"] or messages
     return str(said[-1].get("content") or "")
 

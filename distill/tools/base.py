@@ -1,4 +1,4 @@
-"""What a tool is, and what a model asks of it: OpenAI's function calling."""
+"""Tools and tool calls, as in OpenAI's function calling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ToolError(Exception):
-    """What a tool tells the model in place of a result: it went wrong, and why."""
+    """An error that the model is shown in place of a tool's result, with its reason."""
 
 
 class Tool(ABC):
@@ -21,7 +21,7 @@ class Tool(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What it does and when to call it: the model reads it."""
+        """Description for the model: what the tool does and when to call it."""
 
     @property
     @abstractmethod
@@ -30,7 +30,7 @@ class Tool(ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's `tools` have it."""
+        """JSON schema of the tool, as chat templates and OpenAI's `tools` have it."""
         return {
             "type": "function",
             "function": {

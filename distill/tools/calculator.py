@@ -1,4 +1,4 @@
-"""Arithmetic, by simpleeval, held to what is quick."""
+"""Calculator tool: arithmetic by simpleeval, limited to what is quick."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Arithmetic(SimpleEval):
-    """Without strings, comparisons, lists, attributes and subscripts."""
+    """Evaluator without strings, comparisons, lists, attributes and subscripts."""
 
     def __init__(self) -> None:
         super().__init__(operators=_OPERATORS, functions=_FUNCTIONS, names=dict(_CONSTANTS))

@@ -1,4 +1,4 @@
-"""Running what a model asked for: every call has an answer, and none of them is its undoing.
+"""Execution of a model's tool calls: every call gets an answer, and none ends the episode.
 
 call ── known? ── arguments fit? ── tool, for at most timeout_s ── text
                                                                     │ cut by characters
@@ -36,7 +36,7 @@ _LONGEST_COMPLAINT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """What one call may take, and give.
+    """Limits of one call: its time and the size of its result.
 
     Raises:
         ConfigError: a limit that is not positive.
@@ -53,7 +53,7 @@ class ToolLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutcome:
-    """What a call gave: the message that tells the model, and what became of it on the way.
+    """Result of a call: the message for the model, and what was done to it on the way.
 
     `truncated`: the result was longer than `max_tokens`. `neutralised`: it had control tokens of
     the chat template in it.
@@ -190,7 +190,7 @@ async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> st
 def _content(
     text: str, max_tokens: int, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, bool, bool]:
-    """What the model is told; whether it was cut, and whether it had control tokens."""
+    """The text for the model; whether it was truncated, and whether it had control tokens."""
     start = encodable(text[: max_tokens * _CHARACTERS_PER_TOKEN], tokenizer)
     neutral = neutralised(start, tokenizer)
     kept = longest_prefix(neutral, max_tokens, tokenizer)

@@ -1,4 +1,4 @@
-"""A Python function as a tool: its types and its docstring say how a model is to call it."""
+"""Tools from Python functions: the JSON schema comes from the types and the docstring."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _plain(schema: Any) -> Any:
 
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Not in the loop's own pool: there, hung calls use up the threads, and the end waits for all.
+    """Runs it in a new thread: in the loop's own pool, hung calls use up threads, and exit waits.
 
     What is no Exception (an exit) is made one: it is the function that ends, not we.
     """

@@ -1,4 +1,4 @@
-"""Tools by their names, as a setting has them."""
+"""Loading of tools by the names in a setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python, in the sandbox."""
+"""Python tool: runs a program in the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searching local texts by their words: BM25, by bm25s, over paragraphs."""
+"""Retrieval tool: BM25 search over paragraphs of local texts, by bm25s."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _building = threading.Lock()
 class Retrieval(Tool):
     """Paragraphs of the *.txt, *.md and *.jsonl (field `text`) under a directory.
 
-    The index is made at the first search, once a process; what pickles is the directory.
+    The index is made at the first search, once per process; what pickles is the directory.
 
     Raises:
         ConfigError: no such directory, or no such file in it that is not empty.

@@ -1,4 +1,4 @@
-"""Text of strangers made fit for a model's context: encodable, without control tokens, cut."""
+"""Sanitising of foreign text for a model's context: encodable, no control tokens, truncated."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def count_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _is_known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """It encodes, without the token for what is unknown."""
+    """True if the text encodes without the unknown token."""
     try:
         ids = _ids(text, tokenizer)
     except DataError:
@@ -87,7 +87,7 @@ def _first(candidates: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _control_spans(text: str, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
-    """Where added tokens stand in the text, as it is written or as the tokenizer reads it."""
+    """Spans of added tokens in the text, as it is written or as the tokenizer reads it."""
     added = {
         token.content: id_
         for id_, token in tokenizer.added_tokens_decoder.items()

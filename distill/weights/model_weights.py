@@ -1,4 +1,4 @@
-"""A model's weights, wherever their parts are: known by name and shape, made whole in portions.
+"""A model's weights, sharded or not: known by name and shape, gathered in portions.
 
 The learner offers them so; each transport takes them in portions that suit it. No place holds a
 second full copy only because a model is sharded, or because an adapter is merged on the way.
@@ -24,11 +24,11 @@ FILE_BYTES = 2 << 30
 
 
 class Weights(Protocol):
-    """What is pushed and saved: each stored tensor once, a tied lm_head left to its embedding."""
+    """Weights to push and save: each stored tensor once, a tied lm_head left to its embedding."""
 
     @property
     def layouts(self) -> Sequence[TensorLayout]:
-        """Of every tensor, in the order of the model."""
+        """Layout of every tensor, in the order of the model."""
         ...
 
     def gather(self, names: Sequence[str]) -> dict[str, Tensor]:

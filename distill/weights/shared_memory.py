@@ -100,7 +100,7 @@ class SharedBlock:
                 views[name].copy_(tensor)
 
     def share(self) -> SharedTensors:
-        """What was written last; good until the next write, or until this process ends."""
+        """A reference to the last write; valid until the next one, or until this process ends."""
         assert self._file is not None, "nothing was written yet"
         descriptor = self._file.descriptor
         return SharedTensors(

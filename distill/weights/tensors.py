@@ -25,7 +25,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """What a tensor is called and how it is laid out; `dtype` as torch calls it (`float32`)."""
+    """Name, dtype and shape of a tensor; `dtype` as torch calls it (`float32`)."""
 
     name: str
     dtype: str

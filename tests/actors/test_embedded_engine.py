@@ -38,7 +38,7 @@ from distill.errors import ConfigError, EngineError
 from distill.models.loading import read_weights
 from distill.models.shared_prefix import MOST_MASK, SharedPrefixModel
 from distill.sampling import Sampling, TrainSampling
-from distill.tokenizer import load_tokenizer, probe
+from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.weights.tensors import PackedTensors
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
@@ -168,7 +168,7 @@ def test_info_tells_what_the_checkpoint_says(tmp_path: Path) -> None:
     assert asyncio.run(start(model_dir).info()).tokenizer is None
     save_tokenizer(model_dir)
     info = asyncio.run(start(model_dir).info())
-    assert info.tokenizer == probe(load_tokenizer(model_dir))
+    assert info.tokenizer == probe_tokenizer(load_tokenizer(model_dir))
     assert info.tokenizer is not None and info.tokenizer.chat is not None
     assert info.eos_token_ids == (7,)
     assert info.temperature_scaling == "in the engine"

@@ -24,7 +24,7 @@ from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
-from distill.tokenizer import load_tokenizer, probe
+from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.types import StopReason
 from distill.weights.tensors import PackedTensors
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer, tiny_model_dir
@@ -622,5 +622,5 @@ def test_info_describes_the_model(party: Party) -> None:
     assert (info.vocab_size, info.context_length) == (VOCAB_SIZE, CONTEXT)
     assert (info.weight_version, info.dtype) == (0, "float32")
     assert info.eos_token_ids in ((EOS,), None)
-    assert info.tokenizer in (probe(load_tokenizer(party.model_dir)), None)
+    assert info.tokenizer in (probe_tokenizer(load_tokenizer(party.model_dir)), None)
     assert info.kind and info.model and info.temperature_scaling

@@ -25,9 +25,9 @@ from actors.sglang.server import sglang_installed
 from actors.sglang.weights import InFlight, WeightSession
 from distill.engine import (
     CheckpointDirectory,
+    CollectiveBroadcast,
     Engine,
     GenerateRequest,
-    GroupBroadcast,
     Sample,
     ScoreRequest,
     WeightSource,
@@ -307,12 +307,12 @@ def test_an_update_that_cannot_begin_leaves_the_old_weights(server: Served) -> N
     server.expect_whole(0)
 
 
-def broadcast(*tensors: TensorLayout, **changes: Any) -> GroupBroadcast:
+def broadcast(*tensors: TensorLayout, **changes: Any) -> CollectiveBroadcast:
     settings: dict[str, Any] = {
         "address": "127.0.0.1", "port": 9, "group": "nobody", "backend": "gloo", "world_size": 2,
         "rank_offset": 1, "buckets": (tensors,), "join_deadline_s": 3,
     } | changes  # fmt: skip
-    return GroupBroadcast(**settings)
+    return CollectiveBroadcast(**settings)
 
 
 def test_a_group_s_layout_is_checked_before_anything_is_joined(server: Served) -> None:

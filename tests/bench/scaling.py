@@ -37,9 +37,9 @@ from distill.objective.settings import ObjectiveConfig
 from distill.weights.model_weights import names_of, plan_buckets
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
-from learner.group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
+from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.sharding import local
 from learner.worker import LearnerWorker, follow
 from tests.bench.learner import new_checkpoint, uneven_rows

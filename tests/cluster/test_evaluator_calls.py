@@ -15,7 +15,7 @@ from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
-    Role,
+    ActorSpec,
     RunFailed,
     Supervisor,
     ready_call,
@@ -49,7 +49,7 @@ class House:
             prepare=lambda: None,
             deadline_s=120,
         )
-        role = Role(
+        role = ActorSpec(
             name=EVALUATOR,
             title=lambda _index: EVALUATOR,
             create=self.create,

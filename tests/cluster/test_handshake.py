@@ -30,7 +30,13 @@ from distill.handshake.comparison import CalibrationReport
 from distill.models.loading import load_causal_lm
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from distill.tokenizer import Fingerprint, TokenizerProbe, fingerprint, load_tokenizer, probe
+from distill.tokenizer import (
+    Fingerprint,
+    TokenizerProbe,
+    fingerprint,
+    load_tokenizer,
+    probe_tokenizer,
+)
 from distill.types import FloatArray
 from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
@@ -153,7 +159,7 @@ def parties(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Pa
         stale_policy=stale,
         teacher=embedded(tiny_pair.teacher),
         learner=new_learner(tiny_pair.student, tmp_path_factory.mktemp("scratch")),
-        tokenizer=probe(tokenizer),
+        tokenizer=probe_tokenizer(tokenizer),
         fingerprint=fingerprint(tokenizer),
     )
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import ray
 
-from cluster.placement.placement_groups import Placement, Role, _lacking
+from cluster.placement.placement_groups import Placement, ResourceDemand, _lacking
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 
@@ -29,7 +29,7 @@ class Member:
         return ray.get_runtime_context().get_placement_group_id() or ""
 
 
-def placement(*roles: Role, colocate: tuple[str, ...] = ()) -> Placement:
+def placement(*roles: ResourceDemand, colocate: tuple[str, ...] = ()) -> Placement:
     return Placement(roles, strategy="pack", colocate=colocate, name="test")
 
 
@@ -64,9 +64,9 @@ def idle(ray_cluster: None) -> None:
 
 def test_members_start_in_the_bundles_that_were_reserved() -> None:
     mine = placement(
-        Role(name="policy", count=2, resources=ONE),
-        Role(name="learner", count=1, resources={"CPU": 2, "GPU": 0}),
-        Role(name="worker", count=3, resources={"CPU": 0}),
+        ResourceDemand(name="policy", count=2, resources=ONE),
+        ResourceDemand(name="learner", count=1, resources={"CPU": 2, "GPU": 0}),
+        ResourceDemand(name="worker", count=3, resources={"CPU": 0}),
     )
     reserve(mine)
     assert free_cpus() == 4
@@ -84,8 +84,8 @@ def test_members_start_in_the_bundles_that_were_reserved() -> None:
 
 def test_colocated_members_of_one_index_share_a_bundle() -> None:
     mine = placement(
-        Role(name="policy", count=2, resources=ONE),
-        Role(name="learner", count=1, resources={"CPU": 2}),
+        ResourceDemand(name="policy", count=2, resources=ONE),
+        ResourceDemand(name="learner", count=1, resources={"CPU": 2}),
         colocate=("policy", "learner"),
     )
     reserve(mine)
@@ -99,8 +99,8 @@ def test_colocated_members_of_one_index_share_a_bundle() -> None:
 
 def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
     mine = placement(
-        Role(name="learner", count=1, resources=ONE),
-        Role(name="policy", count=2, resources={"CPU": 1, "GPU": 1}),
+        ResourceDemand(name="learner", count=1, resources=ONE),
+        ResourceDemand(name="policy", count=2, resources={"CPU": 1, "GPU": 1}),
     )
     with pytest.raises(ConfigError) as refused:
         reserve(mine)
@@ -113,11 +113,12 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once() -> None:
 
 
 def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
-    others = placement(Role(name="other", count=6, resources=ONE))
+    others = placement(ResourceDemand(name="other", count=6, resources=ONE))
     reserve(others)
     said: list[str] = []
     mine = placement(
-        Role(name="learner", count=1, resources=ONE), Role(name="policy", count=3, resources=ONE)
+        ResourceDemand(name="learner", count=1, resources=ONE),
+        ResourceDemand(name="policy", count=3, resources=ONE),
     )
     with pytest.raises(ConfigError, match=r"still waiting for policy .*, after 2 s"):
         reserve(mine, 2, said.append)
@@ -130,14 +131,14 @@ def test_a_busy_cluster_is_waited_for_and_then_given_up() -> None:
 
 
 def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
-    others = placement(Role(name="other", count=6, resources=ONE))
+    others = placement(ResourceDemand(name="other", count=6, resources=ONE))
     reserve(others)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reserve(placement(Role(name="policy", count=3, resources=ONE)), poll=interrupt)
+        reserve(placement(ResourceDemand(name="policy", count=3, resources=ONE)), poll=interrupt)
     others.release()
     eventually(lambda: free_cpus() == 8)
     time.sleep(1)
@@ -145,9 +146,12 @@ def test_a_signal_ends_the_wait_and_leaves_nothing_reserved() -> None:
 
 
 def test_a_member_is_added_when_there_is_room_and_removed() -> None:
-    mine = placement(Role(name="policy", count=1, resources={"CPU": 5}))
+    mine = placement(ResourceDemand(name="policy", count=1, resources={"CPU": 5}))
     reserve(mine)
-    first, second = mine.add("policy"), placement(Role(name="other", count=1, resources={"CPU": 3}))
+    first, second = (
+        mine.add("policy"),
+        placement(ResourceDemand(name="other", count=1, resources={"CPU": 3})),
+    )
     reserve(second)
     assert first == 1 and mine.ready("policy", 0) and not mine.ready("policy", 1)
     mine.remove("policy", 1)  # while it still waits
@@ -157,7 +161,7 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
     assert not mine.ready("policy", 2), "5 of 8 are taken"
     mine.release()
 
-    mine = placement(Role(name="policy", count=1, resources=ONE))
+    mine = placement(ResourceDemand(name="policy", count=1, resources=ONE))
     reserve(mine)
     assert mine.add("policy") == 1
     eventually(lambda: mine.ready("policy", 1))
@@ -169,7 +173,7 @@ def test_a_member_is_added_when_there_is_room_and_removed() -> None:
 
 
 def test_a_member_that_restarts_is_in_its_bundle_again() -> None:
-    mine = placement(Role(name="policy", count=1, resources=ONE))
+    mine = placement(ResourceDemand(name="policy", count=1, resources=ONE))
     reserve(mine)
     member = start(mine, "policy", 0, max_restarts=1, max_task_retries=1)
     group = ray.get(member.group.remote())
@@ -203,7 +207,7 @@ def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
 _LOSE_A_NODE = """
 import json, ray
 from ray.cluster_utils import Cluster
-from cluster.placement.placement_groups import Placement, Role
+from cluster.placement.placement_groups import Placement, ResourceDemand
 from tests.cluster.test_placement import eventually
 class Member:
     def node(self):
@@ -213,7 +217,8 @@ cluster.add_node(num_cpus=0)
 workers = [cluster.add_node(num_cpus=1, resources={"work": 1}) for _ in range(2)]
 cluster.connect()
 mine = Placement(
-    [Role(name="policy", count=2, resources={"CPU": 1, "work": 0.5})], strategy="spread", name="x"
+    [ResourceDemand(name="policy", count=2, resources={"CPU": 1, "work": 0.5})],
+    strategy="spread", name="x"
 )
 mine.reserve(deadline_s=60, say=print, poll=lambda: None)
 kind = ray.remote(Member)

@@ -18,7 +18,7 @@ from cluster.queue.group_queue import WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings, QueueStatus
 from cluster.runtime.scaling import Scaling
-from cluster.supervision.supervise import Member, Role, State
+from cluster.supervision.supervise import ActorSpec, Member, State
 from tests.queues import queue_on_ray
 from tests.samples import group
 
@@ -45,7 +45,7 @@ class Crew:
         return [
             member
             for member in self._members
-            if member.role.name == role and (not states or member.state in states)
+            if member.spec.name == role and (not states or member.state in states)
         ]
 
     def serving(self, role: str) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Crew:
         self.members(role, State.SERVING)[-1].state = State.DRAINING
 
     def _add(self, role: str, state: State) -> None:
-        kind = Role(
+        kind = ActorSpec(
             name=role,
             title=lambda index: f"{role} engine {index}",
             create=None,
@@ -70,7 +70,7 @@ class Crew:
             start_deadline_s=1,
         )
         index = len(self.members(role))
-        self._members.append(Member(role=kind, index=index, handle=None, attempt=0, state=state))
+        self._members.append(Member(spec=kind, index=index, handle=None, attempt=0, state=state))
 
 
 def queue(depth: int, starved_s: float, age_s: float) -> QueueStatus:
@@ -140,7 +140,7 @@ class Run:
     def look(self, seconds: float, depth: int = 0, starved: float = 0) -> None:
         self.now += seconds
         self.starved_s += starved * seconds
-        self.scaling.look(queue(depth, self.starved_s, self.now - 1000))
+        self.scaling.update(queue(depth, self.starved_s, self.now - 1000))
 
 
 @pytest.fixture(autouse=True)

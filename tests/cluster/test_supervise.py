@@ -13,10 +13,10 @@ import ray
 
 from cluster.handles import calls
 from cluster.supervision.supervise import (
+    ActorSpec,
     Budget,
     LearnerLost,
     Member,
-    Role,
     RunFailed,
     State,
     Supervisor,
@@ -70,7 +70,7 @@ class House:
             "heartbeat": whereabouts_call, "introduction": whereabouts_call,
             "start_deadline_s": DEADLINE_S,
         } | role  # fmt: skip
-        self.role = Role(**settings)
+        self.spec = ActorSpec(**settings)
 
     def create(self, index: int, attempt: int) -> Any:
         self.made.append((index, attempt))
@@ -94,7 +94,7 @@ class House:
 
     def started(self, *indices: int) -> None:
         for index in indices:
-            self.supervisor.add(self.role, index)
+            self.supervisor.add(self.spec, index)
         self.until(lambda: self.serving(*indices))
         self.until(lambda: all(self.told("start", f"helper {i}") for i in indices))
         self.supervisor.under_way = True
@@ -176,13 +176,13 @@ def test_an_actor_that_cannot_start_fails_the_run_at_its_start_alone(
 ) -> None:
     house = new_house()
     house.wrong = "config"
-    house.supervisor.add(house.role, 0)
+    house.supervisor.add(house.spec, 0)
     with pytest.raises(RunFailed, match=r"helper 0 died at its start \(.*no such checkpoint"):
         house.until(lambda: False)
     house = new_house()
     house.started(0)
     house.wrong = "config"
-    house.supervisor.add(house.role, 1)
+    house.supervisor.add(house.spec, 1)
     house.until(lambda: house.buried == ["helper 1"])
     house.wrong = ""
     house.until(lambda: house.serving(0, 1))
@@ -199,7 +199,7 @@ def test_the_loss_of_a_vital_actor_is_the_learner_s(new_house: Callable[..., Hou
 
 def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House]) -> None:
     house = new_house(gated=True)
-    house.supervisor.add(house.role, 0)
+    house.supervisor.add(house.spec, 0)
     house.until(lambda: bool(house.supervisor.waiting()))
     [member] = house.supervisor.waiting()
     assert house.supervisor.serving("helper") == {}
@@ -215,7 +215,7 @@ def test_a_gated_actor_serves_once_it_is_admitted(new_house: Callable[..., House
 def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -> None:
     there = False
     house = new_house(placed=lambda _index: there, start_deadline_s=1)
-    house.supervisor.add(house.role, 0)
+    house.supervisor.add(house.spec, 0)
     end_of_wait = time.monotonic() + 2
     house.until(lambda: time.monotonic() > end_of_wait)
     [member] = house.supervisor.members("helper", State.STARTING)
@@ -227,7 +227,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
 def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
     house = new_house(hang_after_s=4, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
-    member: Member = house.supervisor.adopt(house.role, 0, handle)
+    member: Member = house.supervisor.adopt(house.spec, 0, handle)
     house.until(lambda: bool(house.told("start", "helper 0")))
     os.kill(house.pid(), signal.SIGKILL)
     house.until(lambda: len(house.told("start", "helper 0")) == 2)

@@ -89,7 +89,7 @@ class Patient:
 
     def look(self, times: range, **changes: Any) -> None:
         for self.clock.now in times:
-            self.dog.look(status(**changes), workers("sampling", self.clock.now + 125), {})
+            self.dog.check(status(**changes), workers("sampling", self.clock.now + 125), {})
 
 
 def test_it_tells_then_acts_then_gives_up() -> None:
@@ -152,7 +152,7 @@ class SlowRun:
             quiet = quiet_s(self.ledger.status(), worker, still_s)
             self.ledger.renew(i for i, seconds in quiet.items() if seconds < 450)
             self.ledger.expire(now)
-            self._dog.look(self.ledger.status(), worker, still_s)
+            self._dog.check(self.ledger.status(), worker, still_s)
             self._lease()
 
 

@@ -28,8 +28,8 @@ from cluster.handles.local_actor import LocalActor
 from cluster.recipes.on_policy import run_on_policy
 from cluster.weights.publisher import Publisher, PushSettings
 from cluster.weights.transports import (
+    CollectiveTransport,
     DiskTransport,
-    GroupTransport,
     ObjectStoreTransport,
     SharedMemoryTransport,
     choose_transports,
@@ -311,7 +311,7 @@ def on_node(node: str | None) -> Any:
 
 HERE, THERE = None, "another node"
 SHARED, OBJECTS = SharedMemoryTransport, ObjectStoreTransport
-FILES, GROUP = DiskTransport, GroupTransport
+FILES, GROUP = DiskTransport, CollectiveTransport
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_the_transport_fits_the_placement(choice, nodes, served, expected) -> No
         )
         assert [(type(t), [int(name) for name in t.engines]) for t in found] == expected
         for transport in found:
-            if isinstance(transport, GroupTransport):
+            if isinstance(transport, CollectiveTransport):
                 kind, address = transport.describe().split(" group from ")
                 assert kind == {"cpu": "gloo", "cuda": "nccl"}[device]
                 assert (address == "127.0.0.1") == (THERE not in nodes)
@@ -413,7 +413,7 @@ def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 20.0)
     ray.get(server.load_weights.remote(PackedTensors.pack(gather_all(learner.weights())), 0))
     publish = publisher({"policy engine 0": server}, learner, Queue(), choice="group", served=True)
-    transport = GroupTransport(
+    transport = CollectiveTransport(
         {"policy engine 0": server}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
         bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip

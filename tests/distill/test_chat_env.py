@@ -115,7 +115,7 @@ def test_turns_rewards_and_bonuses(tokenizer: PreTrainedTokenizerBase) -> None:
     closed = Echo.closed
     policy = Scripted(tokenizer, ["7", "42", "1"])
     made = trajectory(Echoes()(None, setting(tokenizer)), policy)
-    assert made.reward == 3.0 and made.metrics == {"heard": 3, "partings": 0}
+    assert made.reward == 3.0 and made.metrics == {"heard": 3, "prefix_breaks": 0, "partings": 0}
     assert made.stop_reason is StopReason.EOS
     [segment] = made.segments  # the template only appends, so all turns are one chain
     text = tokenizer.decode(segment.tokens_T.tolist())
@@ -133,7 +133,7 @@ def test_a_tool_is_called_and_answered(tokenizer: PreTrainedTokenizerBase, tmp_p
     assert made.metrics["tool_seconds"] > 0
     assert {n: v for n, v in made.metrics.items() if n != "tool_seconds"} == {
         "tool_calls": 1, "tool_errors": 0, "tool_truncated": 0, "tool_neutralised": 0,
-        "partings": 0,
+        "prefix_breaks": 0, "partings": 0,
     }  # fmt: skip
     assert "calculator" in policy.seen[0] and "What is 6*7?" in policy.seen[0]
     assert policy.seen[1].endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")

@@ -78,9 +78,9 @@ class Episode:
     def hears(self, *messages: dict[str, Any]) -> bool:
         """Whether the next observation extends what was seen, having checked that it is right."""
         observation_T, taken = self.turns[-1]
-        partings = len(self.talk.prefix_breaks)
+        breaks = len(self.talk.prefix_breaks)
         self.talk.hear(messages)
-        extended = len(self.talk.prefix_breaks) == partings
+        extended = len(self.talk.prefix_breaks) == breaks
         served = chat_text(
             self.tokenizer, self.talk.messages, tools=self.tools or None, add_generation_prompt=True
         )
@@ -107,7 +107,7 @@ class Episode:
 
 
 def parted(episode: Episode) -> list[str]:
-    return [parting.reason for parting in episode.talk.prefix_breaks]
+    return [found.reason for found in episode.talk.prefix_breaks]
 
 
 def trained(episode: Episode) -> list[list[str]]:
@@ -157,8 +157,8 @@ def test_thinking_is_kept_in_the_tool_loop_and_goes_with_the_next_question() -> 
     episode.says("You are welcome.")
     stop = episode.stop
     assert trained(episode) == [[first + stop, second + stop], [f"You are welcome.{stop}"]]
-    [parting] = episode.talk.prefix_breaks
-    assert parting.turn == 1 and "<think>\nadd" in parting.seen and len(parting.served) <= 120
+    [found] = episode.talk.prefix_breaks
+    assert found.turn == 1 and "<think>\nadd" in found.seen and len(found.served) <= 120
 
 
 @pytest.mark.parametrize("text", ["hm</think>It is 3.", "</think>", "<think>", "a</think></think>"])
@@ -317,7 +317,7 @@ def test_tools_need_a_template_for_them() -> None:
     assert episode.hears(THANKS)
 
 
-def test_partings_are_told_once(
+def test_prefix_breaks_are_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "_logged", set())
@@ -328,7 +328,7 @@ def test_partings_are_told_once(
             assert not episode.hears(THANKS)
     [record] = caplog.records
     assert TURN in record.getMessage() and " yes<|im_end|>" in record.getMessage()
-    assert [parting.turn for parting in episode.talk.prefix_breaks] == [0, 1, 2]
+    assert [found.turn for found in episode.talk.prefix_breaks] == [0, 1, 2]
 
 
 def spacing_tokenizer(assistant: str) -> PreTrainedTokenizerBase:
@@ -365,7 +365,7 @@ def test_what_cannot_be_encoded_on_its_own_parts() -> None:
     ids = [token_id(tokenizer, token) for token in "cd"]
     talk.said(replace(sample(*ids), stop_reason=StopReason.LENGTH))
     talk.hear([{"role": "user", "content": "ef"}])
-    assert [parting.reason for parting in talk.prefix_breaks] == [JOIN]
+    assert [found.reason for found in talk.prefix_breaks] == [JOIN]
     assert tokenizer.decode(talk.observation_T.tolist()) == "ab:cdef:"
 
 

@@ -18,8 +18,8 @@ from transformers import (
     StableLmConfig,
 )
 
-import distill.models.prefix_probe
-from distill.models.prefix_probe import shares_prefixes
+import distill.models.attention_probe
+from distill.models.attention_probe import shares_prefixes
 from distill.weights.model_weights import gather_all
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.learner import Learner, Part
@@ -105,7 +105,7 @@ def test_no_room_for_the_probe_says_nothing_of_the_architecture(
     def fail(*_: Any) -> str:
         raise error
 
-    monkeypatch.setattr(distill.models.prefix_probe, "_difference", fail)
+    monkeypatch.setattr(distill.models.attention_probe, "_difference", fail)
     with pytest.raises(type(error)):
         shares_prefixes(model)
     assert model.config._attn_implementation == "sdpa"

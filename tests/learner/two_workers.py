@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from learner.config import LearnerConfig
-from learner.group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.learner import Learner
+from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.worker import LearnerWorker, LossFunction, follow
 
 WORKERS = 2

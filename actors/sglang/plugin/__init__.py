@@ -1,1 +1,1 @@
-"""What SGLang itself loads: input log-probs at T, weights out of shared memory."""
+"""Plugin that SGLang itself loads: input log-probs at T, weights out of shared memory."""

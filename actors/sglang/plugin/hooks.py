@@ -10,7 +10,7 @@ environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of
                                        whose, and gives the sampler its undivided logits back
     LogitsProcessor._get_logits        divides each chunk of logits, row by row
     SchedulerOutputStreamer.is_request_level_customized_info_key
-                                       has the two fields below sent once a request
+                                       has the two fields below sent once per request
 
 In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
 
@@ -78,7 +78,7 @@ _PASS = "_isotherm_pass"
 
 
 class Asked(NamedTuple):
-    """What one request of a prefill batch asked for."""
+    """Log-prob options of one request of a prefill batch."""
 
     temperature: float
     input_logprobs: bool
@@ -230,7 +230,7 @@ def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
-    """Of a ForwardBatch, or of LogitsMetadata, which has worked it out. Host data only."""
+    """True if a ForwardBatch, or LogitsMetadata, returns input log-probs. Host data only."""
     if hasattr(batch, "extend_return_logprob"):
         return bool(batch.extend_return_logprob)
     mode = batch.forward_mode

@@ -1,4 +1,4 @@
-"""What the SGLang plugin hooks or reads inside SGLang, and whether this SGLang still has it."""
+"""Compatibility check: the SGLang internals that the plugin hooks or reads are still there."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def native_option_present() -> bool:
-    """Whether a request of this SGLang can name the temperature of its input log-probs."""
+    """True if a request of this SGLang can name the temperature of its input log-probs."""
     paths = ("managers.io_struct.GenerateReqInput", "sampling.sampling_params.SamplingParams")
     return any(NATIVE_OPTION in _field_names(pkgutil.resolve_name(_SRT + path)) for path in paths)
 
@@ -73,7 +73,7 @@ def unrecognised_internals(
     parameters: Mapping[str, Sequence[str]] = EXPECTED_PARAMETERS,
     fields: Mapping[str, Sequence[str]] = EXPECTED_FIELDS,
 ) -> list[str]:
-    """What the hooks rely on and this SGLang does not have, one line each."""
+    """Internals that the hooks rely on and this SGLang lacks, one line each."""
     wrong = []
     for path, expected in parameters.items():
         found = _parameters(path)

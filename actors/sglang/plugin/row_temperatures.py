@@ -1,4 +1,4 @@
-"""The tensor maths of the SGLang plugin: whose temperature each row of prefill logits gets.
+"""The tensor maths of the SGLang plugin: the temperature of each row of prefill logits.
 
     requests    extend_lens, start_lens --> `rows_of_requests`: each one's run of pruned rows
     logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
@@ -173,7 +173,7 @@ def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device: from pinned memory."""
+    """Asynchronous copy to the device, from pinned memory."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

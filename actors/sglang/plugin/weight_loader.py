@@ -24,7 +24,7 @@ LOADER = f"{__name__}.load"
 
 
 def serialized_order(shared: SharedTensors) -> bytes:
-    """What the server is sent; of types that its restricted unpickler knows."""
+    """The order for the server, pickled; of types that its restricted unpickler knows."""
     return pickle.dumps([(json.dumps(asdict(shared)), torch.empty(0))])
 
 

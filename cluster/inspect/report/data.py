@@ -1,4 +1,4 @@
-"""What a report says of a run: facts, evaluations, curves and kept rollouts, ready for JSON."""
+"""Data of a run's report: facts, evaluations, curves and kept rollouts, ready for JSON."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _tokenizer(run: Run) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The run's tokenizer, or what to tell the reader of token ids."""
+    """The run's tokenizer, or an explanation for readers who see token ids."""
     try:
         return run_tokenizer(run), None
     except CheckpointError as error:

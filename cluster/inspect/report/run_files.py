@@ -1,4 +1,4 @@
-"""What a run wrote, read back: its settings, its metrics, its kept rollouts and its tokenizer."""
+"""Reader of a run's files: its settings, its metrics, its kept rollouts and its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run wrote. `settings` and `summary` are empty where it did not."""
+    """The files of a run, read. `settings` and `summary` are empty where it wrote none."""
 
     out: Path
     recipe: str
@@ -87,7 +87,7 @@ def run_tokenizer(run: Run) -> PreTrainedTokenizerBase:
 
 
 def why_no_rollouts(run: Run) -> str:
-    """What a reader without rollouts is told."""
+    """Explanation for a reader why there are no rollouts."""
     if run.recipe in ("sft", "dpo"):
         return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."
     if run.settings.get("keep_rollouts_every") == 0:

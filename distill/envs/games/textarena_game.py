@@ -88,7 +88,7 @@ class TextArenaGame(Game):
         self._scores = float(rewards[0]), float(rewards[1])
 
     def _look(self) -> None:
-        """What the seat to move sees; looking takes it from the library, so it is kept."""
+        """Reads and keeps the observation of the seat to move: the library hands it out once."""
         state: Any = self._env.state
         self._moves = _listed(state.observations.get(state.current_player_id, ()))
         self._to_move, seen = self._env.get_observation()
@@ -102,7 +102,7 @@ class TextArenaGame(Game):
         self._view = seen if self._afresh else seen[len(before) :].lstrip("\n")
 
     def _invalid(self, seat: int) -> bool:
-        """Whether the library has held an invalid move against the seat."""
+        """True if the library has recorded an invalid move of the seat."""
         return bool(self._env.state.game_info.get(seat, {}).get("invalid_move"))
 
     @contextmanager
@@ -188,7 +188,7 @@ def _listed(messages: Any) -> tuple[str, ...]:
 
 
 class RandomMover:
-    """Any of the moves that the game lists.
+    """Uniformly random player over the moves that the game lists.
 
     Raises:
         DataError: it lists none at this point.

@@ -79,7 +79,7 @@ def played(board: str, square: int) -> str:
 
 @cache
 def value(board: str) -> int:
-    """What the player to move can be sure of: 1 a win, 0 a draw, -1 no more than a loss."""
+    """Minimax value for the player to move: 1 a win, 0 a draw, -1 a loss."""
     if winner(board) is not None:
         return -1  # the other one has just made a line
     squares = free_squares(board)

@@ -33,7 +33,7 @@ SEATS = 2
 
 
 class IllegalMove(Exception):
-    """What a player wrote is no move here."""
+    """Raised for a text that is no legal move."""
 
 
 class Game(ABC):
@@ -46,19 +46,19 @@ class Game(ABC):
     @property
     @abstractmethod
     def scores(self) -> tuple[float, float] | None:
-        """What each seat earned; None while the game goes on."""
+        """Rewards of the two seats; None while the game goes on."""
 
     @property
     @abstractmethod
     def rules(self) -> str:
-        """What a player is told before its first move; empty where its first view tells them."""
+        """The rules, shown before a player's first move; empty where its first view has them."""
 
     @abstractmethod
     def view(self, seat: int) -> str:
-        """What a player sees before each of its moves."""
+        """The position as a player sees it before each of its moves."""
 
     def afresh(self, seat: int) -> bool:
-        """Whether the view takes the place of all that was said, instead of following it."""
+        """True if the view replaces the history instead of following it."""
         return False
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Seat(MessageEnv):
 
 
 def _shown(game: Game, seat: int, *, rules: bool = False) -> list[Message]:
-    """What a player sees before a move; before its first one, the rules as well."""
+    """The messages that a player sees before a move; the rules come first where `rules`."""
     view = game.view(seat)
     if rules and game.rules:
         view = f"{game.rules}\n\n{view}"
@@ -253,7 +253,7 @@ class TableGroupBuilder(EnvGroupBuilder):
 
 
 class TableDataset(EnvDataset):
-    """So many openings; the policy's seat alternates where it has an opponent."""
+    """Dataset of openings; the policy's seat alternates where it has an opponent."""
 
     def __init__(
         self,

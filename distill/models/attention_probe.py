@@ -1,4 +1,4 @@
-"""Which attention a model runs with: ours, if a probe shows that it computes the same thing."""
+"""Choice of attention: shared-prefix, if a numerical probe shows that it reproduces the model's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.types import TokenArray
 logger = logging.getLogger(__name__)
 
 # (our model, probe rows, their true hidden states) -> the largest `relative_gap` found
-FurtherProbe = Callable[[SharedPrefixModel, Sequence[TokenArray], Sequence[Tensor]], float]
+DecodeProbe = Callable[[SharedPrefixModel, Sequence[TokenArray], Sequence[Tensor]], float]
 
 
 class _WindowRecorder(CausalPass):
@@ -34,21 +34,21 @@ class _WindowRecorder(CausalPass):
 
 
 def choose_model(
-    model: PreTrainedModel, further_probe: FurtherProbe | None = None
+    model: PreTrainedModel, decode_probe: DecodeProbe | None = None
 ) -> SharedPrefixModel | PlainModel:
     """`SharedPrefixModel` if it reproduces the model, else `PlainModel` with a warning."""
-    shares = shares_prefixes(model, further_probe)
+    shares = shares_prefixes(model, decode_probe)
     return SharedPrefixModel(model) if shares else PlainModel(model)
 
 
 @torch.no_grad()
-def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None = None) -> bool:
-    """Whether `SharedPrefixModel` reproduces the model; a warning says why it does not.
+def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = None) -> bool:
+    """True if `SharedPrefixModel` reproduces the model; a warning says why it does not.
 
     The model is as before, with its own attention.
 
     A probe of two ragged rows, one of them continued after a stored prefix, is compared with the
-    model's own forward pass; `further_probe` may try more. Windows longer than the probe are
+    model's own forward pass; `decode_probe` may try more. Windows longer than the probe are
     compared with what the config declares.
 
     Raises:
@@ -63,8 +63,8 @@ def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None =
             expected = [PlainModel(model).hidden([row])[0] for row in rows]
             ours = SharedPrefixModel(model)
             why_not = _difference(ours, model.config.get_text_config(), rows, expected)
-            if not why_not and further_probe:
-                why_not = _too_large(further_probe(ours, rows, expected), expected[0].dtype)
+            if not why_not and decode_probe:
+                why_not = _too_large(decode_probe(ours, rows, expected), expected[0].dtype)
             if not why_not:
                 return True
         except Exception as error:  # a foreign model's code may fail in any way on our pass
@@ -82,7 +82,7 @@ def shares_prefixes(model: PreTrainedModel, further_probe: FurtherProbe | None =
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether a GPU's allocator or the main memory's has no more to give."""
+    """True for an out-of-memory error of a GPU's allocator or the main memory's."""
     # torch's allocator of main memory raises a RuntimeError that names it
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""The workers of one learner: how they meet, and how the first of them tells the others what to do.
+"""Process groups of a learner's workers: rendezvous, and orders from the leader to the others.
 
     leader     send (an order to each) -> does its own share -> collect (an answer of each)
     follower   receive (an order), do it, answer, receive ...      ends with its connection
@@ -93,7 +93,7 @@ class WorkerGroup:
         return received[0]
 
     def collect(self, own: Any) -> list[Any]:
-        """On the leader: every worker's answer, by rank; its own, large as it may be, as it is."""
+        """Every worker's answer, by rank, on the leader; its own, large as it may be, as it is."""
         if self.size == 1:
             return [own]
         answers: list[Any] = [None] * self.size
@@ -101,7 +101,7 @@ class WorkerGroup:
         return [own, *answers[1:]]
 
     def answer(self, value: Any) -> None:
-        """On a follower."""
+        """Called by a follower: sends its answer to the leader."""
         dist.gather_object(value, None, dst=0, group=self.collectives)
 
     def total(self, value: float) -> float:
@@ -121,7 +121,7 @@ class WorkerGroup:
         return agreed[0]
 
     def workers_here(self) -> int:
-        """How many of the workers share this host."""
+        """Number of workers on this host."""
         if self.size == 1:
             return 1
         hosts: list[Any] = [None] * self.size
@@ -137,7 +137,7 @@ def _in_memory(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Where workers meet. Listens on this address alone; torch itself would on every one."""
+    """Rendezvous store of the workers. Listens on this address alone; torch itself would on all."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen()

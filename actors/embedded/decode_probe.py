@@ -1,4 +1,4 @@
-"""The engine's further probe of a model: a cached decode, replayed, against its own forward."""
+"""Decode probe of a model: a cached decode, replayed, against its own forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actors.embedded.decoding import Row
 from actors.embedded.kv_cache import CachedDecoder
-from distill.models.prefix_probe import relative_gap
+from distill.models.attention_probe import relative_gap
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.sampling import EvalSampling
 from distill.types import TokenArray
