@@ -1,4 +1,4 @@
-"""A queue on Ray, as a run starts it."""
+"""Queues as runs start them: on Ray, or in this process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from cluster.handles.local_actor import LocalActor
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
@@ -28,4 +29,19 @@ def queue_on_ray(
     actor = remote(GroupQueueActor).options(**lasting | (actor_options or {})).remote(
         secrets.token_hex(8), run_id, trained or TrainedGroups(), settings, journal
     )  # fmt: skip
+    return GroupQueue(actor, timeout_s=timeout_s)
+
+
+def queue_here(
+    settings: LedgerSettings,
+    journal: str,
+    *,
+    timeout_s: float,
+    trained: TrainedGroups | None = None,
+    run_id: str = "",
+) -> GroupQueue:
+    """The same queue on an actor of this process."""
+    actor = LocalActor(
+        GroupQueueActor, secrets.token_hex(8), run_id, trained or TrainedGroups(), settings, journal
+    )
     return GroupQueue(actor, timeout_s=timeout_s)

@@ -40,7 +40,7 @@ class HostedSglangEngine(SglangEngine):
         in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
         gpu_share: the part of a GPU that the server may fill.
         host: address to listen on; only this process speaks to the server.
-        log_path: file for what the server prints; None makes a temporary one.
+        log_path: file for what the server prints; None makes one without a name.
         environment: variables added to the server's.
         start_deadline_s, request_deadline_s: longest a start, and a request, may take.
 

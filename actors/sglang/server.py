@@ -24,7 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 import aiohttp
 
@@ -33,6 +35,7 @@ from distill.errors import ConfigError, EngineLost
 logger = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 40
+_TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
 # Between finding a free port and the server's bind, somebody else can take it.
 _PORT_ATTEMPTS = 3
@@ -62,7 +65,8 @@ class SglangServer:
         flags: SGLang's own command-line flags, without host, port and keys.
         environment: variables added to the server's environment.
         host: address to listen on.
-        log_path: file for everything the server prints; None makes a temporary one.
+        log_path: file for everything the server prints; None makes one without a name, which
+            this process alone can read.
         start_deadline_s: longest the server may take to become ready.
 
     Raises:
@@ -85,7 +89,8 @@ class SglangServer:
         self._start_deadline_s = start_deadline_s
         self.api_key = secrets.token_urlsafe(24)
         self.admin_api_key = secrets.token_urlsafe(24)
-        self.log_path = log_path or Path(tempfile.mkdtemp(prefix="isotherm-sglang-")) / "server.log"
+        self._log_path = log_path
+        self._log = _open_log(log_path)
         self._process = self._spawn()
 
     @property
@@ -105,16 +110,14 @@ class SglangServer:
         self._port = _free_port(self._host)
         self._started = time.monotonic()
         flags = [*self._flags, "--host", self._host, "--port", str(self._port)]
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log_path, "ab", opener=_private) as log:
-            # No session of its own: Ray then kills it with the actor's process group, too.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "actors.sglang.launch"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment, "PYTHONPATH": self._python_path()},
-            )
+        # No session of its own: Ray then kills it with the actor's process group, too.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "actors.sglang.launch"],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **self._environment, "PYTHONPATH": self._python_path()},
+        )
         order = {"flags": flags, "api_key": self.api_key, "admin_api_key": self.admin_api_key}
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -170,9 +173,10 @@ class SglangServer:
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines of what the server printed."""
-        with open(self.log_path, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
-            text = log.read().decode(errors="replace")
+        log = self._log.fileno()
+        size = os.fstat(log).st_size
+        # At a position: where the server goes on writing is not moved.
+        text = os.pread(log, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def obituary(self) -> str:
@@ -188,7 +192,8 @@ class SglangServer:
         return f"ended with code {code}"
 
     def _last_words(self) -> str:
-        return f"The end of its log ({self.log_path}):\n{self.log_tail()}"
+        name = f" ({self._log_path})" if self._log_path else ""
+        return f"The end of its log{name}:\n{self.log_tail()}"
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the server and every process it started; returns when it is gone."""
@@ -212,6 +217,9 @@ def _free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def _private(path: str, flags: int) -> int:
-    """Opens for the owner only: SGLang prints its arguments, keys among them."""
-    return os.open(path, flags, 0o600)
+def _open_log(path: Path | None) -> IO[bytes]:
+    """For appending and for reading, by the owner only: prompts may be printed."""
+    if path is None:
+        return tempfile.TemporaryFile(buffering=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "a+b", buffering=0, opener=partial(os.open, mode=0o600))

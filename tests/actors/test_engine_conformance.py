@@ -6,8 +6,8 @@ Only the `Engine` protocol is used. All calls run on one event loop a module, as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,13 +88,12 @@ def sglang_hosted(model_dir: str, runner: asyncio.Runner) -> Iterator[HostedSgla
 
 
 @contextmanager
-def sglang_external(model_dir: str, runner: asyncio.Runner) -> Iterator[Engine]:
-    with sglang_hosted(model_dir, runner) as host:
-        server = host.server
-        assert server is not None
-        engine = ExternalSglangEngine(url=server.url, api_key=server.api_key, request_deadline_s=60)
-        yield engine
-        runner.run(engine.close())
+def sglang_external(hosted: HostedSglangEngine, runner: asyncio.Runner) -> Iterator[Engine]:
+    server = hosted.server
+    assert server is not None
+    engine = ExternalSglangEngine(url=server.url, api_key=server.api_key, request_deadline_s=60)
+    yield engine
+    runner.run(engine.close())
 
 
 _SEEDS = "SGLang seeds its samples only in its deterministic mode, which does not run on a CPU"
@@ -108,20 +107,45 @@ LACKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(LACKS), ids=lambda start: start.__name__)
-def party(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Party]:
-    start: Callable[[str, asyncio.Runner], Any] = request.param
-    directories = [
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Checkpoints of the first weights and of others."""
+    made = [
         tiny_model_dir(tmp_path_factory.mktemp("m"), seed=seed, context_length=CONTEXT)
         for seed in (1, 2)
     ]
-    for directory in directories:
+    for directory in made:
         save_tokenizer(directory)
+    return made
+
+
+@pytest.fixture(scope="module")
+def hosted(directories: list[str], runner: asyncio.Runner) -> Iterator[HostedSglangEngine]:
+    with sglang_hosted(directories[0], runner) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=list(LACKS), ids=lambda start: start.__name__)
+def party(
+    request: pytest.FixtureRequest, directories: list[str], runner: asyncio.Runner
+) -> Iterator[Party]:
+    """The server that one engine hosts is the other's external one."""
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
-    with asyncio.Runner() as runner, start(directories[0], runner) as engine:
-        yield Party(engine, directories[0], models[0], models[1], runner, LACKS[start])
+    first, other = models
+    with ExitStack() as stack:
+        if request.param is embedded:
+            engine: Any = stack.enter_context(embedded(directories[0], runner))
+        else:
+            engine = request.getfixturevalue("hosted")
+            if request.param is sglang_external:
+                engine = stack.enter_context(sglang_external(engine, runner))
+        yield Party(engine, directories[0], first, other, runner, LACKS[request.param])
 
 
 @pytest.fixture

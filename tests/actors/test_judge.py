@@ -305,6 +305,7 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
         Judge(**{"url": "https://host/api/v1", "model": MODEL, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 def test_a_real_server_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model writes nonsense: the request is taken, and what comes back is no verdict."""

@@ -413,6 +413,7 @@ class Served:
             "--skip-server-warmup"
         )
         environment = {"SGLANG_USE_CPU_ENGINE": "1", **environment}
+        self.log = log
         self.server = SglangServer(
             [*common.split(), *flags], environment=environment, log_path=log, start_deadline_s=300
         )
@@ -480,7 +481,7 @@ class Served:
         )
 
     def largest_prefill_batch(self) -> int:
-        counts = re.findall(r"Prefill batch.*?#new-seq: (\d+)", self.server.log_path.read_text())
+        counts = re.findall(r"Prefill batch.*?#new-seq: (\d+)", self.log.read_text())
         return max(map(int, counts), default=0)
 
 

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.server import SglangServer, sglang_installed
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
+from tests.leftovers import gone
 
 needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
 
@@ -31,6 +33,7 @@ needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not 
 START_DEADLINE_S = 300
 # What the project promises: no server process outlives its owner by more than this.
 ORPHAN_S = 10
+PRIVATE_FILES = "actors.sglang.private_files"
 
 
 def flags(model: str, extra: str = "") -> list[str]:
@@ -42,15 +45,17 @@ def flags(model: str, extra: str = "") -> list[str]:
 
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
-# A process that owns a server, says who it is once the server answers, and waits.
+# A process that owns a server, says its keys once the server answers, and waits.
 OWNER = """
 import asyncio, sys, time
 from actors.sglang.hosted import HostedSglangEngine
 
 async def main():
-    engine = HostedSglangEngine(model_path=sys.argv[1], device="cpu", start_deadline_s=300)
+    engine = HostedSglangEngine(
+        model_path=sys.argv[1], device="cpu", start_deadline_s=300, log_path=sys.argv[2]
+    )
     await engine.info()
-    print("ready", flush=True)
+    print(engine.server.api_key, engine.server.admin_api_key, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -58,22 +63,60 @@ asyncio.run(main())
 
 
 @needs_sglang
-def test_a_killed_owner_leaves_no_server_behind(tiny_pair: TinyPair) -> None:
+def test_a_server_shows_its_keys_to_nobody_and_leaves_nothing_when_its_owner_is_killed(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    log = tmp_path / "server.log"
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, tiny_pair.student], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, tiny_pair.student, str(log)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert owner.stdout is not None
-        assert owner.stdout.readline() == "ready\n"
+        keys = owner.stdout.readline().split()
         family = psutil.Process(owner.pid).children(recursive=True)
         assert len(family) >= 3, "an HTTP server, a scheduler and a detokenizer"
-        assert not any("--api-key" in process.cmdline() for process in family), "a key to be read"
+        printed = log.read_text() + "".join(str(process.cmdline()) for process in family)
+        assert "api_key" in printed, "SGLang prints its arguments"
+        assert len(keys) == 2 and not [key for key in keys if key in printed]
+        assert listening(family) <= {"127.0.0.1", gloo_address()}
+        directory = private_directory_of(family)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert named_after(directory), "SGLang's shared memory does not carry the name"
         os.kill(owner.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(family, timeout=ORPHAN_S)
         assert not alive, f"orphans: {[process.cmdline()[:4] for process in alive]}"
+        assert not gone(lambda: named_after(directory))
     finally:
         owner.kill()
         owner.communicate()
+
+
+def listening(processes: Sequence[psutil.Process]) -> set[str]:
+    """Addresses at which the processes take TCP connections."""
+    sockets = [each for process in processes for each in process.net_connections("tcp")]
+    assert sockets
+    return {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+
+
+def gloo_address() -> str:
+    """Where gloo listens, on every machine: it takes the address of the host's name."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def private_directory_of(processes: Sequence[psutil.Process]) -> Path:
+    """As the keeper of the server's launcher, the first of the processes, was told."""
+    launcher = str(processes[0].pid)
+    told = [process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"])]
+    [directory] = [line[-2] for line in told if PRIVATE_FILES in line and line[-1] == launcher]
+    return Path(directory)
+
+
+def named_after(directory: Path) -> set[Path]:
+    """A server's directory and its shared memory, where they are."""
+    return {path for path in (directory, *Path("/dev/shm").iterdir())
+            if directory.name in path.name and path.exists()}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -97,12 +140,14 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
         try:
             asyncio.run(server.ready())
             assert server.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
-            assert stat.S_IMODE(log.stat().st_mode) == 0o600, "the log may hold the keys"
+            assert stat.S_IMODE(log.stat().st_mode) == 0o600, "the log may hold prompts"
+            family = psutil.Process(server.pid).children(recursive=True)
             [scheduler, *_] = [
                 child
-                for child in psutil.Process(server.pid).children(recursive=True)
+                for child in family
                 if "scheduler" in child.name() or "scheduler" in " ".join(child.cmdline())
             ]
+            directory = private_directory_of([psutil.Process(server.pid), *family])
             scheduler.kill()
             deadline = time.monotonic() + 120
             while server.running:
@@ -110,6 +155,7 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
                 time.sleep(0.2)
             assert re.match("the SGLang server (ended|was killed)", server.obituary())
             assert str(log) in server.obituary()
+            assert not gone(lambda: named_after(directory))
         finally:
             server.stop()
 

@@ -1,4 +1,4 @@
-"""The queue as its three ends see it, on real Ray, its actor killed in between."""
+"""The queue as its three ends see it; on real Ray where its actor is killed or processes cross."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.handles.calls import get, kill, wait
 from cluster.inspect.audit import audit
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
-from tests.queues import queue_on_ray
+from tests.queues import queue_here, queue_on_ray
 from tests.samples import group
 
 NewQueue = Callable[..., GroupQueue]
@@ -46,12 +47,13 @@ def new_queue(ray_cluster: None, journal: str) -> Iterator[NewQueue]:
         rules = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 8, "lease_s": 600.0}
         rules |= {name: changes.pop(name) for name in RULES & changes.keys()}
         given = {"journal": journal, "timeout_s": DEADLINE_S} | changes
-        made.append(queue_on_ray(LedgerSettings(**rules), **given))
+        build = queue_on_ray if given.pop("on_ray", False) else queue_here
+        made.append(build(LedgerSettings(**rules), **given))
         return made[-1]
 
     yield new
     for queue in made:
-        ray.kill(queue.actor)
+        kill(queue.actor)
 
 
 def lease(queue: GroupQueue, count: int, worker: str = "a") -> list[Lease]:
@@ -86,17 +88,17 @@ def account(trained: TrainedGroups, taken: Taken) -> None:
 
 def payloads(queue: GroupQueue) -> list[int]:
     """Groups whose payloads the actor holds."""
-    return ray.get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._payloads)))
+    return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._payloads)))
 
 
 def kill_queue(queue: GroupQueue) -> int:
-    pid = ray.get(queue.actor.__ray_call__.remote(lambda _: os.getpid()))
+    pid = get(queue.actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
     return pid
 
 
 def is_true(reference: Any) -> bool:
-    return ray.get(reference, timeout=DEADLINE_S)
+    return get(reference, timeout=DEADLINE_S)
 
 
 def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
@@ -118,7 +120,7 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
     account(trained, taken)
     queue.publish(2, trained.watermark)
-    assert payloads(queue) == [] and ray.get(queue.status()).duplicates == 4
+    assert payloads(queue) == [] and get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
     assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
         expected.tokens_T.tolist()
@@ -132,11 +134,11 @@ def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
     waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
     put(queue, *leases)
     queue.take(TrainedGroups(), 2)
-    assert ray.wait([waiting], timeout=0.2)[0] == []  # taken is not published
+    assert wait([waiting], timeout=0.2)[0] == []  # taken is not published
     queue.publish(1, 2)
     queue.publish(1, 2)
-    assert ids(ray.get(waiting).leases) == [2, 3]
-    assert ray.get(queue.status()).credit == 0
+    assert ids(get(waiting).leases) == [2, 3]
+    assert get(queue.status()).credit == 0
 
 
 def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
@@ -160,15 +162,15 @@ def test_a_hung_group_is_given_to_another_and_the_first_to_arrive_counts(
 ) -> None:
     queue = new_queue(lease_s=0.5, max_deaths=1000)
     hung = lease(queue, 1)
-    while not ray.get(queue.status()).pending:  # found in passing, by whoever asks
+    while not get(queue.status()).pending:  # found in passing, by whoever asks
         time.sleep(0.2)
     again = lease(queue, 1, "b")
     assert (ids(again), again[0].attempt) == ([0], 2)
-    assert ray.get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
-    assert ray.get(queue.status()).last_reason == "no beat for 3 s"
+    assert get(queue.expire_now([0, 5], "no beat for 3 s")) == [0]
+    assert get(queue.status()).last_reason == "no beat for 3 s"
     put(queue, *hung)
     put(queue, *again, worker="b")
-    status = ray.get(queue.status())
+    status = get(queue.status())
     assert (status.delivered, status.duplicates, status.re_leases) == (1, 1, 1)
 
 
@@ -187,16 +189,16 @@ def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> Non
     account(trained, taken)
     queue.publish(1, trained.watermark)
     assert trained.to_json()["watermark"] == 3 and len(trained) == 2
-    assert ray.get(queue.status()).set_aside == 1
+    assert get(queue.status()).set_aside == 1
 
 
 def test_what_a_dead_worker_still_asks_for_is_not_given(new_queue: NewQueue) -> None:
     queue = new_queue()
     assert ids(lease(queue, 9)) == [0, 1, 2, 3]
     asked = queue.actor.lease.remote("a", 9, "before it died", DEADLINE_S)
-    assert not ray.get(queue.status()).pending  # the call is there
-    assert is_true(queue.forfeit("a", "killed")) and ray.get(asked).leases == []
-    assert ray.get(queue.status()).pending == [0, 1, 2, 3]
+    assert not get(queue.status()).pending  # the call is there
+    assert is_true(queue.forfeit("a", "killed")) and get(asked).leases == []
+    assert get(queue.status()).pending == [0, 1, 2, 3]
 
 
 def test_a_worker_that_dies_in_a_reward_leaves_suspects_who_come_alone(new_queue: NewQueue) -> None:
@@ -214,8 +216,8 @@ def test_a_worker_that_dies_in_a_reward_leaves_suspects_who_come_alone(new_queue
         return await waiting
 
     assert ids(asyncio.run(waits_for_room())) == [2]
-    ray.get(queue.forfeit("a", "SIGSEGV"))
-    status = ray.get(queue.status())
+    get(queue.forfeit("a", "SIGSEGV"))
+    status = get(queue.status())
     assert status.set_aside == 1 and "ran this group alone (SIGSEGV)" in status.last_reason
 
 
@@ -243,14 +245,14 @@ def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
 
 
 def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
-    queue = new_queue()
+    queue = new_queue(on_ray=True)
     leases = lease(queue, 9)
     taking = queue.actor.take.remote(TrainedGroups(), 1, 60.0)
     waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll(0, 1)]
-    assert ray.wait(waits, timeout=0.2)[0] == []
-    ray.get(queue.close())
-    assert ray.get(waits[1]).leases == [] and ray.get(waits[1]).closed
-    assert ray.get(taking).closed and ray.get(waits[2]) is False
+    assert wait(waits, timeout=0.2)[0] == []
+    get(queue.close())
+    assert get(waits[1]).leases == [] and get(waits[1]).closed
+    assert get(taking).closed and get(waits[2]) is False
     put(queue, leases[0])
     with pytest.raises(QueueClosed):
         queue.take(TrainedGroups(), 1)
@@ -260,7 +262,7 @@ def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
 
 
 def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
-    queue = pickle.loads(pickle.dumps(new_queue()))
+    queue = pickle.loads(pickle.dumps(new_queue(on_ray=True)))
 
     @ray.remote(num_cpus=0)
     def work(end: WorkerEnd) -> list[int]:
@@ -272,7 +274,7 @@ def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
 
         return asyncio.run(two_groups())
 
-    assert ray.get(work.remote(WorkerEnd(queue, "a"))) == [0, 1]
+    assert get(work.remote(WorkerEnd(queue, "a"))) == [0, 1]
     assert ids(queue.take(TrainedGroups(), 2)) == [0, 1]
 
 
@@ -285,7 +287,7 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
     put(queue, *lease(queue, 2))
     account(trained, queue.take(trained, 2))
     queue.publish(1, 2)
-    ray.get(queue.commit(1, 2))
+    get(queue.commit(1, 2))
     saved = TrainedGroups.from_json(trained.to_json())
     old = lease(queue, 2)
     put(queue, *old)
@@ -293,10 +295,10 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
     queue.publish(2, 4)
     late = lease(queue, 1)
 
-    ray.get(queue.rewind(saved, "the learner died"))
+    get(queue.rewind(saved, "the learner died"))
     queue.publish(2, 4)  # was on its way when the learner died
     put(queue, *late)
-    status = ray.get(queue.status())
+    status = get(queue.status())
     assert (status.published, status.depth, status.duplicates, status.epoch) == (2, 0, 1, 2)
     for version in (2, 3, 4):
         leases = lease(queue, 2)
@@ -304,7 +306,7 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
         put(queue, *leases)
         account(saved, queue.take(saved, 2))
         queue.publish(version, saved.watermark)
-    ray.get(queue.close())
+    get(queue.close())
     found = audit(journal, steps=4)
     assert found.problems == [] and found.again == 2 and found.rewinds == 1
 
@@ -319,16 +321,16 @@ def test_a_new_job_starts_a_new_epoch(new_queue: NewQueue, journal: str) -> None
     again = lease(following, 9)
     assert [(one.group_id, one.epoch) for one in again] == [(2, 2), (3, 2)]
     put(following, *leases)
-    assert ray.get(following.status()).duplicates == 2
+    assert get(following.status()).duplicates == 2
 
 
 def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) -> None:
-    queue = new_queue()
+    queue = new_queue(on_ray=True)
     leases = lease(queue, 3, "a")
     put(queue, leases[1])
-    before = ray.get(queue.status())
+    before = get(queue.status())
     kill_queue(queue)
-    after = ray.get(queue.status())
+    after = get(queue.status())
     assert {i: held[:2] for i, held in after.leased.items()} == {0: ("a", 1), 2: ("a", 1)}
     assert after.pending == [1] and after.depth == 0  # its payload died
     assert (after.credit, after.delivered) == (before.credit, before.delivered)
@@ -362,9 +364,12 @@ class Producer:
             await self._end.put(one, group(one.group_id))
 
 
+@pytest.mark.slow
 def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) -> None:
     steps, per_step, kills = 60, 4, 4
-    queue = new_queue(groups_per_step=per_step, max_staleness=2, total_groups=steps * per_step)
+    queue = new_queue(
+        on_ray=True, groups_per_step=per_step, max_staleness=2, total_groups=steps * per_step
+    )
     producers = [Producer.remote(WorkerEnd(queue, f"worker {i}"), i) for i in range(3)]
     running = [producer.run.remote() for producer in producers]
     trained, order = TrainedGroups(), []
@@ -386,12 +391,12 @@ def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) 
             order += ids(taken)
             account(trained, taken)
             queue.publish(version, trained.watermark)
-            ray.get(queue.commit(version, trained.watermark))
+            get(queue.commit(version, trained.watermark))
     finally:
         stop.set()
         killer.join(DEADLINE_S)
-    ray.get(queue.close())
-    assert sum(ray.get(running, timeout=DEADLINE_S)) >= steps * per_step
+    get(queue.close())
+    assert sum(get(running, timeout=DEADLINE_S)) >= steps * per_step
     for producer in producers:
         ray.kill(producer)
 
