@@ -1,4 +1,4 @@
-"""What every test shares: one torch thread, one Ray, one pair of tiny checkpoints."""
+"""What every test shares: one torch thread, one Ray, one pair of tiny checkpoints, one TMPDIR."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 
+import getpass
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -27,10 +30,26 @@ from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 
+# Temporary files of this session, and of all that it starts, are in a directory of their own: what
+# a test leaves there is its own. Others than its user may pass through it, as through /tmp. Ray's
+# logs, pytest's directories and compiled kernels stay where they are without this.
+TEMPORARY = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+tempfile.tempdir = tempfile.mkdtemp(prefix="isotherm-tests-", dir=TEMPORARY)
+os.chmod(tempfile.tempdir, 0o711)
+os.environ["TMPDIR"] = tempfile.tempdir
+os.environ.setdefault("RAY_TMPDIR", TEMPORARY)
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", os.path.join(TEMPORARY, f"torchinductor_{getpass.getuser()}")
+)
+
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
 settings.register_profile("isotherm", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("isotherm")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

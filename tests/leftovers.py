@@ -1,14 +1,17 @@
-"""What a test leaves on the machine: processes, actors and shared memory of its runs.
+"""What a test leaves on the machine: processes, actors, shared memory and temporary files.
 
-Only what carries the test's own mark is looked at, so that tests may run side by side: processes
-inherit it in their environment, whoever starts them and whatever becomes of their parents. With the
+Only what is the test's own is looked at, so that tests may run side by side. Processes inherit its
+mark in their environment, whoever starts them and whatever becomes of their parents. With the
 processes go their ports. A shared Ray's processes are older than the mark; of those, actors count.
+Temporary files are in the session's own directory (tests/conftest.py). Shared memory is everybody's
+in one place, so there is looked for what nobody has any more.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,9 +30,12 @@ _GONE_WITHIN_S = 90.0
 _POLL_S = 0.1
 # Ray's own: where a raylet was killed they try to tell its head for a minute, and end.
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-# What torch makes for tensors that processes share, by the process that made it; it stays there
-# until a helper of torch's removes it, which does not outlive an actor that is killed.
-_SHARED = re.compile(r"torch_(\d+)_")
+# Named by who made it: torch's tensors that processes share, which stay there until a helper of
+# torch's removes them, which does not outlive an actor that is killed.
+_BY_PID = re.compile(r"(?:torch|sgl_shm_.+)_(\d+)_")
+# Named semaphores and memory of multiprocessing, and SGLang's.
+_MAPPED = re.compile(r"sem\.|psm_|sglang_|.*isotherm-")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +45,7 @@ def nothing_left_over(
     """Fails a test that leaves anything of its runs behind."""
     mark = f"{os.getpid()}-{request.node.nodeid}"
     monkeypatch.setenv(MARK, mark)
-    shared, actors = abandoned_memory(), set(living_actors())
+    shared, files, actors = shared_memory(), temporary_files(), set(living_actors())
     yield
     left = gone(lambda: marked(mark))
     described = [_described(process) for process in left]
@@ -49,8 +55,10 @@ def nothing_left_over(
     assert not left, f"processes live on: {described}"
     left = gone(lambda: living_actors().keys() - actors)
     assert not left, f"actors live on: {[living_actors().get(each) for each in left]}"
-    left = gone(lambda: abandoned_memory() - shared)
+    left = gone(lambda: abandoned(shared_memory() - shared))
     assert not left, f"shared memory of processes that are no more: {left}"
+    left = gone(lambda: temporary_files() - files)
+    assert not left, f"temporary files in {tempfile.gettempdir()}: {left}"
 
 
 def gone(left: Callable[[], set[Any]]) -> set[Any]:
@@ -92,11 +100,37 @@ def living_actors() -> dict[str, str]:
     return {i: a["ActorClassName"] for i, a in actors.items() if a["State"] != "DEAD"}
 
 
-def abandoned_memory() -> set[str]:
-    """Names in /dev/shm of processes that have ended."""
-    names = os.listdir("/dev/shm") if Path("/dev/shm").is_dir() else []
-    found = ((name, _SHARED.match(name)) for name in names)
-    return {name for name, by in found if by and not psutil.pid_exists(int(by[1]))}
+def temporary_files() -> set[str]:
+    """Names in the session's directory for temporary files."""
+    return set(os.listdir(tempfile.gettempdir()))
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm; none where there is no such place."""
+    return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
+
+
+def abandoned(names: set[str]) -> set[str]:
+    """Those of the names in /dev/shm whose maker has ended, or that nobody has mapped."""
+    by_pid = {name: int(made[1]) for name in names if (made := _BY_PID.match(name))}
+    mapped = {name for name in names - by_pid.keys() if _MAPPED.match(name)}
+    ended = {name for name, pid in by_pid.items() if not psutil.pid_exists(pid)}
+    return ended | (_not_mapped(mapped) if mapped else set())
+
+
+def _not_mapped(names: set[str]) -> set[str]:
+    # By inode: a semaphore was mapped under another name, before it had this one.
+    used = {inode for pid in psutil.pids() for inode in mapped_inodes(pid)}
+    there = [entry for entry in os.scandir(_SHARED_MEMORY) if entry.name in names]
+    return {entry.name for entry in there if entry.inode() not in used}
+
+
+def mapped_inodes(pid: int) -> set[int]:
+    """Inodes of what a process has mapped from /dev/shm."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        return {int(line.split()[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}
+    return set()
 
 
 def _described(process: psutil.Process) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.leftovers import MARK, abandoned_memory, gone, marked
+from tests.leftovers import MARK, abandoned, gone, marked, shared_memory
 
 ORPHAN = """
 import subprocess, sys
@@ -40,7 +41,22 @@ def test_memory_of_a_process_that_has_ended_is_found() -> None:
     try:
         for path in there:
             path.touch()
-        assert there[0].name in abandoned_memory() and there[1].name not in abandoned_memory()
+        assert abandoned({path.name for path in there}) == {there[0].name}
     finally:
         for path in there:
             path.unlink()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
+def test_a_semaphore_that_nobody_has_is_found() -> None:
+    before = shared_memory()
+    kept = multiprocessing.get_context("spawn").Lock()
+    mine = {name for name in shared_memory() - before if name.startswith("sem.")}
+    planted = Path(f"/dev/shm/sem.planted-{os.getpid()}")
+    try:
+        planted.touch()
+        assert mine and not mine & abandoned(mine)
+        assert planted.name in abandoned(shared_memory() - before)
+    finally:
+        planted.unlink()
+    del kept

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import os
 import queue
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import TimeoutError
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -26,6 +29,7 @@ from distill.sandbox.seccomp import filter_program, install
 
 _MEMORY_BYTES = 4 << 30
 _PR_SET_PDEATHSIG = 1
+_TRACKER = resource_tracker.__name__
 # Threads that were given up and still run: each may hold a core.
 _MAX_GIVEN_UP = 4
 _starting = threading.Lock()
@@ -56,12 +60,34 @@ def in_child(
 
 @lru_cache
 def _child(prepare: Callable[[], None]) -> ProcessPool:
+    _track_in_another_session()
     return ProcessPool(
         max_workers=1,
         initializer=_confine,
         initargs=(prepare,),
         context=multiprocessing.get_context("spawn"),
     )
+
+
+@lru_cache
+def _track_in_another_session() -> subprocess.Popen[bytes] | None:
+    """Starts Python's resource tracker, which removes named semaphores after this process's end.
+
+    Python would start it in this process's group, which Ray kills as a whole: the semaphores would
+    stay. One that runs already is left as it is.
+    """
+    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
+    if tracker._fd is not None:
+        return None
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", f"from {_TRACKER} import main; main({reading})"],
+        pass_fds=[reading],
+        start_new_session=True,
+    )
+    os.close(reading)
+    tracker._fd, tracker._pid = writing, process.pid
+    return process
 
 
 def _confine(prepare: Callable[[], None]) -> None:

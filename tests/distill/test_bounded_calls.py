@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from distill.sandbox import bounded_calls as bounded
 from distill.sandbox.bounded_calls import OverLimit, in_child, in_thread
 from distill.sandbox.seccomp import filter_program
+from tests.leftovers import gone, mapped_inodes
 
 
 def nothing() -> None:
@@ -19,8 +25,6 @@ def nothing() -> None:
 
 
 def end(exit_code: int) -> None:
-    import os
-
     os._exit(exit_code)
 
 
@@ -42,6 +46,34 @@ def test_a_child_that_is_over_its_limit_is_ended_and_another_made() -> None:
     with pytest.raises(OverLimit):
         in_child(nothing, end, 3, timeout_s=60)
     assert in_child(nothing, divmod, 7, 2, timeout_s=60) == (3, 1)
+
+
+CALLER = """
+import sys
+from distill.sandbox.bounded_calls import in_child
+
+if __name__ == "__main__":
+    print(in_child(int, divmod, 7, 2, timeout_s=60), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
+def test_a_caller_killed_with_its_process_group_leaves_no_semaphore(tmp_path: Path) -> None:
+    (tmp_path / "caller.py").write_text(CALLER)
+    caller = subprocess.Popen(
+        [sys.executable, str(tmp_path / "caller.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert caller.stdout is not None
+    assert caller.stdout.readline() == "(3, 1)\n"
+    mapped = mapped_inodes(caller.pid)
+    there = [Path(entry) for entry in os.scandir("/dev/shm") if entry.inode() in mapped]
+    assert there
+    os.killpg(caller.pid, signal.SIGKILL)
+    caller.communicate()
+    assert not gone(lambda: {path for path in there if path.exists()})
 
 
 @pytest.mark.skipif(not filter_program(), reason="no filter for this machine")
