@@ -74,14 +74,14 @@ class Watchdog:
         missing = [quiet[i] for i in status.missing if i in quiet]
         # The run is over when no group gets on; an actor is looked into when one does not.
         if min([idle_s, *missing]) > self._deadline_s:
-            raise RunFailed(who_waits(status, workers, idle_s))
+            raise RunFailed(wait_graph(status, workers, idle_s))
         stalled_s = min(idle_s, max(missing, default=idle_s))
         if stalled_s < self._stall_after_s:
             self._stalls = 0
         if stalled_s < self._stall_after_s * (self._stalls + 1):
             return
         self._stalls += 1
-        self._say(who_waits(status, workers, idle_s))
+        self._say(wait_graph(status, workers, idle_s))
         late = [
             i
             for i, (_, _, age_s) in status.leased.items()
@@ -146,7 +146,7 @@ def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
             return set()
 
 
-def who_waits(status: QueueStatus, workers: Mapping[str, WorkerStatus], idle_s: float) -> str:
+def wait_graph(status: QueueStatus, workers: Mapping[str, WorkerStatus], idle_s: float) -> str:
     """A report for people: what the learner waits for, where it is, and what everyone does."""
     missing = status.missing[:_SHOWN]
     lines = [f"no prompt group arrived for {idle_s:.0f} s; the learner waits for {missing}"]

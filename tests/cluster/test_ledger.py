@@ -554,7 +554,7 @@ def test_a_late_arrival_that_comes_first_wins() -> None:
 
 
 def test_the_learners_step_stands_though_the_queue_lost_it_and_set_one_aside() -> None:
-    """The weights contain a group that failed when it was made again: it counts as trained."""
+    """The weights contain a group that failed when it was sampled again: it counts as trained."""
     ledger = new(max_failures=1)
     for one in ledger.lease("a", 9):
         ledger.deliver(one)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
-from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, who_waits
+from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, wait_graph
 from cluster.supervision.supervise import RunFailed
 from distill.delivery import TrainedGroups
 
@@ -44,7 +44,7 @@ class Hospital:
 
 
 def test_the_report_names_everyone() -> None:
-    assert who_waits(status(), workers("sampling"), 120).splitlines() == [
+    assert wait_graph(status(), workers("sampling"), 120).splitlines() == [
         "no prompt group arrived for 120 s; the learner waits for [3, 5]",
         "  group 3: rollout worker 0, attempt 2, 130 s: sampling for 125 s",
         "  group 5: waits for a worker with room",

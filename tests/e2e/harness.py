@@ -70,7 +70,7 @@ def events(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def process_of(who: str, out: Path) -> int:
-    """The process id of an actor, by its name in messages; the newest, if it was made again."""
+    """The process id of an actor, by its name in messages; the newest, if it was restarted."""
     return [event["pid"] for event in events(out, "start") if event["who"] == who][-1]
 
 

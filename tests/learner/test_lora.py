@@ -574,7 +574,7 @@ def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, s
             if ".lora_B." in name:
                 parameter.mul_(std / 0.05)
     made = merged_weights(lora, rounded)
-    for _ in range(2):  # a push that is made again counts once
+    for _ in range(2):  # a repeated push counts once
         for lazy in made.values():
             lazy.make(torch.bfloat16)
     merged = {name: lazy.make(None).clone() for name, lazy in made.items()}
