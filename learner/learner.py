@@ -223,7 +223,8 @@ class Learner:
             save_adapter(path / "adapter", self._worker.lora, adapter)
         self._on_all("save_optimizer", str(path / "optimizer"))
         schedule = self._worker.schedule.state_dict()
-        torch.save({"schedule": schedule, "rng": torch.get_rng_state()}, path / "trainer.pt")
+        rng = self._on_all("rng_state")
+        torch.save({"schedule": schedule, "rng": rng}, path / "trainer.pt")
 
     def load_trainer_state(self, path: Path) -> None:
         """Restores all that `save` wrote there, besides the weights.
@@ -234,11 +235,18 @@ class Learner:
         try:
             state = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
             schedule = state["schedule"]
-            torch.set_rng_state(state["rng"])
+            rng = state["rng"]
+            if isinstance(rng, torch.Tensor):  # as it was when the leader's alone was kept
+                rng = [{"cpu": rng}]
+            for states in rng:
+                torch.Generator().set_state(states["cpu"])  # as every worker will
         except Exception as error:  # zip, pickle, OS and torch's errors all mean: not readable
             raise CheckpointError(f"cannot read {path / 'trainer.pt'}: {error}") from error
         self._on_all("load_optimizer", str(path / "optimizer"))
         self._on_all("set_schedule", schedule)
+        # Workers that the checkpoint knows nothing of draw as they began.
+        missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(rng))
+        self._on_each("set_rng_state", [*rng, *missing][: self._group.size])
 
     def _require_finite(
         self, shares: Sequence[StepShare], dealt: Sequence[Sequence[MicroBatch]]

@@ -299,6 +299,20 @@ class LearnerWorker:
         if self._config.offload_optimizer:
             put_away(self.optimizer)
 
+    def rng_state(self, _: None) -> dict[str, Tensor]:
+        """States of the generators that this worker's dropout draws from, by kind of device."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.startswith("cuda"):
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def set_rng_state(self, states: Mapping[str, Tensor]) -> None:
+        """Restores those; a kind that is not there keeps its own."""
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "cuda" in states and self.device.startswith("cuda"):
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
     def skip_update(self, _: None) -> None:
         """Goes on in the course of the learning rate."""
         with warnings.catch_warnings():  # of a schedule that is ahead of its optimizer, as this is

@@ -317,6 +317,21 @@ def test_a_state_of_another_model_is_refused(
         torch.save({"rng": torch.get_rng_state()}, tmp_path / "trainer.pt")
     else:
         state = torch.load(tmp_path / "trainer.pt", weights_only=True)
-        torch.save(state | {"rng": torch.zeros(3, dtype=torch.uint8)}, tmp_path / "trainer.pt")
+        spoilt = {"rng": [{"cpu": torch.zeros(3, dtype=torch.uint8)}]}
+        torch.save(state | spoilt, tmp_path / "trainer.pt")
     with pytest.raises(CheckpointError, match=why):
         new_learner().load_trainer_state(tmp_path)
+
+
+def test_a_state_that_has_the_leader_s_random_numbers_alone_is_read(
+    new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """As checkpoints of 0.1.0's first runs are."""
+    learner = new_learner()
+    step(learner, ROWS)
+    learner.save(tmp_path, tokenizer)
+    state = torch.load(tmp_path / "trainer.pt", weights_only=True)
+    drawn = torch.Generator().manual_seed(5).get_state()
+    torch.save(state | {"rng": drawn}, tmp_path / "trainer.pt")
+    new_learner().load_trainer_state(tmp_path)
+    assert torch.equal(torch.get_rng_state(), drawn)

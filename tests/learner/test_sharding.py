@@ -124,8 +124,16 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
 
 
 def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
+    """Saves at the half, and finds every worker's random numbers where they were."""
     train(learner, STEPS[:HALF])
-    return save(learner, given["root"], load_tokenizer(given["tokenizer"]))
+    half = save(learner, given["root"], load_tokenizer(given["tokenizer"]))
+    states = [each["cpu"] for each in learner._on_all("rng_state")]
+    assert not torch.equal(states[0], states[1]), "the workers would drop the same units"
+    learner._on_all("set_rng_state", {"cpu": torch.Generator().manual_seed(9).get_state()})
+    learner.load_trainer_state(half.path)
+    for restored, state in zip(learner._on_all("rng_state"), states, strict=True):
+        assert torch.equal(restored["cpu"], state)
+    return half
 
 
 @pytest.fixture(scope="module")
