@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
+from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
 from cluster.config.checks import check_rollout, check_sft
 from cluster.config.env import BUILT_IN
@@ -41,6 +42,7 @@ from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
@@ -67,7 +69,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     opd: NewOpd, changes: dict, lr: float
 ) -> None:
     config = opd(**changes)
-    assert config.lr == config.optimizer().lr == lr
+    assert config.lr == config.learner("model", "cpu").lr == lr
     of_the_whole_model = chz.replace(config, lora_rank=None, lora_adapter=None)
     assert of_the_whole_model.lr == changes.get("lr", 1e-5)
 
@@ -119,14 +121,41 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     learner = config.learner("model", "cpu")
     assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
     assert (learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
-    optimizer = learner.optimizer
-    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (0.01, "cosine", 2)
-    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.1, 3.0)
+    assert (learner.lr, learner.lr_schedule, learner.warmup_steps) == (0.01, "cosine", 2)
+    assert (learner.weight_decay, learner.max_grad_norm) == (0.1, 3.0)
     engine = config.policy_engine("model", "cpu", "policy.log")
     assert (engine.model, engine.dtype, engine.device, engine.threads) == (
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
     assert engine.arguments()["model_path"] == "model"
+
+
+# Of the same name in several classes: other models, other files, the device that was chosen.
+HOMONYMS = {
+    "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",
+    "out", "device", "dtype",
+}  # fmt: skip
+SETTINGS = [
+    OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, EvaluateConfig, CalibrateConfig,
+    EngineConfig, LearnerConfig,
+]  # fmt: skip
+
+
+def test_a_setting_is_declared_in_one_class() -> None:
+    """Name, type, default and doc; a class that inherits it may change the default."""
+    homes: dict[str, set[type]] = {}
+    for kind in SETTINGS:
+        for name in chz.chz_fields(kind):
+            declaring = [c for c in kind.__mro__ if name in getattr(c, "__chz_fields__", {})]
+            homes.setdefault(name, set()).add(declaring[-1])
+    assert {name for name, classes in homes.items() if len(classes) > 1} == HOMONYMS
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_no_check_of_a_part_is_lost(kind: type) -> None:
+    """chz takes the checks of the first base only where a class with several has none itself."""
+    theirs = {check for base in kind.__mro__ for check in vars(base).get("__chz_validators__", [])}
+    assert theirs == set(kind.__chz_validators__)
 
 
 def test_temperature_has_one_home() -> None:
