@@ -13,7 +13,7 @@ from distill.envs.reading import Reading
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
-from distill.lookup import current_name
+from distill.lookup import known_names, resolve
 from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, RewardFunction, load_reward
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
@@ -25,7 +25,29 @@ class _EnvFactory(chz.factories.subclass):
     """Finds an environment's class by its name, or by a path, former ones included."""
 
     def from_string(self, factory: str) -> Callable[..., Any]:
-        return super().from_string(current_name(factory))
+        """Raises ConfigError: there is none, or it is no environment."""
+        names = [env.__name__ for env in BUILT_IN]
+        if ":" in factory or "." in factory:
+            found = resolve("env", _with_colon(factory), names)
+        else:
+            try:
+                found = super().from_string(factory)
+            except chz.factories.MetaFromString as error:
+                raise ConfigError(
+                    f"env={factory} is unknown, and not package.module:Class; "
+                    f"{known_names(factory, names)}"
+                ) from error
+        if not (isinstance(found, type) and issubclass(found, EnvConfig)):
+            raise ConfigError(f"env={factory} is no EnvConfig; docs/environments.md says how")
+        if "__chz_fields__" not in vars(found):
+            raise ConfigError(
+                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}"
+            )
+        return found
+
+
+def _with_colon(path: str) -> str:
+    return path if ":" in path else ":".join(path.rpartition(".")[::2])
 
 
 def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
