@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import chz
 
@@ -16,6 +16,7 @@ from actors.sglang.server import require_sglang, sglang_installed
 from actors.sglang.weights import InFlight
 from distill.errors import ConfigError
 from distill.models.loading import resolve_device
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 
 EngineKind = Literal["sglang", "embedded"]
 EngineChoice = Literal["auto", "sglang", "embedded"]
@@ -49,7 +50,62 @@ def choose_engine(choice: EngineChoice) -> EngineKind:
 
 
 @chz.chz
-class EngineConfig:
+class EngineChoices:
+    """Kind and precision of the engines."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    engine: EngineChoice = chz.field(
+        default="auto",
+        doc="sglang: servers of our own; embedded: transformers in the engine's own process; auto: "
+        "sglang where it is installed",
+        metadata=ESSENTIAL,
+    )
+    dtype: DtypeChoice = chz.field(
+        default="auto",
+        doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
+    )
+
+
+@chz.chz
+class ServerFlags:
+    """SGLang's command line, where all engines have the same."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    server_flags: str = chz.field(default="", doc="more of SGLang's own flags")
+
+    @chz.validate
+    def _flags_are_known(self) -> None:
+        parse_flags(self.server_flags)
+
+
+@chz.chz
+class ServerSettings:
+    """Start of servers, and the effect of a weight push on them."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    in_flight: InFlight = chz.field(
+        default="continue",
+        doc="samples under way when weights are pushed to an SGLang server: continue under the new "
+        "ones (each token's version is recorded), restart, or finish first",
+    )
+    start_deadline_s: float = chz.field(
+        default=600.0,
+        doc="longest an actor may take to start, seconds: an engine with its model, an SGLang "
+        "server, a rollout worker",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _start_in_range(self) -> None:
+        if not self.start_deadline_s > 0:
+            raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+
+
+@chz.chz
+class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
     """Settings of one engine. There is no temperature here: every request brings its own."""
 
     kind: EngineKind = chz.field(
@@ -61,26 +117,19 @@ class EngineConfig:
     )
     dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
-    threads: int = chz.field(default=1, doc="torch threads of the engine on CPU")
     max_batch_rows: int = chz.field(default=256, doc="sequences decoded at the same time, at most")
     score_token_budget: int = chz.field(
         default=16384, doc="embedded: padded tokens per scoring forward"
     )
-    server_flags: str = chz.field(default="", doc="sglang: more of SGLang's own flags")
-    in_flight: InFlight = chz.field(
-        default="continue", doc="sglang: what a weight push does to the samples under way"
-    )
     gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
     log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
-    start_deadline_s: float = chz.field(default=600.0, doc="sglang: longest start, seconds")
     request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
 
     @chz.validate
     def _in_range(self) -> None:
-        for name in ("threads", "max_batch_rows", "score_token_budget"):
+        for name in ("max_batch_rows", "score_token_budget"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        parse_flags(self.server_flags)
         if self.external:
             check_url(self.model)
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import chz
 from rich.console import Console
@@ -23,6 +23,7 @@ from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.batching import TrainingRow
 from distill.sampling import check_temperature
+from distill.settings import ESSENTIAL, Section
 from distill.tokenizer import (
     TokenizerProbe,
     check_same_tokenizer,
@@ -39,13 +40,20 @@ from learner.learner import Learner
 class CalibrateConfig(LocalEngineConfig):
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
-    student: str = chz.field(doc="student checkpoint: a Hugging Face directory (or hub name)")
+    section: ClassVar[Section] = Section.MODEL
+
+    student: str = chz.field(
+        doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+    )
     teacher: str = chz.field(
         doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
-        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer"
+        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
+        metadata=ESSENTIAL,
     )
-    temperature: float = chz.field(doc="the rollout temperature T > 0 to prove")
-    out: str | None = chz.field(default=None, doc="write the report here, as JSON")
+    temperature: float = chz.field(doc="the rollout temperature T > 0 to prove", metadata=ESSENTIAL)
+    out: str | None = chz.field(
+        default=None, doc="write the report here, as JSON", metadata=ESSENTIAL
+    )
 
     @chz.validate
     def _in_range(self) -> None:

@@ -7,18 +7,17 @@ refused; 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import chz
-from chz.blueprint import EntrypointHelpException
-from chz.blueprint._entrypoint import EntrypointException
 from rich.console import Console
 
+from cluster.config.arguments import HELP, key_values, make
+from cluster.config.help import help_text
 from cluster.run_files.tracking import make_console
 from cluster.runtime.driver import Interrupted
 from cluster.supervision.supervise import RunFailed
-from distill.errors import ConfigError, EngineError, IsothermError, NonFiniteError
+from distill.errors import EngineError, IsothermError, NonFiniteError
 
 Config = TypeVar("Config")
 
@@ -31,20 +30,21 @@ def run_command(
     return exit_code(lambda console: run(parse(config_class, arguments), console))
 
 
-def parse(config_class: type[Config], argv: list[str]) -> Config:
-    """Settings from `key=value` arguments; chz names the nearest key for an unknown one.
+class HelpAsked(Exception):
+    """--help was among the arguments; the message is the help."""
+
+
+def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
+    """Settings from `key=value` arguments.
 
     Raises:
-        ConfigError: an argument that cannot be written down.
+        ConfigError: what is written cannot be meant.
+        HelpAsked: --help is among the arguments.
     """
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{argument!a} is not UTF-8, as settings, file names among them, must be"
-            ) from error
-    return chz.Blueprint(config_class).make_from_argv(argv)
+    given = key_values(argv)
+    if HELP in argv:
+        raise HelpAsked(help_text(config_class, given))
+    return make(config_class, given)
 
 
 def exit_code(run: Callable[[Console], Any]) -> int:
@@ -52,10 +52,8 @@ def exit_code(run: Callable[[Console], Any]) -> int:
     console = make_console()
     try:
         run(console)
-    except EntrypointHelpException as help_text:
-        console.print(str(help_text), markup=False, highlight=False)
-    except EntrypointException as error:
-        return _complain(str(error), 2)
+    except HelpAsked as asked:
+        console.print(str(asked), markup=False, highlight=False)
     except IsothermError as error:
         return _complain(str(error), error.exit_code)
     except Interrupted as error:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import chz
 from rich.console import Console
@@ -18,46 +19,31 @@ from actors.rollout.evaluator import Evaluator, Response
 from actors.sglang.external import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
-from cluster.config.env import env_field
-from distill.envs.base import EnvConfig, EnvContext, EnvDataset, Subset, problems_of
+from cluster.config.env import EnvSettings
+from cluster.config.evaluation import DecoderSettings
+from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
 from distill.models.loading import context_length, load_config, vocab_size
 from distill.rewards.accuracy import CONFIDENCE
-from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, load_reward
-from distill.sampling import EvalSampling, TrainSampling
+from distill.sampling import TrainSampling
+from distill.settings import ESSENTIAL, Section
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
-class EvaluateConfig(LocalEngineConfig):
+class EvaluateConfig(EnvSettings, DecoderSettings, LocalEngineConfig):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
-    model: str = chz.field(doc="checkpoint to evaluate: a Hugging Face directory (or hub name)")
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str = chz.field(
+        doc="checkpoint to evaluate: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+    )
     prompts: str | None = chz.field(
         default=None,
         doc="JSONL or parquet with `prompt` or `messages`, optionally `answer`; several files with "
         "commas between them are evaluated apart, each under its file's name",
-    )
-    env: EnvConfig = env_field()
-    max_new_tokens: int = chz.field(default=256, doc="longest response, tokens")
-    eval_temperature: float = chz.field(default=0.0, doc="of the serving decoder; 0 is greedy")
-    eval_top_p: float = chz.field(default=1.0, doc="top-p of the serving decoder; 1 is off")
-    eval_top_k: int = chz.field(default=0, doc="top-k of the serving decoder; 0 is off")
-    eval_samples: int = chz.field(
-        default=1,
-        doc="responses per prompt; several give pass@k and a majority's vote, and need "
-        "eval_temperature above 0",
-    )
-    reward: str | None = chz.field(
-        default=None,
-        doc="what accuracy is the mean of: exact_match (the default), last_number, math_equal or "
-        "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
-        "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
-        "package.module:function of (response, answer)",
-    )
-    reward_timeout_s: float = chz.field(
-        default=REWARD_TIMEOUT_S,
-        doc="longest call of a reward=package.module:function; a later one fails its group",
+        metadata=ESSENTIAL,
     )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
     teacher: str | None = chz.field(
@@ -65,18 +51,13 @@ class EvaluateConfig(LocalEngineConfig):
     )
     temperature: float | None = chz.field(default=None, doc="the T of that KL")
     num_samples: int = chz.field(default=4, doc="samples per prompt for that KL")
-    out: str | None = chz.field(default=None, doc="write metrics and every response here, as JSON")
+    out: str | None = chz.field(
+        default=None, doc="write metrics and every response here, as JSON", metadata=ESSENTIAL
+    )
 
     @chz.validate
     def _consistent(self) -> None:
-        self.sampling()
         self.files()
-        load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
-        if self.reward is not None and not self.env.judges:
-            name = type(self.env).__name__
-            raise ConfigError(
-                f"reward={self.reward} changes nothing: env={name} has rewards of its own"
-            )
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
         if self.teacher is not None and is_url(self.teacher):
@@ -90,15 +71,6 @@ class EvaluateConfig(LocalEngineConfig):
             raise ConfigError(f"num_samples={self.num_samples} must be at least 1")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit} must be at least 1")
-
-    def sampling(self) -> EvalSampling:
-        return EvalSampling(
-            temperature=self.eval_temperature,
-            max_new_tokens=self.max_new_tokens,
-            top_p=self.eval_top_p,
-            top_k=self.eval_top_k,
-            num_samples=self.eval_samples,
-        )
 
     def files(self) -> Mapping[str, str | None]:
         """The files of prompts, by name; the environment's name where it reads none.
@@ -137,7 +109,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
         max_new_tokens=config.max_new_tokens,
-        reward=load_reward(config.reward or DEFAULT_REWARD, config.reward_timeout_s),
+        reward=config.reward_function(),
     )
     env = config.env.evaluation()
     evaluators = {
@@ -150,7 +122,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     if config.out is not None:
         report = {
             "model": config.model,
-            "serving decoder": asdict(config.sampling()),
+            "serving decoder": asdict(config.eval_sampling()),
             "data sets": {
                 name: {"metrics": metrics, "responses": [asdict(each) for each in responses]}
                 for name, (metrics, responses) in results.items()
@@ -174,7 +146,7 @@ async def _measure(config: EvaluateConfig, evaluators: Mapping[str, Evaluator]) 
     results: Results = {}
     async with running_engines(*map(config.engine_config, models)) as (engine, *teachers):
         for name, evaluator in evaluators.items():
-            responses = await evaluator.respond(engine, config.sampling())
+            responses = await evaluator.respond(engine, config.eval_sampling())
             metrics = evaluator.summarise(responses)
             for teacher in teachers:
                 metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
@@ -186,7 +158,7 @@ async def _measure(config: EvaluateConfig, evaluators: Mapping[str, Evaluator]) 
 
 def _table(config: EvaluateConfig, results: Results) -> Table:
     """A row a metric, a column a data set."""
-    decoder = config.sampling()
+    decoder = config.eval_sampling()
     how = "greedy" if decoder.temperature == 0 else f"temperature {decoder.temperature:g}"
     table = Table(
         title=f"{config.model}, {how}", caption=f"_low, _high: {CONFIDENCE:.0%} confidence interval"

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.command import exit_code, parse
+from cluster.config.arguments import HELP, key_values
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import (
@@ -22,6 +23,7 @@ from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo, run_sft
 from distill.errors import ConfigError
+from distill.lookup import known_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, list[str]]:
     """The recipe named on the command line and the other arguments; None asks for the usage."""
+    key_values(argv)  # before `recipe opd` counts as no recipe
     names = [
         argument.removeprefix("recipe=") for argument in argv if argument.startswith("recipe=")
     ]
     rest = [argument for argument in argv if not argument.startswith("recipe=")]
     if not names:
-        if not rest or rest == ["--help"]:
+        if not rest or rest == [HELP]:
             return None, rest
         raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
     if names[-1] not in RECIPES:
-        raise ConfigError(f"recipe={names[-1]} is unknown; the recipes are {', '.join(RECIPES)}")
+        raise ConfigError(f"recipe={names[-1]} is unknown; {known_names(names[-1], RECIPES)}")
     return RECIPES[names[-1]], rest
 
 

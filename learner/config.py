@@ -2,97 +2,215 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import chz
+from chz.mungers import if_none
 
 from distill.errors import ConfigError
-from distill.models.loading import resolve_device
-from learner.lora import LoraSettings
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 
 Precision = Literal["float32", "bfloat16"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 # Padded tokens per micro-batch by device. A CPU likes its caches: 4096 was a quarter faster than
 # 16384 for a model of 1 M parameters; a GPU likes large kernels.
 TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
-
-
-def token_budget(config: LearnerConfig) -> int:
-    """Padded tokens per micro-batch on the device that the learner has."""
-    return config.token_budget or TOKEN_BUDGET[resolve_device(config.device).partition(":")[0]]
+# A step of AdamW moves every trained number by about lr. An adapter's change is a product of two
+# small ones, of which engines in bfloat16 see nothing until it passes half a step of their grid.
+FULL_LR, LORA_LR = 1e-5, 1e-4
+# lora_targets: every Linear but the vocabulary projection.
+ALL_LINEAR = "all-linear"
 
 
 @chz.chz
-class OptimizerConfig:
-    """AdamW with a warm-up and a schedule."""
+class LoraSettings:
+    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets; or none.
 
-    lr: float = chz.field(default=3e-4, doc="peak learning rate of AdamW")
-    warmup_steps: int = chz.field(default=0, doc="steps over which the rate rises linearly to lr")
-    schedule: Literal["constant", "linear", "cosine"] = chz.field(
-        default="constant", doc="what the rate does after warm-up; linear and cosine end at 0"
+    An adapter is trained where lora_rank or lora_adapter is given.
+    """
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    lora_rank: int | None = chz.field(
+        default=None,
+        doc="train a low-rank adapter of this rank, and freeze the model; 16, say",
+        metadata=ESSENTIAL,
     )
-    weight_decay: float = chz.field(default=0.0, doc="decoupled weight decay (matrices only)")
-    beta1: float = chz.field(default=0.9, doc="AdamW's first-moment decay")
-    beta2: float = chz.field(default=0.95, doc="AdamW's second-moment decay")
-    max_grad_norm: float = chz.field(default=1.0, doc="clip the global gradient norm to this")
+    lora_alpha: float | None = chz.field(
+        default=None, doc="its product is multiplied by alpha / rank; default: 2 * lora_rank"
+    )
+    lora_targets: str | None = chz.field(
+        default=None,
+        doc="Linears that are adapted, 'q_proj,v_proj' for example; default: all but the "
+        "vocabulary projection",
+    )
+    lora_dropout: float | None = chz.field(
+        default=None,
+        doc="of the adapter's inputs in training; default: none. In opd, rl and dpo it is noise in "
+        "the ratios too",
+    )
+    lora_adapter: str | None = chz.field(
+        default=None, doc="instead of lora_rank: a peft adapter (safetensors) to start from"
+    )
 
     @chz.validate
-    def _in_range(self) -> None:
+    def _lora_in_range(self) -> None:
+        if self.lora_dropout is not None and not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"lora_dropout={self.lora_dropout} must be in [0, 1)")
+        if self.lora_adapter is not None:
+            for name in ("rank", "alpha", "targets"):
+                if (value := getattr(self, f"lora_{name}")) is not None:
+                    raise ConfigError(
+                        f"lora_{name}={value} and lora_adapter={self.lora_adapter}: an adapter "
+                        f"brings its own {name}. Leave lora_{name} out, or lora_adapter to train a "
+                        "fresh one"
+                    )
+        elif self.lora_rank is not None:
+            self._check_fresh(self.lora_rank)
+        elif any(
+            value is not None for value in (self.lora_alpha, self.lora_targets, self.lora_dropout)
+        ):
+            raise ConfigError(
+                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter="
+            )
+
+    def _check_fresh(self, rank: int) -> None:
+        if rank < 1:
+            raise ConfigError(f"lora_rank={rank} must be at least 1")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < float("inf"):
+            raise ConfigError(f"lora_alpha={self.lora_alpha} must be above 0, and finite")
+        if self.lora_targets is not None and not all(map(str.strip, self.lora_targets.split(","))):
+            raise ConfigError(
+                f"lora_targets={self.lora_targets!r} holds an empty name; write q_proj,v_proj or "
+                f"{ALL_LINEAR}"
+            )
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.lora_rank is not None or self.lora_adapter is not None
+
+
+@chz.chz
+class OptimizerSettings(LoraSettings):
+    """AdamW with a warm-up and a schedule."""
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    lr: float = chz.field(
+        default=None,
+        munger=if_none(lambda config: LORA_LR if config.trains_adapter else FULL_LR),
+        x_type=float | None,
+        doc=f"peak learning rate (tiny models: 3e-4); default: {FULL_LR:g}, and {LORA_LR:g} for an "
+        "adapter",
+        metadata=ESSENTIAL,
+    )
+    lr_schedule: Schedule = chz.field(
+        default="constant", doc="rate after warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = chz.field(default=0, doc="optimizer updates of linear warm-up")
+    weight_decay: float = chz.field(
+        default=0.0, doc="AdamW's decoupled weight decay (matrices only)"
+    )
+    max_grad_norm: float = chz.field(default=1.0, doc="gradient norm is clipped to this")
+
+    @chz.validate
+    def _optimizer_in_range(self) -> None:
         for name in ("lr", "max_grad_norm"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0, and finite")
         for name in ("warmup_steps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be 0 or above, and finite")
+
+
+@chz.chz
+class OptimizerConfig(OptimizerSettings):
+    """`OptimizerSettings`, and what no run sets."""
+
+    beta1: float = chz.field(default=0.9, doc="AdamW's first-moment decay")
+    beta2: float = chz.field(default=0.95, doc="AdamW's second-moment decay")
+
+    @chz.validate
+    def _betas_in_range(self) -> None:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
 
 
 @chz.chz
-class LearnerConfig:
-    """The model that learns, and how a step is cut into micro-batches."""
+class LearnerSettings(OptimizerSettings, ThreadSettings):
+    """Training of the learner, whatever the model and the device."""
 
-    model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
-    optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
-    total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
+    section: ClassVar[Section] = Section.OPTIMIZER
+
     token_budget: int | None = chz.field(
         default=None,
-        doc="padded tokens per micro-batch, at most; default: TOKEN_BUDGET, or less where that "
+        doc="padded tokens per micro-batch, over which gradients accumulate; "
+        f"default: {TOKEN_BUDGET['cpu']} on CPU, {TOKEN_BUDGET['cuda']} on GPU, or less where that "
         "would not fit into memory",
+        metadata=MAY_CHANGE,
     )
-    seed: int = chz.field(default=0, doc="seed of torch's generator (dropout, where there is any)")
-    device: str = chz.field(default="auto", doc="auto, cpu or cuda")
-    threads: int = chz.field(default=1, doc="torch threads of the learner on CPU")
-    dtype: Precision = chz.field(
-        default="float32", doc="what it computes in; weights, gradients and moments stay float32"
-    )
+    seed: int = chz.field(default=0, doc="seed of prompt order, sampling and torch")
     gradient_checkpointing: bool | None = chz.field(
         default=None,
-        doc="recompute activations in the backward pass instead of keeping them; default: where "
+        doc="recompute activations in the backward pass: less memory, more time; default: where "
         "they would not fit into memory",
-    )
-    dropout: bool = chz.field(
-        default=False,
-        doc="train with the dropout and the router noise of the model's config; no loss that "
-        "compares with a sampler's or a reference's log-probs may",
+        metadata=MAY_CHANGE,
     )
     compile: bool = chz.field(
-        default=False, doc="torch.compile the decoder's layers when they first run"
+        default=False,
+        doc="torch.compile the learner's layers: slow at the start, then faster (docs/learner.md); "
+        "on a CPU it needs a C++ compiler",
+        metadata=MAY_CHANGE,
     )
     liger: bool = chz.field(
-        default=False, doc="Liger's Triton kernels for norms, rotary embedding and SwiGLU, on CUDA"
+        default=False,
+        doc="Liger's kernels for norms, rotary embedding and SwiGLU in the learner (cuda; pip "
+        "install liger-kernel)",
+        metadata=MAY_CHANGE,
     )
     offload_optimizer: bool = chz.field(
-        default=False, doc="AdamW's moments stay in main memory, and are on the GPU for its step"
+        default=False,
+        doc="keep AdamW's moments in main memory, on the GPU during its own step only (cuda)",
+        metadata=MAY_CHANGE,
     )
-    lora: LoraSettings | None = chz.field(
-        default=None, doc="train a low-rank adapter, and freeze the model"
+
+    @chz.validate
+    def _learner_in_range(self) -> None:
+        if self.token_budget is not None and self.token_budget < 1:
+            raise ConfigError(f"token_budget={self.token_budget} must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative")
+
+
+@chz.chz
+class DropoutSettings:
+    """Dropout in training."""
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    dropout: bool = chz.field(
+        default=False,
+        doc="train with the dropout and the router noise that the checkpoint's config.json names",
+    )
+
+
+@chz.chz
+class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
+    """A learner: `LearnerSettings` on a model and a device.
+
+    With dropout, no loss may compare with a sampler's or a reference's log-probs.
+    """
+
+    model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
+    total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
+    device: str = chz.field(default="auto", doc="auto, cpu or cuda")
+    dtype: Precision = chz.field(
+        default="float32", doc="what it computes in; weights, gradients and moments stay float32"
     )
 
     @chz.validate
     def _in_range(self) -> None:
-        for name in ("total_steps", "token_budget", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+        if self.total_steps < 1:
+            raise ConfigError(f"total_steps={self.total_steps} must be at least 1")

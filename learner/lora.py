@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import chz
 import torch
 from peft import (
     LoraConfig,
@@ -45,13 +44,13 @@ from transformers.modeling_utils import PreTrainedModel
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import meta_causal_lm, tensor_shapes
 from distill.weights.tensors import TensorLayout
+from learner.config import ALL_LINEAR, LoraSettings
 from learner.sharding import LazyTensor, stored, whole, whole_in
 
 logger = logging.getLogger(__name__)
 
 # peft's name for an adapter that was given none. A learner has one.
 _ADAPTER = "default"
-ALL_LINEAR = "all-linear"
 
 # Of an adapter's config: what says which W' it stands for,
 _READ = (
@@ -63,57 +62,6 @@ _PASSED_OVER = (
     *("peft_type", "peft_version", "task_type", "auto_mapping", "inference_mode"),
     *("base_model_name_or_path", "revision", "lora_dropout"),
 )
-
-
-@chz.chz
-class LoraSettings:
-    """A fresh adapter, or one to start from, which brings its own rank, alpha and targets.
-
-    Messages name the fields as the command line does: lora_rank, lora_adapter, ...
-    """
-
-    rank: int | None = chz.field(default=None, doc="rank of a fresh adapter")
-    alpha: float | None = chz.field(
-        default=None, doc="the adapter is multiplied by alpha / rank; default: 2 * rank"
-    )
-    targets: str | None = chz.field(
-        default=None,
-        doc="Linears that are adapted: their names, comma-separated (q_proj,v_proj); default: "
-        f"{ALL_LINEAR}, every one but the vocabulary projection",
-    )
-    dropout: float = chz.field(
-        default=0.0, doc="of the adapter's inputs in training; whatever an adapter was made with"
-    )
-    adapter: str | None = chz.field(
-        default=None, doc="directory of a peft adapter (safetensors) to start from"
-    )
-
-    @chz.validate
-    def _in_range(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"lora_dropout={self.dropout} must be in [0, 1)")
-        if self.adapter is not None:
-            for name in ("rank", "alpha", "targets"):
-                if (value := getattr(self, name)) is not None:
-                    raise ConfigError(
-                        f"lora_{name}={value} and lora_adapter={self.adapter}: an adapter brings "
-                        f"its own {name}. Leave lora_{name} out, or lora_adapter to train a fresh "
-                        "one"
-                    )
-            return
-        if self.rank is None:
-            raise ConfigError(
-                "lora_rank is not set: give a fresh adapter's (16, say), or lora_adapter="
-            )
-        if self.rank < 1:
-            raise ConfigError(f"lora_rank={self.rank} must be at least 1")
-        if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise ConfigError(f"lora_alpha={self.alpha} must be above 0, and finite")
-        if self.targets is not None and not all(map(str.strip, self.targets.split(","))):
-            raise ConfigError(
-                f"lora_targets={self.targets!r} holds an empty name; write q_proj,v_proj or "
-                f"{ALL_LINEAR}"
-            )
 
 
 def check_lora(settings: LoraSettings, base: str) -> float:
@@ -153,8 +101,8 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         ConfigError: it, or the settings, do not fit the model.
     """
     lora = _inject(model, settings)
-    if settings.adapter is not None:
-        file = Path(settings.adapter) / SAFETENSORS_WEIGHTS_NAME
+    if settings.lora_adapter is not None:
+        file = Path(settings.lora_adapter) / SAFETENSORS_WEIGHTS_NAME
         set_peft_model_state_dict(lora, load_file(file))
     return lora
 
@@ -276,14 +224,16 @@ def _layers(lora: PeftModel) -> Iterator[tuple[str, LoraLayer]]:
 
 def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """`add_lora` without the values of an adapter to start from; the model may have none either."""
-    if settings.adapter is None:
-        source, made_for = f"lora_targets={settings.targets or ALL_LINEAR}", None
+    if settings.lora_adapter is None:
+        source, made_for = f"lora_targets={settings.lora_targets or ALL_LINEAR}", None
         fields = _fresh(settings, model)
     else:
-        source = f"lora_adapter={settings.adapter}"
-        fields, made_for = _adapter_fields(settings.adapter)
+        source = f"lora_adapter={settings.lora_adapter}"
+        fields, made_for = _adapter_fields(settings.lora_adapter)
     try:
-        config = LoraConfig(lora_dropout=settings.dropout, task_type="CAUSAL_LM", **fields)
+        config = LoraConfig(
+            lora_dropout=settings.lora_dropout or 0.0, task_type="CAUSAL_LM", **fields
+        )
         lora = get_peft_model(
             model, config, adapter_name=_ADAPTER, low_cpu_mem_usage=model.device.type == "meta"
         )
@@ -310,8 +260,8 @@ def _inject(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
                 f"{source} adapts {name}, whose weight is tied to another's: what is merged into "
                 "one would be merged into both. Leave it out of the targets"
             )
-    if settings.adapter is not None:
-        _check_shapes(lora, settings.adapter, made_for)
+    if settings.lora_adapter is not None:
+        _check_shapes(lora, settings.lora_adapter, made_for)
     return lora
 
 
@@ -324,19 +274,19 @@ def _fresh(settings: LoraSettings, model: PreTrainedModel) -> dict[str, Any]:
         raise ConfigError(f"{model.name_or_path!r} has no Linear that LoRA could adapt")
     # Servers know modules by their last names.
     known = sorted({name.rpartition(".")[2] for name in adaptable})
-    if settings.targets in (None, ALL_LINEAR):
+    if settings.lora_targets in (None, ALL_LINEAR):
         targets = _but_for_experts(known, model)
     else:
-        targets = [target.strip() for target in settings.targets.split(",")]
+        targets = [target.strip() for target in settings.lora_targets.split(",")]
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
             raise ConfigError(
-                f"lora_targets={settings.targets}: no Linear of {model.name_or_path!r} is named "
-                f"{target!r}; it has {', '.join(known)}"
+                f"lora_targets={settings.lora_targets}: no Linear of {model.name_or_path!r} is "
+                f"named {target!r}; it has {', '.join(known)}"
             )
-    assert settings.rank is not None
-    alpha = 2 * settings.rank if settings.alpha is None else settings.alpha
-    return {"r": settings.rank, "lora_alpha": alpha, "target_modules": targets}
+    assert settings.lora_rank is not None
+    alpha = 2 * settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
+    return {"r": settings.lora_rank, "lora_alpha": alpha, "target_modules": targets}
 
 
 def _but_for_experts(names: Sequence[str], model: PreTrainedModel) -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from distill.errors import CheckpointError
-from learner.config import OptimizerConfig
+from learner.config import OptimizerConfig, OptimizerSettings
 from learner.sharding import local
 
 # What AdamW keeps of a weight that had a gradient.
@@ -94,13 +94,13 @@ class UpdateCheck:
         return places_K, weights_N[places_K]
 
 
-def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+def lr_factor(step: int, config: OptimizerSettings, total_steps: int) -> float:
     """The rate at 0-based `step` as a share of the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     span = max(1, total_steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / span)
-    match config.schedule:
+    match config.lr_schedule:
         case "constant":
             return 1.0
         case "linear":
@@ -110,7 +110,7 @@ def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
+    optimizer: torch.optim.Optimizer, config: OptimizerSettings, total_steps: int
 ) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
 

@@ -13,7 +13,7 @@ from distill.objective.batching import Batch, TrainingRow, collate, split_by_tok
 from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
 from distill.types import FloatArray
-from learner.config import LearnerConfig, token_budget
+from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
 from learner.memory import FROZEN, Holding, check_fits
 
@@ -74,7 +74,7 @@ class FrozenReference:
         check_fits(config.model, self._device, FROZEN)
         model = load_causal_lm(config.model, dtype=torch.float32, device=self._device)
         self._forward = Forward(model.requires_grad_(False), dtype=getattr(torch, config.dtype))
-        self._token_budget = token_budget(config)
+        self._token_budget = config.token_budget or TOKEN_BUDGET[self._device.partition(":")[0]]
 
     @torch.no_grad()
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:

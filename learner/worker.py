@@ -128,14 +128,15 @@ class LearnerWorker:
         self._stages = Stages(self.device)
         self._config, self._group = config, group
         share = _share(group, self.device)
-        check_fits(config.model, self.device, TRAINED if config.lora is None else FROZEN, share)
+        holding = FROZEN if config.trains_adapter else TRAINED
+        check_fits(config.model, self.device, holding, share)
         self.passes = self._plan_passes(share)
         self.model = self._load()
         # The others hold no values yet that could be probed.
         shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
         if config.liger:
             use_liger(self.model)
-        self.lora = None if config.lora is None else add_lora(self.model, config.lora)
+        self.lora = add_lora(self.model, config) if config.trains_adapter else None
         compute_dtype = getattr(torch, config.dtype)
         self._root: Root | None = None
         if config.compile:
@@ -151,9 +152,9 @@ class LearnerWorker:
             shares=shares,
         )
         self._reshard_root()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config)
         self._update_check = UpdateCheck()
-        self.schedule = build_schedule(self.optimizer, config.optimizer, config.total_steps)
+        self.schedule = build_schedule(self.optimizer, config, config.total_steps)
         if config.offload_optimizer:
             offload_moments(self.optimizer)
         self.rounded = RoundedUpdate()
@@ -170,7 +171,7 @@ class LearnerWorker:
             config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
             bool(config.gradient_checkpointing),
         )
-        holding = TRAINED if config.lora is None else FROZEN
+        holding = FROZEN if config.trains_adapter else TRAINED
         states = estimate_memory(config.model, holding)
         memory = estimate_pass(config.model, dtype=config.dtype, device=device, workers=workers)
         sharers = 1 if device.startswith("cuda") else self._group.workers_here()
@@ -228,7 +229,7 @@ class LearnerWorker:
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
         with self._stages("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(
-                self.model.parameters(), self._config.optimizer.max_grad_norm
+                self.model.parameters(), self._config.max_grad_norm
             )
             grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
             bad = self._group.total(float(non_finite is not None))

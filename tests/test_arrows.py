@@ -24,7 +24,7 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "sampling", "privileged", "types", "delivery", "tokenizer",
+        "errors", "lookup", "settings", "sampling", "privileged", "types", "delivery", "tokenizer",
         "weights", "engine", "sandbox", "chat", "text", "models", "objective", "data",
         "rewards", "tools", "envs", "envs/games", "handshake",
     ],

@@ -327,8 +327,8 @@ def _shards(directory: Path) -> list[str]:
 
 def _check_adapter(config: CommonConfig, base: str) -> None:
     """Raises ConfigError, or CheckpointError, if the run's adapter does not fit its base."""
-    if (lora := config.lora()) is not None:
-        check_lora(lora, base)
+    if config.trains_adapter:
+        check_lora(config, base)
 
 
 def _check_model(path: str) -> Any:

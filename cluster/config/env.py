@@ -1,9 +1,9 @@
-"""The setting `env=`, wherever it stands; the environments that are named by their class alone."""
+"""Settings of environments and rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import chz
 
@@ -12,7 +12,10 @@ from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
-from distill.lookup import current_name
+from distill.errors import ConfigError
+from distill.lookup import known_names, resolve
+from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, RewardFunction, load_reward
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
 # chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
 BUILT_IN: tuple[type[EnvConfig], ...] = (SingleTurn, ToolUse, Reading, TicTacToeGames)
@@ -22,7 +25,29 @@ class _EnvFactory(chz.factories.subclass):
     """Finds an environment's class by its name, or by a path, former ones included."""
 
     def from_string(self, factory: str) -> Callable[..., Any]:
-        return super().from_string(current_name(factory))
+        """Raises ConfigError: there is none, or it is no environment."""
+        names = [env.__name__ for env in BUILT_IN]
+        if ":" in factory or "." in factory:
+            found = resolve("env", _with_colon(factory), names)
+        else:
+            try:
+                found = super().from_string(factory)
+            except chz.factories.MetaFromString as error:
+                raise ConfigError(
+                    f"env={factory} is unknown, and not package.module:Class; "
+                    f"{known_names(factory, names)}"
+                ) from error
+        if not (isinstance(found, type) and issubclass(found, EnvConfig)):
+            raise ConfigError(f"env={factory} is no EnvConfig; docs/environments.md says how")
+        if "__chz_fields__" not in vars(found):
+            raise ConfigError(
+                f"env={factory} lacks its decorator; write @chz.chz above class {found.__name__}"
+            )
+        return found
+
+
+def _with_colon(path: str) -> str:
+    return path if ":" in path else ":".join(path.rpartition(".")[::2])
 
 
 def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
@@ -34,3 +59,42 @@ def env_field(default: type[EnvConfig] = SingleTurn) -> Any:
         doc=f"what the model acts in: {names}, or package.module:Class; env.field=value sets its "
         "fields. docs/environments.md says what they are, and how to write one",
     )
+
+
+@chz.chz
+class EnvSettings:
+    """An environment, and the reward of those that judge by one."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    env: EnvConfig = env_field()
+    reward: str | None = chz.field(
+        default=None,
+        doc="what a response earns: exact_match (the default), last_number, math_equal or "
+        "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
+        "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
+        "package.module:function of (response, answer)",
+        metadata=ESSENTIAL,
+    )
+    reward_timeout_s: float = chz.field(
+        default=REWARD_TIMEOUT_S,
+        doc="longest call of a reward=package.module:function; a later one fails its group",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _reward_is_used(self) -> None:
+        self.reward_function()
+        if self.reward is not None and not self.env.judges:
+            raise ConfigError(
+                f"reward={self.reward} changes nothing: env={type(self.env).__name__} has rewards "
+                "of its own"
+            )
+
+    def reward_function(self) -> RewardFunction:
+        return load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
+
+    @property
+    def judge(self) -> str:
+        """Name of the reward or environment that judges, for people to read."""
+        return (self.reward or DEFAULT_REWARD) if self.env.judges else type(self.env).__name__

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import chz
 
 from cluster.config.common import CommonConfig
 from distill.errors import ConfigError
+from distill.settings import ESSENTIAL, Section
+from learner.config import DropoutSettings
 
 
 @chz.chz
 class SupervisedConfig(CommonConfig):
     """Settings that sft and dpo share."""
 
-    model: str = chz.field(doc="checkpoint to start from: a Hugging Face directory (or hub name)")
-    batch_size: int = chz.field(default=32, doc="rows (pairs, for dpo) per optimizer step")
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str = chz.field(
+        doc="checkpoint to start from: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+    )
+    batch_size: int = chz.field(
+        default=32, doc="rows (pairs, for dpo) per optimizer step", metadata=ESSENTIAL
+    )
     max_length: int | None = chz.field(
         default=None, doc="longest row, tokens; default: the model's context"
     )
@@ -26,17 +36,16 @@ class SupervisedConfig(CommonConfig):
 
 
 @chz.chz
-class SftConfig(SupervisedConfig):
+class SftConfig(SupervisedConfig, DropoutSettings):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
+
+    section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
         doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), "
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
-        "ids, as cluster.rollouts_to_sft writes them)"
-    )
-    dropout: bool = chz.field(
-        default=False,
-        doc="train with the dropout and the router noise that the checkpoint's config.json names",
+        "ids, as cluster.rollouts_to_sft writes them)",
+        metadata=ESSENTIAL,
     )
 
     def with_dropout(self) -> bool:
@@ -44,21 +53,32 @@ class SftConfig(SupervisedConfig):
 
 
 @chz.chz
-class DpoConfig(SupervisedConfig):
-    """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
+class PreferenceSettings:
+    """DPO's objective."""
 
-    data: str = chz.field(
-        doc="JSONL or parquet; each row has `chosen` and `rejected`, and `prompt` (string) or "
-        "`messages` (chat) before them, or whole conversations in both"
-    )
+    section: ClassVar[Section] = Section.OBJECTIVE
+
     beta: float = chz.field(
         default=0.1, doc="how much a nat away from the reference weighs; small strays further"
     )
-    reference: str | None = chz.field(
-        default=None, doc="checkpoint that DPO stays near to; default: model"
-    )
     sft_coef: float = chz.field(
         default=0.0, doc="weight of the chosen responses' cross-entropy beside the preference"
+    )
+
+
+@chz.chz
+class DpoConfig(SupervisedConfig, PreferenceSettings):
+    """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    data: str = chz.field(
+        doc="JSONL or parquet; each row has `chosen` and `rejected`, and `prompt` (string) or "
+        "`messages` (chat) before them, or whole conversations in both",
+        metadata=ESSENTIAL,
+    )
+    reference: str | None = chz.field(
+        default=None, doc="checkpoint that DPO stays near to; default: model"
     )
 
     @chz.validate

@@ -187,11 +187,11 @@ def reference_logprobs(
 
     A copy is loaded when it is first asked, and only on the leader.
     """
-    if config.reference is None and learner_config.lora is not None:
+    if config.reference is None and learner_config.trains_adapter:
         return learner.base_logprobs
     if config.reference is None and not resumed:  # before its first step
         return learner.logprobs
-    reference = chz.replace(learner_config, model=config.reference or config.model, lora=None)
+    reference = chz.replace(learner_config, model=config.reference or config.model)
     copy = cache(lambda: FrozenReference(reference))
     return lambda rows_D: copy().logprobs(rows_D)
 

@@ -202,7 +202,7 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
         model, workers = _trained_model(config), config.learner_workers
-        estimate = estimate_memory(model, TRAINED if config.lora() is None else FROZEN)
+        estimate = estimate_memory(model, FROZEN if config.trains_adapter else TRAINED)
         dtype = choose_dtype(config.learner_dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
         budget = config.token_budget or TOKEN_BUDGET[device]

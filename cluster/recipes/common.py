@@ -207,12 +207,14 @@ def already_complete(
 
 def learner_line(config: CommonConfig, model: str) -> str:
     """The learner's line of the resource plan."""
-    lora = config.lora()
-    estimate = estimate_memory(model, TRAINED if lora is None else FROZEN) or "memory unknown"
+    holding = FROZEN if config.trains_adapter else TRAINED
+    estimate = estimate_memory(model, holding) or "memory unknown"
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"
-    if lora is None:
+    if not config.trains_adapter:
         return str(estimate)
-    adapter = f"adapter {lora.adapter}" if lora.adapter else f"LoRA rank {lora.rank}"
-    share = check_lora(lora, model)
+    share = check_lora(config, model)
+    adapter = f"LoRA rank {config.lora_rank}"
+    if config.lora_adapter is not None:
+        adapter = f"adapter {config.lora_adapter}"
     return f"{estimate}; {adapter} on {share:.0%} of the weights, lr {config.lr:g}"

@@ -31,24 +31,11 @@ from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.lookup import current_name
+from distill.settings import MAY_CHANGE, flagged
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digest, digests, disk_remedy, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
-
-# Settings that a resumed run may change: none of them alters what a step computes.
-_MAY_CHANGE = {
-    "steps", "checkpoint_every", "keep_checkpoints", "wandb", "device", "gpus_per_actor", "threads",
-    "deadline_s", "dry_run", "eval_every", "policy_engines", "teacher_engines", "rollout_workers",
-    "token_budget", "out", "start_deadline_s", "policy_server_flags", "teacher_server_flags",
-    "weights", "probe_every", "gradient_checkpointing", "learner_workers",
-    "compile", "liger", "offload_optimizer", "trace_step", "hang_after_s", "max_restarts",
-    "placement", "placement_deadline_s", "policy_engines_max", "teacher_engines_max",
-    "rollout_workers_max", "rollout_cpus", "colocate", "lease_s", "max_group_failures",
-    "max_set_aside", "stall_after_s", "scale_up_after_s", "scale_down_after_s",
-    "keep_rollouts_every", "reward_timeout_s", "local",
-}  # fmt: skip
-
 
 # Settings that name files of rows. What is in them must stay; they may move.
 _DATA = ("prompts", "eval_prompts", "sft_data", "data")
@@ -161,8 +148,9 @@ class RunDirectory:
         now = _settings(self._config)
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
+        may_change = flagged(type(self._config), MAY_CHANGE) - fixed
         moved = {name for name in _DATA if name in data and data[name] == self._data.get(name)}
-        for name in sorted((settings.keys() | now.keys()) - (_MAY_CHANGE - fixed) - moved):
+        for name in sorted((settings.keys() | now.keys()) - may_change - moved):
             if settings.get(name) != now.get(name):
                 raise ConfigError(
                     f"out={self.path} holds another run: {name} was {settings.get(name)!r} there "

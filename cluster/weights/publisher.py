@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import GetTimeoutError, RayError
 
-from cluster.config.on_policy import WeightsChoice
+from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
 from cluster.weights.gather import GatherResult, collect, values

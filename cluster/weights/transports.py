@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol
 
 import ray
 
-from cluster.config.on_policy import WeightsChoice
+from cluster.config.pools import WeightsChoice
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
 from distill.engine import CheckpointDirectory

@@ -62,7 +62,7 @@ TeacherDistribution = Callable[[slice], Tensor]
 
 
 class TokenTerms(NamedTuple):
-    """What the objective asks of a segment's tokens; arrays of shape (T,), 0 off actions.
+    """The objective's terms for a segment's tokens; arrays of shape (T,), 0 off actions.
 
     Attributes:
         advantages_T: A_t, in which log p is the behaviour policy's, log mu.
@@ -115,7 +115,7 @@ def trajectory_advantages(group: TrajectoryGroup, objective: PolicyObjective) ->
 def own_terms(
     segment: Segment, advantage: float, mean_kl: float, objective: PolicyObjective
 ) -> FloatArray:
-    """What a segment's tokens earn without a teacher, shape (T,):
+    """Advantages of a segment's tokens without the teacher's term, shape (T,):
 
         A_t = advantage + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
 

@@ -8,12 +8,13 @@ to choose what.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import chz
 
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.settings import Section
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Baseline = Literal["mean", "leave_one_out"]
@@ -47,6 +48,8 @@ _REFUSED_ESTIMATORS = {
 @chz.chz
 class PolicyObjective:
     """Rewards, baselines, the loss over ratios, and what keeps the policy where it was."""
+
+    section: ClassVar[Section] = Section.OBJECTIVE
 
     loss: str = chz.field(
         default="importance_sampling",
@@ -155,6 +158,8 @@ class PolicyObjective:
 @chz.chz
 class ObjectiveConfig(PolicyObjective):
     """`PolicyObjective` and the teacher's part."""
+
+    section: ClassVar[Section] = Section.OBJECTIVE
 
     kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
     kl_discount_factor: float = chz.field(

@@ -16,9 +16,8 @@ from rich.table import Table
 
 from distill.models.loading import load_causal_lm, new_qwen3
 from distill.weights.model_weights import gather_all
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig
 from learner.learner import Learner, Part
-from learner.lora import LoraSettings
 from learner.policy_loss import cross_entropy_loss
 from tests.samples import demonstration
 from tests.tiny import VOCAB_SIZE
@@ -32,8 +31,8 @@ def measure(model: str, lr: float) -> dict[int, tuple[float, float]]:
     """(lost share, share of unchanged weights) after so many updates."""
     config = LearnerConfig(
         model=model,
-        lora=LoraSettings(rank=RANK),
-        optimizer=OptimizerConfig(lr=lr),
+        lora_rank=RANK,
+        lr=lr,
         total_steps=UPDATES[-1],
         device="cpu",
         threads=1,

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from actors.config import EngineConfig
+from cluster.calibrate import CalibrateConfig
 from cluster.command import parse
+from cluster.config.arguments import key_values
 from cluster.config.checks import check_rollout, check_sft
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
@@ -40,7 +42,9 @@ from distill.errors import (
 from distill.handshake.comparison import CalibrationReport, compare
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
+from distill.settings import ESSENTIAL, Section, flagged, section_of
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
@@ -67,7 +71,7 @@ def test_an_adapter_has_a_rate_of_its_own_unless_one_is_given(
     opd: NewOpd, changes: dict, lr: float
 ) -> None:
     config = opd(**changes)
-    assert config.lr == config.optimizer().lr == lr
+    assert config.lr == config.learner("model", "cpu").lr == lr
     of_the_whole_model = chz.replace(config, lora_rank=None, lora_adapter=None)
     assert of_the_whole_model.lr == changes.get("lr", 1e-5)
 
@@ -119,14 +123,41 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     learner = config.learner("model", "cpu")
     assert (learner.model, learner.device, learner.total_steps) == ("model", "cpu", 9)
     assert (learner.token_budget, learner.seed, learner.threads) == (77, 4, 2)
-    optimizer = learner.optimizer
-    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (0.01, "cosine", 2)
-    assert (optimizer.weight_decay, optimizer.max_grad_norm) == (0.1, 3.0)
+    assert (learner.lr, learner.lr_schedule, learner.warmup_steps) == (0.01, "cosine", 2)
+    assert (learner.weight_decay, learner.max_grad_norm) == (0.1, 3.0)
     engine = config.policy_engine("model", "cpu", "policy.log")
     assert (engine.model, engine.dtype, engine.device, engine.threads) == (
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
     assert engine.arguments()["model_path"] == "model"
+
+
+# Of the same name in several classes: other models, other files, the device that was chosen.
+HOMONYMS = {
+    "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",
+    "out", "device", "dtype",
+}  # fmt: skip
+SETTINGS = [
+    OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, EvaluateConfig, CalibrateConfig,
+    EngineConfig, LearnerConfig,
+]  # fmt: skip
+
+
+def test_a_setting_is_declared_in_one_class() -> None:
+    """Name, type, default and doc; a class that inherits it may change the default."""
+    homes: dict[str, set[type]] = {}
+    for kind in SETTINGS:
+        for name in chz.chz_fields(kind):
+            declaring = [c for c in kind.__mro__ if name in getattr(c, "__chz_fields__", {})]
+            homes.setdefault(name, set()).add(declaring[-1])
+    assert {name for name, classes in homes.items() if len(classes) > 1} == HOMONYMS
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_no_check_of_a_part_is_lost(kind: type) -> None:
+    """chz takes the checks of the first base only where a class with several has none itself."""
+    theirs = {check for base in kind.__mro__ for check in vars(base).get("__chz_validators__", [])}
+    assert theirs == set(kind.__chz_validators__)
 
 
 def test_temperature_has_one_home() -> None:
@@ -163,10 +194,11 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
         (["top_p=0.9"], "top_p=0.9: training does not truncate"),
         (["top_k=5"], "top_k=5: training does not truncate"),
         (["min_p=0.1"], "min_p=0.1: training does not truncate"),
-        (["temperatur=1"], "Did you mean .*temperature"),
-        (["group_sise=1"], "Did you mean .*group_size"),
-        (["steps=many"], "steps"),
-        (["recipe=oped"], "recipe=oped is unknown; the recipes are opd, rl, opd_tools, rl_tools"),
+        (["temperatur=1"], "temperatur=1: no such setting; did you mean 'temperature'"),
+        (["group_sise=1"], "group_sise=1: no such setting; did you mean 'group_size'"),
+        (["steps=many"], "steps=many is not a whole number"),
+        (["recipe=oped"], "recipe=oped is unknown; did you mean 'opd'.* Known: dpo, opd, .*sft"),
+        (["recipe", "opd"], "'recipe' is not key=value; write recipe=opd"),
         (["student=/nowhere/at/all"], "cannot read a model config from '/nowhere/at/all'"),
     ],
 )
@@ -175,6 +207,61 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
     printed = " ".join(capsys.readouterr().err.split())
     assert printed.startswith("error: ")
     assert re.search(message, printed), printed
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (["--steps", "5"], "'--steps' is not key=value; write steps=5"),
+        (["--steps=5"], "'--steps=5' is not key=value; write steps=5"),
+        (["steps", "5"], "'steps' is not key=value; write steps=5"),
+        (["steps", "=5"], "'steps' is not key=value; write steps=5"),
+        (["steps", "lr=1"], "'steps' is not key=value; write steps=VALUE"),
+        (["-h"], "-h is not key=value; --help lists all settings"),
+        (["temperature=", "0.7"], "temperature= has no value; write temperature=0.7, without a sp"),
+        (["temperature="], "temperature= is not a number"),
+        (["lr=abc"], "lr=abc is not a number"),
+        (["lora_rank=1.5"], "lora_rank=1.5 is not a whole number"),
+        (["dry_run=maybe"], "dry_run=maybe is not True or False"),
+        (
+            ["wandb=onlin"],
+            "wandb=onlin is unknown; did you mean 'online'? Known: off, offline",
+        ),
+        (["lr.x=3"], "lr.x=3: lr has no settings of its own"),
+        (
+            ["env=ToolUze"],
+            "env=ToolUze is unknown, and not package.module:Class; did you mean",
+        ),
+        (["env=json:loads"], "env=json:loads is no EnvConfig"),
+        (["env=json:dupms"], "env='json:dupms' cannot be imported: AttributeError"),
+        (["env=no.where.Env"], "env='no.where:Env' cannot be imported: ModuleNotFoundError"),
+        ([f"env={__name__}:Undecorated"], "lacks its decorator; write @chz.chz above class Undeco"),
+        (["env.fromat=a"], "env.fromat=a: no such setting; did you mean 'env.format'"),
+        (["env=ToolUse", "env.max_turn=3"], "env.max_turn=3: no such setting; did you mean 'env.m"),
+        (
+            ["teachers.a.modle=m"],
+            "no such setting of teachers.a; did you mean 'model'? Known",
+        ),
+        (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
+        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, weight"),
+        (["...lr=abc"], "'abc'"),
+    ],
+)
+def test_a_slip_is_refused_in_one_line(opd: NewOpd, written: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(OpdConfig, [*arguments(opd())[1:], *written])
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Undecorated(SingleTurn):
+    """An environment as one forgets it."""
+
+
+def test_values_that_contain_what_slips_do(opd: NewOpd) -> None:
+    more = ["policy_server_flags=--tp-size 2", "teacher_server_flags=", "reward=a.b-c:d=e", "lr=1"]
+    read = key_values(more)
+    assert read["policy_server_flags"] == "--tp-size 2" and read["reward"] == "a.b-c:d=e"
+    assert parse(OpdConfig, [*arguments(opd())[1:], *more[:2], "lr=1", "lr=2"]).lr == 2.0
 
 
 def test_a_missing_setting_is_named(capsys) -> None:
@@ -194,6 +281,23 @@ def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
     for name, field in chz.chz_fields(config).items():
         assert field._doc, f"{name} has no doc"
         assert name in shown and "".join(field._doc.split()) in shown, name
+        assert section_of(config, name) is not None, name
+
+
+def test_help_begins_with_what_matters_and_has_the_rest_in_sections(capsys) -> None:
+    assert main(["recipe=opd", "env=ToolUse", "--help"]) == 0
+    shown = capsys.readouterr().out
+    titles = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert titles == ["the settings that matter first", *Section]
+    first = shown.partition("model and data:")[0]
+    assert flagged(OpdConfig, ESSENTIAL) == set(re.findall(r"^  (\w+)", first, re.MULTILINE))
+    places = {name: shown.index(f"\n  {name} ") for name in ("env", "env.max_turns", "kl_coef")}
+    assert list(places.values()) == sorted(places.values())
+    for name in chz.chz_fields(OpdConfig):
+        assert len(re.findall(rf"^  {name}(?: |$)", shown, re.MULTILINE)) == 1, name
+    assert max(map(len, shown.splitlines())) <= 100
+    flat = " ".join(shown.split())
+    assert "loss alike [float; required]" in flat and "[off|offline|online; default off]" in flat
 
 
 def test_without_a_recipe_the_usage(capsys) -> None:

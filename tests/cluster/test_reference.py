@@ -11,9 +11,8 @@ import pytest
 import learner.memory
 from cluster.config.supervised import DpoConfig
 from cluster.hosts.learner_actor import reference_logprobs
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig
 from learner.learner import Learner, Part
-from learner.lora import LoraSettings
 from learner.memory import FROZEN, TRAINED, estimate_memory
 from learner.policy_loss import cross_entropy_loss
 from tests.conftest import TinyPair
@@ -24,9 +23,8 @@ ROWS = [training_row(3 + i, 4 + 2 * i, seed=i) for i in range(5)]
 
 @pytest.fixture
 def config(tiny_pair: TinyPair) -> LearnerConfig:
-    optimizer = OptimizerConfig(lr=1e-2)
     return LearnerConfig(
-        model=tiny_pair.student, optimizer=optimizer, total_steps=2, token_budget=40, device="cpu"
+        model=tiny_pair.student, lr=1e-2, total_steps=2, token_budget=40, device="cpu"
     )
 
 
@@ -41,7 +39,7 @@ def test_the_learner_is_the_reference_before_its_first_step(
     made = Learner(config, str(tmp_path))
     run = dpo(tiny_pair.student, tmp_path)
     assert reference_logprobs(run, made, config, resumed=False) == made.logprobs
-    adapted = chz.replace(config, lora=LoraSettings(rank=2))
+    adapted = chz.replace(config, lora_rank=2)
     other = Learner(adapted, str(tmp_path))
     for resumed in (False, True):
         assert reference_logprobs(run, other, adapted, resumed=resumed) == other.base_logprobs

@@ -20,7 +20,8 @@ from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo
 from cluster.train import main
-from learner.lora import LoraSettings, adapter_tensors, add_lora, save_adapter
+from learner.config import LoraSettings
+from learner.lora import adapter_tensors, add_lora, save_adapter
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     DEADLINE_S,
@@ -58,7 +59,7 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     before = logits(base)
     torch.manual_seed(0)
-    adapter = add_lora(base, LoraSettings(rank=4))
+    adapter = add_lora(base, LoraSettings(lora_rank=4))
     with torch.no_grad():
         for name, parameter in adapter.named_parameters():
             if ".lora_B." in name:

@@ -20,10 +20,9 @@ from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights, gather_all
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.config import LearnerConfig, OptimizerConfig, Precision
+from learner.config import LearnerConfig, Precision
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
-from learner.lora import LoraSettings
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
@@ -49,20 +48,18 @@ def new_learner(tiny_pair: TinyPair, tmp_path: Path) -> NewLearner:
         dtype: Precision = "float32",
         compile: bool = False,
         dropout: bool = False,
-        lora: LoraSettings | None = None,
-        **optimizer: object,
+        **learner: object,
     ) -> Learner:
-        settings = {"lr": 1e-2, "max_grad_norm": 1e9} | optimizer
+        settings = {"lr": 1e-2, "max_grad_norm": 1e9} | learner
         config = LearnerConfig(
             model=model,
-            optimizer=OptimizerConfig(**settings),
             total_steps=total_steps,
             token_budget=token_budget,
             device="cpu",
             dtype=dtype,
             compile=compile,
             dropout=dropout,
-            lora=lora,
+            **settings,
         )
         return Learner(config, str(tmp_path / "failed"))
 
@@ -136,7 +133,7 @@ def new_loop(
     ) -> PolicyLoop:
         start = {"model": resume_from.model_dir} if resume_from else {}
         return PolicyLoop(
-            learner=new_learner(**{"schedule": "linear"} | dict(learner or {}) | start),
+            learner=new_learner(**{"lr_schedule": "linear"} | dict(learner or {}) | start),
             tokenizer=tokenizer,
             source=world,
             publish=world.publish,

@@ -369,7 +369,7 @@ def test_a_resumed_run_is_bit_for_bit_the_same_run(
     tmp_path: Path,
 ) -> None:
     model = with_dropout(tiny_pair.student, tmp_path / "dropout")
-    settings = {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "total_steps": 6}
+    settings = {"lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "total_steps": 6}
     settings |= {"dropout": True}
     straight = new_learner(model=model, **settings)
     expected = train(straight, 0, 6)
@@ -394,8 +394,8 @@ def with_unused_layer(learner: Learner) -> Learner:
     worker = learner._worker
     torch.manual_seed(0)
     worker.model.model.register_module("tower", torch.nn.Linear(3, 2))
-    worker.optimizer = build_optimizer(worker.model, worker._config.optimizer)
-    worker.set_schedule(build_schedule(worker.optimizer, worker._config.optimizer, 6).state_dict())
+    worker.optimizer = build_optimizer(worker.model, worker._config)
+    worker.set_schedule(build_schedule(worker.optimizer, worker._config, 6).state_dict())
     return learner
 
 

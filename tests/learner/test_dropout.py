@@ -22,10 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distill.models.loading import train_time_noise
 from distill.objective.batching import TrainingRow, collate
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner, Part
-from learner.lora import LoraSettings
 from learner.policy_loss import cross_entropy_loss
 from learner.teachers import LocalTeachers
 from tests.learner.conftest import IMPORTANCE_SAMPLING, assert_same, naive_logprobs
@@ -82,9 +81,7 @@ def noisy(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def learner_of(model: str, **changes: object) -> Learner:
-    config = LearnerConfig(
-        model=model, optimizer=OptimizerConfig(lr=1e-3), total_steps=3, device="cpu", **changes
-    )
+    config = LearnerConfig(model=model, lr=1e-3, total_steps=3, device="cpu", **changes)
     return Learner(config, model)
 
 
@@ -164,7 +161,7 @@ def test_sft_may_train_with_the_noise_of_the_checkpoint(noisy: str) -> None:
 
 def test_an_adapter_has_the_dropout_that_it_is_given(tmp_path: Path) -> None:
     model = checkpoint(NOISY["llama"], tmp_path / "llama")
-    learner = learner_of(model, lora=LoraSettings(rank=4, dropout=0.5))
+    learner = learner_of(model, lora_rank=4, lora_dropout=0.5)
     for module in learner._worker.lora.modules():
         if hasattr(module, "lora_B") and module.lora_B:
             torch.nn.init.normal_(module.lora_B["default"].weight)

@@ -187,7 +187,7 @@ def test_clipping_keeps_the_direction(new_learner: NewLearner) -> None:
 def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner) -> None:
     """Loshchilov & Hutter 2019, algorithm 2, in float64, with a warm-up and a linear schedule."""
     learner = new_learner(
-        lr=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=2, total_steps=4, beta2=0.9
+        lr=1e-3, weight_decay=0.1, lr_schedule="linear", warmup_steps=2, total_steps=4, beta2=0.9
     )
     expected = {name: p.detach().double() for name, p in learner.model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in expected.items()}
@@ -221,7 +221,7 @@ def test_the_update_is_adamw_with_decay_of_matrices_only(new_learner: NewLearner
     ],
 )
 def test_the_schedule_over_four_steps(schedule: str, warmup: int, factors: list[float]) -> None:
-    config = OptimizerConfig(schedule=schedule, warmup_steps=warmup)
+    config = OptimizerConfig(lr_schedule=schedule, warmup_steps=warmup)
     made = [lr_factor(step, config, 4) for step in range(len(factors))]
     assert made == pytest.approx(factors)
 

@@ -36,9 +36,9 @@ from distill.models.loading import load_causal_lm
 from distill.objective.batching import TrainingRow, collate
 from distill.objective.settings import ObjectiveConfig
 from distill.weights.tensors import TensorLayout
+from learner.config import LoraSettings
 from learner.forward import Forward
 from learner.lora import (
-    LoraSettings,
     RoundedUpdate,
     adapter_off,
     adapter_tensors,
@@ -51,7 +51,7 @@ from tests.conftest import TinyPair
 from tests.learner.conftest import NewLoop, World, naive_logprobs
 from tests.samples import group, training_row
 
-SETTINGS = LoraSettings(rank=3, alpha=7.0)
+SETTINGS = LoraSettings(lora_rank=3, lora_alpha=7.0)
 
 
 def row(context_T: np.ndarray, trained: int, temperature: float = 0.6) -> TrainingRow:
@@ -159,7 +159,7 @@ def test_checkpointing_leaves_the_gradients_as_they_are(lora: PeftModel, base: s
 def test_a_fresh_adapter_changes_no_value_and_is_drawn_by_the_seed(base: str) -> None:
     def fresh(seed: int) -> PeftModel:
         torch.manual_seed(seed)
-        return add_lora(load(base), LoraSettings(rank=3))
+        return add_lora(load(base), LoraSettings(lora_rank=3))
 
     lora = fresh(3)
     assert torch.equal(logprobs(plain(lora)), logprobs(load(base)))
@@ -170,7 +170,7 @@ def test_a_fresh_adapter_changes_no_value_and_is_drawn_by_the_seed(base: str) ->
 
 
 def test_chosen_linears_alone_are_adapted(base: str) -> None:
-    settings = LoraSettings(rank=2, targets="q_proj, layers.1.mlp.up_proj")
+    settings = LoraSettings(lora_rank=2, lora_targets="q_proj, layers.1.mlp.up_proj")
     modules = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
     assert set(adapter_tensors(add_lora(load(base), settings))) == {
         f"base_model.model.model.layers.{module}.lora_{part}.weight"
@@ -200,9 +200,10 @@ def test_the_comparison_sees_the_adapter_its_scale_and_the_temperature(
 ) -> None:
     values_N = logprobs(merged_model(lora, base))
     at_another = [replace(row, temperature=0.9) for row in SHARED]
+    another_alpha = trained_lora(base, LoraSettings(lora_rank=3))
     others = {
         "no adapter": logprobs(load(base)),
-        "another alpha": logprobs(merged_model(trained_lora(base, LoraSettings(rank=3)), base)),
+        "another alpha": logprobs(merged_model(another_alpha, base)),
         "another T": logprobs(merged_model(lora, base), at_another),
     }
     assert {name for name, other_N in others.items() if (values_N - other_N).abs().max() > 0.1} == (
@@ -285,7 +286,7 @@ def test_peft_reads_what_is_saved(lora: PeftModel, base: str, saved: str) -> Non
 
 
 def test_an_adapter_is_trained_on_from_where_it_is(lora: PeftModel, base: str, saved: str) -> None:
-    settings = LoraSettings(adapter=saved, dropout=0.25)
+    settings = LoraSettings(lora_adapter=saved, lora_dropout=0.25)
     check_lora(settings, base)
     continued = add_lora(load(base), settings)
     assert torch.equal(logprobs(plain(continued).eval()), logprobs(plain(lora)))
@@ -311,7 +312,7 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
             if ".lora_B." in name:
                 parameter.normal_(0, 0.05)
     theirs.save_pretrained(str(tmp_path))
-    settings = LoraSettings(adapter=str(tmp_path))
+    settings = LoraSettings(lora_adapter=str(tmp_path))
     check_lora(settings, base)
     ours = add_lora(load(base), settings)
     assert torch.equal(logprobs(plain(ours)), logprobs(plain(theirs).eval()))
@@ -322,16 +323,19 @@ def test_an_adapter_that_peft_saved_is_read(base: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, ["rank is not set", "adapter="]),
-        ({"rank": 0}, ["rank=0", "at least 1"]),
-        ({"rank": 4, "alpha": 0.0}, ["alpha=0.0", "above 0"]),
-        ({"rank": 4, "alpha": float("nan")}, ["alpha=nan"]),
-        ({"rank": 4, "dropout": 1.0}, ["dropout=1.0", "[0, 1)"]),
-        ({"rank": 4, "targets": "q_proj,,v_proj"}, ["targets='q_proj,,v_proj'", "empty"]),
-        ({"rank": 4, "targets": ""}, ["targets=''", "empty"]),
-        ({"adapter": "there", "rank": 4}, ["rank=4", "adapter=there", "its own rank"]),
-        ({"adapter": "there", "alpha": 4.0}, ["alpha=4.0", "its own alpha"]),
-        ({"adapter": "there", "targets": "q_proj"}, ["targets=q_proj", "its own targets"]),
+        ({"lora_alpha": 4.0}, ["rank is not set", "adapter="]),
+        ({"lora_rank": 0}, ["rank=0", "at least 1"]),
+        ({"lora_rank": 4, "lora_alpha": 0.0}, ["alpha=0.0", "above 0"]),
+        ({"lora_rank": 4, "lora_alpha": float("nan")}, ["alpha=nan"]),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, ["dropout=1.0", "[0, 1)"]),
+        ({"lora_rank": 4, "lora_targets": "q_proj,,v_proj"}, ["targets='q_proj,,v_proj'", "empty"]),
+        ({"lora_rank": 4, "lora_targets": ""}, ["targets=''", "empty"]),
+        ({"lora_adapter": "there", "lora_rank": 4}, ["rank=4", "adapter=there", "its own rank"]),
+        ({"lora_adapter": "there", "lora_alpha": 4.0}, ["alpha=4.0", "its own alpha"]),
+        (
+            {"lora_adapter": "there", "lora_targets": "q_proj"},
+            ["targets=q_proj", "own targets"],
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant(fields: dict[str, Any], words: list[str]) -> None:
@@ -352,7 +356,7 @@ def test_settings_that_cannot_be_meant(fields: dict[str, Any], words: list[str])
 )
 def test_targets_that_the_model_cannot_have(base: str, targets: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_lora(LoraSettings(rank=2, targets=targets), base)
+        check_lora(LoraSettings(lora_rank=2, lora_targets=targets), base)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -375,10 +379,10 @@ def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
     monkeypatch.setattr("learner.lora.load_file", fail)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    check_lora(LoraSettings(adapter=saved), base)
+    check_lora(LoraSettings(lora_adapter=saved), base)
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ConfigError) as refused:
-        check_lora(LoraSettings(adapter=saved), tiny_pair.student)
+        check_lora(LoraSettings(lora_adapter=saved), tiny_pair.student)
     words = (
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight",
         "(3, 64)",  # in the adapter
@@ -445,7 +449,7 @@ def test_adapters_that_are_refused(
     saved: str, base: str, spoil: Spoil, error: type[Exception], words: list[str]
 ) -> None:
     spoil(saved)
-    settings = LoraSettings(adapter=saved)
+    settings = LoraSettings(lora_adapter=saved)
     for attempt in (lambda: check_lora(settings, base), lambda: add_lora(load(base), settings)):
         with pytest.raises(error) as refused:
             attempt()
@@ -519,7 +523,7 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
     config: PreTrainedConfig, adapted: set[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config.save_pretrained(tmp_path)
-    share = check_lora(LoraSettings(rank=2), str(tmp_path))
+    share = check_lora(LoraSettings(lora_rank=2), str(tmp_path))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -530,7 +534,7 @@ def test_of_a_mixture_the_experts_are_not_adapted_which_is_said(
     assert "experts of a mixture" in warning.getMessage()
     if isinstance(config, Qwen3NextConfig):
         with pytest.raises(ConfigError, match=r"peft takes for the experts of model\.layers"):
-            check_lora(LoraSettings(rank=2, targets="up_proj,gate_proj"), str(tmp_path))
+            check_lora(LoraSettings(lora_rank=2, lora_targets="up_proj,gate_proj"), str(tmp_path))
 
 
 def test_of_a_dense_model_every_layer_is_adapted(
@@ -568,7 +572,7 @@ def naive_lost_share(before: dict[str, Tensor], merged: dict[str, Tensor]) -> fl
 @pytest.mark.parametrize("std", [1e-5, 3e-4, 0.05])
 def test_the_lost_share_is_that_of_the_whole_update(base: str, tmp_path: Path, std: float) -> None:
     start = on_the_grid(base, tmp_path / "grid")
-    lora, rounded = trained_lora(start, LoraSettings(rank=4)), RoundedUpdate()
+    lora, rounded = trained_lora(start, LoraSettings(lora_rank=4)), RoundedUpdate()
     with torch.no_grad():
         for name, parameter in lora.named_parameters():
             if ".lora_B." in name:
@@ -604,7 +608,7 @@ def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> li
         World([group(i) for i in range(9)]),
         ObjectiveConfig(reward_coef=1.0),
         groups_per_step=1,
-        learner={"model": start, "lora": LoraSettings(rank=16), "lr": lr, "schedule": "constant"},
+        learner={"model": start, "lora_rank": 16, "lr": lr, "lr_schedule": "constant"},
         **settings,
     )
     return [loop.step()["push/lost_share"] for _ in range(9)]

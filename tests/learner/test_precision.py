@@ -25,7 +25,6 @@ from distill.objective.batching import Batch, TrainingRow, collate
 from learner.config import LearnerConfig, OptimizerConfig
 from learner.forward import Forward
 from learner.learner import Learner, Part
-from learner.lora import LoraSettings
 from learner.memory import FROZEN, TRAINED, check_fits, estimate_memory, free_bytes
 from learner.optimizer import build_optimizer, offload_moments, put_away
 from learner.sharding import local
@@ -131,7 +130,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     check_fits(tiny_pair.teacher, "cpu", FROZEN)
     monkeypatch.setattr(learner.memory, "free_bytes", lambda device: estimate.bytes // 4 - 1)
     with pytest.raises(ConfigError, match=r"needs .* for frozen weights in fp32"):
-        Learner(chz.replace(config, lora=LoraSettings(rank=2)), str(tmp_path))
+        Learner(chz.replace(config, lora_rank=2), str(tmp_path))
     with pytest.raises(ConfigError, match=r"for a teacher's weights in torch.float32"):
         LocalTeachers({"": tiny_pair.teacher}, dtype=torch.float32, device="cpu")
     LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")

@@ -72,7 +72,7 @@ def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
 ) -> None:
     config = LearnerConfig(
         model=checkpoint(RAISES[name], tmp_path / name),
-        optimizer=OptimizerConfig(lr=1e-3),
+        lr=1e-3,
         total_steps=2,
         device="cpu",
     )

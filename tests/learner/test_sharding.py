@@ -28,7 +28,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
 from distill.weights.model_weights import gather_all, total_bytes
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.config import LearnerConfig, OptimizerConfig
+from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
@@ -80,11 +80,9 @@ HALF = 3
 
 
 def config(model: str, **changes: Any) -> LearnerConfig:
-    optimizer = OptimizerConfig(
-        lr=3e-3, schedule="cosine", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5
-    )
-    settings = {"total_steps": len(STEPS), "token_budget": 400, "device": "cpu"} | changes
-    return LearnerConfig(model=model, optimizer=optimizer, **settings)
+    optimizer = {"lr": 3e-3, "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
+    settings = {"total_steps": len(STEPS), "token_budget": 400, "device": "cpu"}
+    return LearnerConfig(model=model, max_grad_norm=0.5, **optimizer | settings | changes)
 
 
 def numbers(learner: Learner) -> dict[str, np.ndarray]:

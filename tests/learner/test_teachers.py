@@ -94,7 +94,7 @@ def test_twenty_steps_bring_the_student_nearer(
 ) -> None:
     groups = [replace(GROUPS[i % 2], group_id=i) for i in range(40)]
     objective = ObjectiveConfig(estimator="full", divergence=divergence)
-    learner = {"lr": 3e-3, "schedule": "constant", "total_steps": 20}
+    learner = {"lr": 3e-3, "lr_schedule": "constant", "total_steps": 20}
     loop = new_loop(World(groups), objective, teachers=teachers, learner=learner)
     made = [loop.step()["opd/divergence"] for _ in range(20)]
     assert min(made) > 0 and made[-1] < 0.3 * made[0]

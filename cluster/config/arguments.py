@@ -1,0 +1,156 @@
+"""Settings from `key=value`; a slip is refused in one line that says what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import chz
+from chz.blueprint._entrypoint import EntrypointException
+from chz.field import Field
+from chz.tiepin import CastError
+from chz.util import MISSING
+
+from cluster.config.help import settings_within
+from distill.errors import ConfigError
+from distill.lookup import known_names
+
+Config = TypeVar("Config")
+HELP = "--help"
+_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+
+
+def key_values(argv: Sequence[str]) -> dict[str, str]:
+    """Values by key; of a key that is given twice, the last.
+
+    Raises:
+        ConfigError: an argument that is not key=value, or is not UTF-8.
+    """
+    given = {}
+    for i, argument in enumerate(argv):
+        _check_encoding(argument)
+        if argument == HELP:
+            continue
+        following = next(iter(argv[i + 1 :]), HELP)
+        key, equals, value = argument.partition("=")
+        name = key.strip().lstrip("-") or "key"
+        loose = following != HELP and "=" not in following.removeprefix("=")
+        meant = value.strip() or (following.removeprefix("=") if loose else "VALUE")
+        if argument == "-h":
+            raise ConfigError(f"-h is not key=value; {HELP} lists all settings")
+        if not equals or key != name:
+            raise ConfigError(f"{argument!r} is not key=value; write {name}={meant}")
+        if not value and loose and "=" not in following:
+            raise ConfigError(f"{argument} has no value; write {key}={meant}, without a space")
+        given[key] = value
+    return given
+
+
+def make(kind: type[Config], given: Mapping[str, str]) -> Config:
+    """Settings of the class `kind`.
+
+    Raises:
+        ConfigError: a name that is none, a value that cannot be one, a missing one.
+    """
+    for key, value in given.items():
+        _check(kind, key, value, given)
+    _check_complete(kind, given)
+    try:
+        return chz.Blueprint(kind).make_from_argv([f"{k}={v}" for k, v in given.items()])
+    except EntrypointException as error:  # several that do not go together
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _check_encoding(argument: str) -> None:
+    try:
+        argument.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{argument!a} is not UTF-8, as settings, file names among them, must be"
+        ) from error
+
+
+def _refers(key: str) -> bool:
+    """True if chz has its own reading of a key: `...lr=` of all that match, `a@=b` of another."""
+    return "..." in key or key.endswith("@")
+
+
+def _check(kind: type, key: str, value: str, given: Mapping[str, str]) -> None:
+    if _refers(key):
+        return
+    fields, parts = chz.chz_fields(kind), key.split(".")
+    for i, name in enumerate(parts):
+        path, rest = ".".join(parts[: i + 1]), parts[i + 1 :]
+        if name not in fields:
+            raise ConfigError(f"{key}={value}: no such setting; {_nearest(key, kind, given)}")
+        field = fields[name]
+        fields = settings_within(field, given.get(path))
+        if not fields and rest:
+            _check_element(field, key, value, rest)
+            return
+        if not fields:
+            _check_value(field, key, value)
+
+
+def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
+    near = get_close_matches(key, list(_names(kind, given)), n=1)
+    return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
+
+
+def _names(kind: type, given: Mapping[str, str]) -> Iterator[str]:
+    for name, field in chz.chz_fields(kind).items():
+        yield name
+        yield from (f"{name}.{inner}" for inner in settings_within(field, given.get(name)))
+
+
+def _check_element(field: Field, key: str, value: str, rest: Sequence[str]) -> None:
+    """Checks NAME.setting of a mapping of settings. Other objects are left to chz."""
+    if _choices(field.x_type):
+        raise ConfigError(f"{key}={value}: {field.logical_name} has no settings of its own")
+    if get_origin(field.x_type) is not Mapping or not chz.is_chz(get_args(field.x_type)[1]):
+        return
+    within = chz.chz_fields(get_args(field.x_type)[1])
+    if len(rest) != 2 or rest[1] not in within:
+        raise ConfigError(
+            f"{key}={value}: no such setting of {field.logical_name}.{rest[0]}; "
+            f"{known_names(rest[-1], within)}"
+        )
+    _check_value(within[rest[1]], key, value)
+
+
+def _check_value(field: Field, key: str, value: str) -> None:
+    if not (choices := _choices(field.x_type)) or field.meta_factory is None:
+        return
+    try:
+        field.meta_factory.perform_cast(value)
+    except CastError as error:
+        if choices <= _NAMES.keys():
+            kinds = " or ".join(sorted(_NAMES[choice] for choice in choices))
+            raise ConfigError(f"{key}={value} is not {kinds}") from error
+        raise ConfigError(f"{key}={value} is unknown; {known_names(value, choices)}") from error
+
+
+def _choices(kind: Any) -> set[Any]:
+    """The types, or the texts, of which a plain value is one; empty for an object's type."""
+    if get_origin(kind) is Literal:
+        return {str(option) for option in get_args(kind)}
+    options = set(get_args(kind)) - {NoneType} if get_origin(kind) in (Union, UnionType) else {kind}
+    return options if options <= _NAMES.keys() else set()
+
+
+def _check_complete(kind: type, given: Mapping[str, str]) -> None:
+    if any(map(_refers, given)):
+        return
+    missing = []
+    for name, field in chz.chz_fields(kind).items():
+        inner = settings_within(field, given.get(name))
+        required = {name: field} | {f"{name}.{each}": inner[each] for each in inner}
+        missing += [
+            f"{path}= ({each._doc})"
+            for path, each in required.items()
+            if path not in given and each._default is each._default_factory is MISSING
+        ]
+    if missing:
+        raise ConfigError(f"not given: {'; '.join(missing)}")

@@ -1,0 +1,89 @@
+"""Settings of responses that are evaluated: the serving decoder, and a run's own evaluations."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import chz
+
+from distill.errors import ConfigError
+from distill.sampling import EvalSampling
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section
+
+
+@chz.chz
+class LengthSettings:
+    """Longest response."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
+    max_new_tokens: int = chz.field(default=256, doc="longest response, tokens", metadata=ESSENTIAL)
+
+
+@chz.chz
+class DecoderSettings(LengthSettings):
+    """The serving decoder. It never touches training."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+
+    eval_temperature: float = chz.field(
+        default=0.0, doc="the serving decoder's temperature; 0 is greedy. Never touches training"
+    )
+    eval_top_p: float = chz.field(default=1.0, doc="the serving decoder's top-p; 1 is off")
+    eval_top_k: int = chz.field(default=0, doc="the serving decoder's top-k; 0 is off")
+    eval_samples: int = chz.field(
+        default=1,
+        doc="responses a prompt in evaluation; several give pass@k and a majority's vote, and need "
+        "eval_temperature above 0",
+    )
+
+    @chz.validate
+    def _decoder_in_range(self) -> None:
+        self.eval_sampling()
+
+    def longest_evaluation(self) -> int:
+        """Tokens of the longest response in evaluation."""
+        return self.max_new_tokens
+
+    def eval_sampling(self) -> EvalSampling:
+        return EvalSampling(
+            temperature=self.eval_temperature,
+            max_new_tokens=self.longest_evaluation(),
+            top_p=self.eval_top_p,
+            top_k=self.eval_top_k,
+            num_samples=self.eval_samples,
+        )
+
+
+@chz.chz
+class EvaluationSettings(DecoderSettings):
+    """A run's evaluations of its own policy."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+
+    eval_every: int = chz.field(
+        default=0,
+        doc="steps between evaluations; 0: start and end only",
+        metadata=MAY_CHANGE,
+    )
+    eval_prompts: str | None = chz.field(
+        default=None, doc="JSONL of held-out prompts; default: eval_size problems held out"
+    )
+    eval_size: int = chz.field(
+        default=64, doc="problems evaluated; without eval_prompts at most a tenth is held out"
+    )
+    eval_max_new_tokens: int | None = chz.field(
+        default=None, doc="longest response in evaluation; default: max_new_tokens"
+    )
+
+    @chz.validate
+    def _evaluation_in_range(self) -> None:
+        if self.eval_size < 1:
+            raise ConfigError(f"eval_size={self.eval_size} must be at least 1")
+        if self.eval_every < 0:
+            raise ConfigError(f"eval_every={self.eval_every} must not be negative")
+
+    def longest_evaluation(self) -> int:
+        if self.eval_max_new_tokens is None:
+            return self.max_new_tokens
+        return self.eval_max_new_tokens

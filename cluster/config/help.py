@@ -1,0 +1,96 @@
+"""`--help`: the settings of a command in sections, those that matter first on top."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import chz
+from chz.field import Field
+from chz.util import MISSING
+
+from distill.settings import ESSENTIAL, Section, flagged, section_of
+
+_WIDTH = 100
+# Where docs begin; a longer name has its doc on the lines beneath.
+_INDENT = 26
+
+
+def help_text(kind: type, given: Mapping[str, str]) -> str:
+    """The --help of the settings class `kind`.
+
+    Args:
+        given: values by name, of which env= brings its fields.
+    """
+    fields, essential = chz.chz_fields(kind), flagged(kind, ESSENTIAL)
+    sections: dict[str | None, list[str]] = {section: [] for section in (*Section, None)}
+    for name in fields:
+        sections[section_of(kind, name)].append(name)
+    first = [name for names in sections.values() for name in names if name in essential]
+    parts = {"the settings that matter first": sorted(first, key=lambda n: _optional(fields[n]))}
+    for section, names in sections.items():
+        parts[section or "settings"] = [name for name in names if name not in essential]
+    lines = [(kind.__doc__ or kind.__name__).strip()]
+    for title, names in parts.items():
+        if names:
+            lines += ["", f"{title}:"]
+            lines += [line for name in names for line in _explained(name, fields[name], given)]
+    return "\n".join(lines)
+
+
+def settings_within(field: Field, given: str | None) -> dict[str, Field]:
+    """Fields of a setting that is itself an object; `given`, or its default, names the class."""
+    if field._default_factory is MISSING or not chz.is_chz(field._default_factory):
+        return {}
+    named: Any = field._default_factory
+    if given is not None and field.meta_factory is not None:
+        named = field.meta_factory.from_string(given)
+    return chz.chz_fields(named)
+
+
+def type_text(field: Field) -> str:
+    """A setting's type for people to read: choices, or a number's kind; none of an object's."""
+    kind = field.x_type
+    options = [option for option in get_args(kind) if option is not NoneType]
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, options))
+    if len(options) == 1 and get_origin(kind) not in (list, tuple):
+        kind = options[0]
+    return kind.__name__ if kind in (int, float, str, bool) else ""
+
+
+def _explained(name: str, field: Field, given: Mapping[str, str]) -> Iterator[str]:
+    notes = [note for note in (type_text(field), _default(field)) if note]
+    text = field._doc + (f" [{'; '.join(notes)}]" if notes else "")
+    head = f"  {name}"
+    first = head.ljust(_INDENT) if len(head) < _INDENT - 1 else " " * _INDENT
+    if first.isspace():
+        yield head
+    yield textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for inner, each in settings_within(field, given.get(name)).items():
+        yield from _explained(f"{name}.{inner}", each, given)
+
+
+def _optional(field: Field) -> bool:
+    return field._default is not MISSING or field._default_factory is not MISSING
+
+
+def _default(field: Field) -> str:
+    """The default as --help shows it; a default of None is told by the doc."""
+    if field._default_factory is not MISSING:
+        name = getattr(field._default_factory, "__name__", "")
+        return f"default {name}" if chz.is_chz(field._default_factory) else ""
+    if not _optional(field):
+        return "required"
+    if field._default is None:
+        return ""
+    return f"default {field._default if field._default != '' else repr('')}"

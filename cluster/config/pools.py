@@ -1,0 +1,157 @@
+"""Settings of what surrounds the learner in opd and rl: engines, rollout workers, their groups."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import chz
+
+from actors.config import EngineChoices, ServerSettings, choose_engine
+from actors.sglang.flags import parse_flags
+from distill.errors import ConfigError
+from distill.settings import MAY_CHANGE, Section
+
+WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
+
+
+@chz.chz
+class PolicySettings(EngineChoices, ServerSettings):
+    """The policy's engines, and how new weights get there."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    policy_server_flags: str = chz.field(
+        default="",
+        doc="more of SGLang's own flags for policy servers, '--tp-size 2' for example",
+        metadata=MAY_CHANGE,
+    )
+    weights: WeightsChoice = chz.field(
+        default="auto",
+        doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
+        "node; group: SGLang engines on other nodes, by torch.distributed (NCCL or gloo); "
+        "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
+        "shares; auto: each engine by its place",
+        metadata=MAY_CHANGE,
+    )
+    probe_every: int = chz.field(
+        default=1,
+        doc="weight versions between two that are probed: do the policy engines hold what the "
+        "learner sent? 0 trusts them",
+        metadata=MAY_CHANGE,
+    )
+    require_handshake: bool = chz.field(
+        default=True,
+        doc="False trains although the parties disagree, on another objective than the one named: "
+        "for experiments about just that",
+    )
+
+    @chz.validate
+    def _push_in_range(self) -> None:
+        parse_flags(self.policy_server_flags)
+        if self.probe_every < 0:
+            raise ConfigError(f"probe_every={self.probe_every} must not be negative")
+        if self.weights == "group" and choose_engine(self.engine) == "embedded":
+            raise ConfigError(
+                "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
+                "weights=auto"
+            )
+
+
+@chz.chz
+class PoolSettings:
+    """Number of actors of a kind, and when it grows or shrinks."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    policy_engines: int = chz.field(default=1, doc="policy engines (actors)", metadata=MAY_CHANGE)
+    policy_engines_max: int | None = chz.field(
+        default=None,
+        doc="the pool grows to so many when rollouts are too slow; default: it is fixed",
+        metadata=MAY_CHANGE,
+    )
+    rollout_workers: int = chz.field(default=1, doc="rollout workers (actors)", metadata=MAY_CHANGE)
+    rollout_workers_max: int | None = chz.field(
+        default=None,
+        doc="the same for rollout workers: environments and rewards that are too slow",
+        metadata=MAY_CHANGE,
+    )
+    rollout_cpus: float = chz.field(
+        default=0.0,
+        doc="CPUs that each rollout worker takes; 0: it shares what there is",
+        metadata=MAY_CHANGE,
+    )
+    colocate: bool = chz.field(
+        default=False,
+        doc="learner worker i and policy engine i in one place: they share GPUs "
+        "(gpus_per_actor=0.5) and shared memory",
+        metadata=MAY_CHANGE,
+    )
+    scale_up_after_s: float = chz.field(
+        default=30.0,
+        doc="a pool grows once the learner has waited too much for so long, seconds",
+        metadata=MAY_CHANGE,
+    )
+    scale_down_after_s: float = chz.field(
+        default=120.0,
+        doc="a pool shrinks once it was too large for so long, seconds",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _pools_in_range(self) -> None:
+        for name in ("policy_engines", "rollout_workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        self.require_bounds("policy_engines", "rollout_workers")
+        if not self.rollout_cpus >= 0:
+            raise ConfigError(f"rollout_cpus={self.rollout_cpus} must not be negative")
+        for name in ("scale_up_after_s", "scale_down_after_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+
+    def require_bounds(self, *pools: str) -> None:
+        """Raises ConfigError if a pool's largest size is below its smallest."""
+        for name in pools:
+            smallest, largest = getattr(self, name), getattr(self, f"{name}_max")
+            if largest is not None and largest < smallest:
+                raise ConfigError(
+                    f"{name}_max={largest} is below {name}={smallest}, the pool's smallest size; "
+                    "give a larger one, or leave it out"
+                )
+
+
+@chz.chz
+class GroupSettings:
+    """Handling of prompt groups that do not arrive."""
+
+    section: ClassVar[Section] = Section.SUPERVISION
+
+    lease_s: float = chz.field(
+        default=900.0,
+        doc="longest a prompt group is without progress (its engine's work, its next turn) before "
+        "another worker gets it, too, seconds",
+        metadata=MAY_CHANGE,
+    )
+    max_group_failures: int = chz.field(
+        default=3,
+        doc="a prompt group that fails so often is set aside, with the reason",
+        metadata=MAY_CHANGE,
+    )
+    max_set_aside: int = chz.field(
+        default=100, doc="prompt groups set aside before the run fails", metadata=MAY_CHANGE
+    )
+    stall_after_s: float = chz.field(
+        default=300.0,
+        doc="when a group that is waited for makes no progress for so long, the run says who waits "
+        "for whom, and acts, seconds",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _groups_in_range(self) -> None:
+        for name in ("max_group_failures", "max_set_aside"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("lease_s", "stall_after_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
