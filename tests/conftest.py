@@ -30,22 +30,26 @@ from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
 from tests.tiny import TinyPair, make_tiny_pair
 
-# Temporary files of this session, and of all that it starts, are in a directory of their own: what
-# a test leaves there is its own. Others than its user may pass through it, as through /tmp. Ray's
-# logs, pytest's directories and compiled kernels stay where they are without this.
-TEMPORARY = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-tempfile.tempdir = tempfile.mkdtemp(prefix="isotherm-tests-", dir=TEMPORARY)
-os.chmod(tempfile.tempdir, 0o711)
-os.environ["TMPDIR"] = tempfile.tempdir
-os.environ.setdefault("RAY_TMPDIR", TEMPORARY)
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", os.path.join(TEMPORARY, f"torchinductor_{getpass.getuser()}")
-)
-
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
 settings.register_profile("isotherm", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("isotherm")
+
+
+def pytest_configure() -> None:
+    """Temporary files of this session, and of all that it starts, in a directory of their own.
+
+    What a test leaves there is its own. Others than its user may pass through it, as through /tmp.
+    Ray's logs, pytest's directories and compiled kernels stay where they are without this. Not at
+    import: processes that tests start import this module too.
+    """
+    parent = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    tempfile.tempdir = tempfile.mkdtemp(prefix="isotherm-tests-", dir=parent)
+    os.chmod(tempfile.tempdir, 0o711)
+    os.environ["TMPDIR"] = tempfile.tempdir
+    os.environ.setdefault("RAY_TMPDIR", parent)
+    kernels = os.path.join(parent, f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
 
 
 def pytest_unconfigure() -> None:

@@ -101,8 +101,8 @@ def living_actors() -> dict[str, str]:
 
 
 def temporary_files() -> set[str]:
-    """Names in the session's directory for temporary files."""
-    return set(os.listdir(tempfile.gettempdir()))
+    """Names in the session's directory for temporary files, but for what W&B keeps there."""
+    return {name for name in os.listdir(tempfile.gettempdir()) if "wandb" not in name}
 
 
 def shared_memory() -> set[str]:

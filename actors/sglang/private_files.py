@@ -47,7 +47,8 @@ def private_directory() -> Path:
     if len(os.fsencode(parent)) > _LONGEST_PARENT:
         parent = "/tmp"
     directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    reading, _stays_open = os.pipe()  # no child inherits the other end
+    reading, writing = os.pipe()  # the other end closes with this process: no child has it
+    os.register_at_fork(after_in_child=lambda: os.close(writing))
     subprocess.run(
         [sys.executable, "-m", __name__, str(directory), str(os.getpid())],
         stdin=reading, start_new_session=True, check=True,
