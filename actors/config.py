@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import chz
 
-from actors.embedded.engine import EmbeddedEngine
-from actors.sglang.external import ExternalSglangEngine, check_url, is_url
-from actors.sglang.flags import parse_flags
-from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import require_sglang, sglang_installed
-from actors.sglang.weights import InFlight
+from actors.sglang.address import check_url, is_url
+from actors.sglang.flags import InFlight, parse_flags
+from actors.sglang.installed import require_sglang, sglang_installed
 from distill.errors import ConfigError
-from distill.models.loading import resolve_device
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
+
+if TYPE_CHECKING:
+    from actors.embedded.engine import EmbeddedEngine
+    from actors.sglang.external import ExternalSglangEngine
+    from actors.sglang.hosted import HostedSglangEngine
 
 EngineKind = Literal["sglang", "embedded"]
 EngineChoice = Literal["auto", "sglang", "embedded"]
 Dtype = Literal["float32", "bfloat16"]
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 # An engine that is a plain object in this process.
-LocalEngine = EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine
+LocalEngine: TypeAlias = "EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine"
 
 
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
@@ -33,6 +34,8 @@ def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     """
     if choice != "auto":
         return choice
+    from distill.models.loading import resolve_device  # torch, which settings do without
+
     return "bfloat16" if resolve_device(device).startswith("cuda") else "float32"
 
 
@@ -142,8 +145,16 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
     def engine_class(self) -> type[LocalEngine]:
         """The plain class to build, here or inside an actor, with `arguments()`."""
         if self.external:
+            from actors.sglang.external import ExternalSglangEngine
+
             return ExternalSglangEngine
-        return HostedSglangEngine if self.kind == "sglang" else EmbeddedEngine
+        if self.kind == "sglang":
+            from actors.sglang.hosted import HostedSglangEngine
+
+            return HostedSglangEngine
+        from actors.embedded.engine import EmbeddedEngine
+
+        return EmbeddedEngine
 
     def build(self) -> LocalEngine:
         """The engine, in this process."""

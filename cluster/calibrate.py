@@ -9,19 +9,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import chz
 from rich.console import Console
 
 from actors.config import choose_engine, running_engines
-from actors.sglang.external import is_url
+from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
-from cluster.handshake.handshake import handshake
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
-from distill.objective.batching import TrainingRow
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section
 from distill.tokenizer import (
@@ -33,7 +31,9 @@ from distill.tokenizer import (
 )
 from distill.types import FloatArray
 from learner.config import LearnerConfig
-from learner.learner import Learner
+
+if TYPE_CHECKING:
+    from distill.objective.batching import TrainingRow
 
 
 @chz.chz
@@ -82,6 +82,9 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 
 async def _handshake(config: CalibrateConfig, tokenizer: TokenizerProbe) -> CalibrationReport:
+    from cluster.handshake.handshake import handshake
+    from learner.learner import Learner  # torch, which settings do without
+
     with tempfile.TemporaryDirectory() as scratch:
         learner_config = LearnerConfig(
             model=config.student, total_steps=1, device=config.device, threads=config.threads

@@ -14,9 +14,8 @@ from rich.console import Console
 
 from cluster.config.arguments import HELP, key_values, make
 from cluster.config.help import help_text
-from cluster.run_files.tracking import make_console
-from cluster.runtime.driver import Interrupted
-from cluster.supervision.supervise import RunFailed
+from cluster.console import make_console
+from cluster.early_ends import Interrupted, RunFailed
 from distill.errors import EngineError, IsothermError, NonFiniteError
 
 Config = TypeVar("Config")

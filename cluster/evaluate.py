@@ -16,14 +16,13 @@ from rich.table import Table
 
 from actors.config import choose_engine, running_engines
 from actors.rollout.evaluator import Evaluator, Response
-from actors.sglang.external import is_url
+from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
 from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
-from distill.models.loading import context_length, load_config, vocab_size
 from distill.rewards.accuracy import CONFIDENCE
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section
@@ -100,6 +99,8 @@ class EvaluateConfig(EnvSettings, DecoderSettings, LocalEngineConfig):
 
 def evaluate(config: EvaluateConfig, console: Console) -> None:
     """Prints a table; writes `out` if asked to."""
+    from distill.models.loading import context_length, load_config, vocab_size
+
     tokenizer = load_tokenizer(config.model)
     model_config = load_config(config.model)
     if config.teacher is not None:

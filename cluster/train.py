@@ -20,8 +20,6 @@ from cluster.config.presets import (
     SelfplayConfig,
 )
 from cluster.config.supervised import DpoConfig, SftConfig
-from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_dpo, run_sft
 from distill.errors import ConfigError
 from distill.lookup import known_names
 
@@ -33,21 +31,39 @@ class _Recipe:
     line: str
 
 
+def _run_on_policy(config: Any, console: Console) -> None:
+    from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
+
+    run_on_policy(config, console)
+
+
+def _run_sft(config: Any, console: Console) -> None:
+    from cluster.recipes.supervised import run_sft
+
+    run_sft(config, console)
+
+
+def _run_dpo(config: Any, console: Console) -> None:
+    from cluster.recipes.supervised import run_dpo
+
+    run_dpo(config, console)
+
+
 RECIPES = {
     "opd": _Recipe(
-        OpdConfig, run_on_policy, "on-policy distillation: student samples, teacher scores"
+        OpdConfig, _run_on_policy, "on-policy distillation: student samples, teacher scores"
     ),
     "rl": _Recipe(
-        RlConfig, run_on_policy, "reinforcement learning (GRPO): student samples, a reward judges"
+        RlConfig, _run_on_policy, "reinforcement learning (GRPO): student samples, a reward judges"
     ),
-    "opd_tools": _Recipe(OpdToolsConfig, run_on_policy, "opd on questions answered with tools"),
-    "rl_tools": _Recipe(RlToolsConfig, run_on_policy, "rl on questions answered with tools"),
-    "selfplay": _Recipe(SelfplayConfig, run_on_policy, "rl on games of two, both seats trained"),
+    "opd_tools": _Recipe(OpdToolsConfig, _run_on_policy, "opd on questions answered with tools"),
+    "rl_tools": _Recipe(RlToolsConfig, _run_on_policy, "rl on questions answered with tools"),
+    "selfplay": _Recipe(SelfplayConfig, _run_on_policy, "rl on games of two, both seats trained"),
     "opd_condensed": _Recipe(
-        OpdCondensedConfig, run_on_policy, "opd on documents longer than the context"
+        OpdCondensedConfig, _run_on_policy, "opd on documents longer than the context"
     ),
-    "sft": _Recipe(SftConfig, run_sft, "supervised fine-tuning on completions or assistant turns"),
-    "dpo": _Recipe(DpoConfig, run_dpo, "direct preference optimisation on chosen and rejected"),
+    "sft": _Recipe(SftConfig, _run_sft, "supervised fine-tuning on completions or assistant turns"),
+    "dpo": _Recipe(DpoConfig, _run_dpo, "direct preference optimisation on chosen and rejected"),
 }
 
 _USAGE = """\

@@ -32,7 +32,8 @@ ORDER = {
         "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
-        "jsonl_log", "handles", "config", "queue", "run_files", "placement", "supervision",
+        "jsonl_log", "console", "early_ends", "handles", "config", "queue", "run_files",
+        "placement", "supervision",
         "handshake", "weights", "hosts", "runtime", "recipes", "command", "inspect/report",
         "inspect", "demos", "train", "evaluate", "calibrate", "cli", "report", "audit",
         "story", "rollouts_to_sft", "demo", "show", "opd_vs_rl",
@@ -179,6 +180,24 @@ def test_the_search_for_cycles_finds_them() -> None:
 def test_actors_without_tensors_start_without_torch(modules: str) -> None:
     """It is most of the seconds and of the memory that such an actor takes; they are many."""
     code = f"import sys, {modules}\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train, ['recipe=opd', '--help']",
+        "train, ['recipe=sft', 'stpes=3']",
+        "evaluate, ['--help']",
+        "calibrate, ['--help']",
+        "report, ['--help']",
+    ],
+)
+def test_help_and_slips_are_answered_without_what_takes_seconds(command: str) -> None:
+    heavy = {"torch", "transformers", "ray", "aiohttp"}
+    name = command.partition(",")[0]
+    code = f"import sys\nfrom cluster.{name} import main\nmain({command.partition(', ')[2]})\n"
+    code += f"sys.exit(', '.join({heavy} & set(sys.modules)) or None)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

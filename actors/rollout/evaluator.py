@@ -22,9 +22,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.episode import UserCode, play_group, rollout_group
 from actors.rollout.inside_file import InsideFile
@@ -34,6 +34,9 @@ from distill.envs.base import EnvDataset, Episode
 from distill.rewards.accuracy import interval, majority, pass_at_k
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Seed of every evaluation's samples: two evaluations of the same weights agree.
 _SEED = 20_000

@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from urllib.parse import urlsplit
 
+from actors.sglang.address import API_KEY_VARIABLE, check_url
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
-from distill.errors import ConfigError, DataError, EngineError
-
-API_KEY_VARIABLE = "ISOTHERM_TEACHER_API_KEY"
+from distill.errors import DataError, EngineError
 
 _LARGEST_VOCABULARY = 1 << 22
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-def is_url(model: str) -> bool:
-    """True if `teacher=` names a running server, not a checkpoint."""
-    return model.startswith(("http://", "https://"))
-
-
-def check_url(url: str) -> None:
-    """Raises ConfigError unless it is http(s)://host[:port] and nothing more."""
-    parts = urlsplit(url)
-    try:
-        good = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        good = False
-    if parts.username or parts.password:  # before the address is printed anywhere
-        raise ConfigError(
-            "teacher= holds a user or a password, which would stand in config.json; give the "
-            f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
-        )
-    if not good or parts.path not in ("", "/") or parts.query:
-        raise ConfigError(f"teacher={url} is not an address; write http://host:port")
 
 
 class ExternalSglangEngine(SglangEngine):

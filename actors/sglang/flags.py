@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import Literal
 
-from actors.sglang.plugin.weight_loader import LOADER
 from distill.errors import ConfigError
 
 # Flags that the engine itself depends on; another value would break it, not tune it.
@@ -23,6 +23,8 @@ _OURS = {
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }
 
+# What a weight push does to the samples under way (actors/sglang/weights.py).
+InFlight = Literal["continue", "restart", "finish"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 
@@ -51,6 +53,8 @@ def server_flags(
     Raises:
         ConfigError: `extra` sets a flag that the engine must set itself.
     """
+    from actors.sglang.plugin.weight_loader import LOADER  # torch, which settings do without
+
     flags = {
         "--model-path": [model],
         "--dtype": [dtype],

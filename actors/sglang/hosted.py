@@ -7,9 +7,10 @@ from pathlib import Path
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
-from actors.sglang.flags import server_flags
-from actors.sglang.server import SglangServer, require_sglang
-from actors.sglang.weights import InFlight, WeightSession
+from actors.sglang.flags import InFlight, server_flags
+from actors.sglang.installed import require_sglang
+from actors.sglang.server import SglangServer
+from actors.sglang.weights import WeightSession
 from distill.models.loading import (
     context_length,
     load_config,

@@ -30,7 +30,8 @@ from typing import IO
 
 import aiohttp
 
-from distill.errors import ConfigError, EngineLost
+from actors.sglang.installed import require_sglang
+from distill.errors import EngineLost
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +43,6 @@ _PORT_ATTEMPTS = 3
 _REPOSITORY = Path(__file__).parents[2]
 # Import-only modules that SGLang's CPU engine wants; only the server's own process sees them.
 CPU_STANDINS = Path(__file__).parent / "cpu_standins"
-
-
-def sglang_installed() -> bool:
-    """True if SGLang can be imported here; does not import it."""
-    return importlib.util.find_spec("sglang") is not None
-
-
-def require_sglang() -> None:
-    """Raises ConfigError, with the remedy, where SGLang is not installed."""
-    if not sglang_installed():
-        raise ConfigError(
-            "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
-            "CUDA machine, `make install-sglang` without one, or engine=embedded"
-        )
 
 
 class SglangServer:

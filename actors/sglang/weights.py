@@ -36,11 +36,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.sglang.client import SglangClient
+from actors.sglang.flags import InFlight
 from actors.sglang.plugin.weight_loader import LOADER, serialized_order
 from distill.engine import (
     CheckpointDirectory,
@@ -57,7 +58,6 @@ from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finit
 
 logger = logging.getLogger(__name__)
 
-InFlight = Literal["continue", "restart", "finish"]
 Shapes = Mapping[str, tuple[int, ...]]
 
 # What a head that is not in a bundle shares its weights with.

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
-from actors.sglang.external import ExternalSglangEngine, is_url
+from actors.sglang.address import is_url
+from actors.sglang.external import ExternalSglangEngine
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig

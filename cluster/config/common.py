@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from shutil import which
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
@@ -26,8 +26,10 @@ from distill.settings import (
     values_of,
     with_default,
 )
-from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig, LearnerSettings
+
+if TYPE_CHECKING:
+    from learner.checkpoint import Checkpoint
 
 
 @chz.chz

@@ -10,7 +10,7 @@ from typing import ClassVar
 import chz
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
-from actors.sglang.external import is_url
+from actors.sglang.address import is_url
 from actors.sglang.flags import parse_flags
 from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings

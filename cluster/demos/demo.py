@@ -29,10 +29,10 @@ from cluster.demos.arithmetic import (
     write_prompts,
     write_sft,
 )
+from cluster.early_ends import RunFailed
 from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
-from cluster.supervision.supervise import RunFailed
 from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
 

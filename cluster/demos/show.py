@@ -47,10 +47,10 @@ from cluster.demos.chat_worlds import (
     write_untrained,
 )
 from cluster.demos.demo import fresh_directory
+from cluster.early_ends import RunFailed
 from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
-from cluster.supervision.supervise import RunFailed
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import chz
 from rich.console import Console
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from cluster.command import run_command
 from cluster.inspect.report.run_files import Run, read_run, run_tokenizer, why_no_rollouts
@@ -31,6 +30,9 @@ from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
 from distill.chat.token_text import decode
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import fingerprint
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @chz.chz

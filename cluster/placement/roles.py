@@ -6,7 +6,7 @@ import ray
 import torch
 
 from actors.config import EngineConfig, choose_dtype
-from actors.sglang.external import is_url
+from actors.sglang.address import is_url
 from actors.sglang.flags import tensor_parallel_size
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig

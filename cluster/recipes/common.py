@@ -16,6 +16,7 @@ from rich.console import Console
 
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.early_ends import Interrupted, RunFailed
 from cluster.placement.connect import connect
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
@@ -29,8 +30,7 @@ from cluster.placement.roles import (
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import Progression, WandbTracker, check_wandb
-from cluster.runtime.driver import Interrupted, Signals
-from cluster.supervision.supervise import RunFailed
+from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora

@@ -21,15 +21,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
-from distill.objective.batching import TrainingRow
-from distill.objective.rows import rows_by_group
 from distill.types import BoolArray, Segment, Trajectory, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from distill.objective.batching import TrainingRow
 
 
 class RolloutLog:
@@ -48,6 +49,8 @@ class RolloutLog:
         """Shown what `step` trained on. On a full disk the line waits in memory: see LineFile."""
         if self._every == 0 or (step - 1) % self._every or not groups_P:
             return
+        from distill.objective.rows import rows_by_group  # torch; readers of the file need none
+
         group, rows = next(rows_by_group(groups_P, rows_D))
         self._lines.append(json.dumps(_group(step, group, rows), separators=(",", ":")).encode())
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import IO, Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -75,41 +72,6 @@ class Progression:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def make_console() -> Console:
-    """Wide enough never to wrap a log line; a terminal keeps its own width."""
-    if sys.stdout.isatty():
-        return Console()
-    return Console(file=cast(IO[str], _Output()), width=200, soft_wrap=True)
-
-
-class _Output:
-    """sys.stdout, whose disk may be full for a while: what is printed then is lost, no more.
-
-    The files in `out/` lose nothing: see cluster/jsonl_log.py.
-    """
-
-    def write(self, text: str) -> int:
-        with _room_or_not():
-            sys.stdout.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with _room_or_not():
-            sys.stdout.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
-
-
-@contextmanager
-def _room_or_not() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
 
 
 def agreement_table(report: CalibrationReport) -> Table:

@@ -32,10 +32,11 @@ from typing import Any, Protocol
 
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from cluster.early_ends import Interrupted, RunFailed
 from cluster.handles import calls
 from cluster.queue.group_queue import QueueClosed
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
-from cluster.supervision.supervise import ActorLost, LearnerLost, Overdue, RunFailed, Supervisor
+from cluster.supervision.supervise import ActorLost, LearnerLost, Overdue, Supervisor
 from distill.errors import CheckpointError, EngineLost, IsothermError
 from learner.checkpoint import Checkpoint
 
@@ -47,14 +48,6 @@ _ENDING = "ends with a checkpoint of the last whole step; once more ends at once
 # A checkpoint that cannot be written is tried again between steps: so often, and so much later.
 _SAVE_TRIES = 10
 _SAVE_PAUSE_S = 3.0
-
-
-class Interrupted(Exception):
-    """The user (SIGINT) or the scheduler (SIGTERM) asked the run to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.exit_code = 128 + signum
 
 
 class Signals:

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from cluster.early_ends import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.queue.ledger import QueueStatus
-from cluster.supervision.supervise import RunFailed
 
 _SHOWN = 8
 

@@ -28,6 +28,7 @@ import ray
 import ray._private.state
 from ray.exceptions import RayError, RayTaskError
 
+from cluster.early_ends import RunFailed
 from cluster.handles import calls
 from cluster.supervision.failures import reason_of
 from distill.errors import IsothermError
@@ -38,10 +39,6 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _WINDOW_S = 3600.0
 # Deaths this near to one another make the next restart wait longer.
 _QUIET_S = 120.0
-
-
-class RunFailed(RuntimeError):
-    """The run ended early. The message says which part failed and what to do."""
 
 
 class ActorLost(RunFailed):

@@ -12,10 +12,9 @@ import logging
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.chat.tool_calls import (
@@ -30,6 +29,9 @@ from distill.chat.tool_formats import ToolFormat
 from distill.engine import Sample
 from distill.errors import DataError
 from distill.types import StopReason, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import DataError
 from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 

@@ -12,13 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import chat_text
 from distill.chat.tool_formats import GRAMMARS, Grammar, Piece, Schemas, ToolCall, ToolFormat
 from distill.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _THINKING = ("<think>", "</think>")
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.errors import DataError
 from distill.types import BoolArray, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

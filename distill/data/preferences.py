@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import Chain
@@ -15,6 +14,9 @@ from distill.data.row_files import located, read_rows
 from distill.data.sft_rows import ExampleEncoder, supervised_row
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _SIDES = ("chosen", "rejected")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import (
     Message,
@@ -23,6 +22,9 @@ from distill.data.row_files import located, read_rows
 from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
 from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import (
     Message,
@@ -35,6 +34,9 @@ from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
 from distill.tokenizer import fingerprint
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Supervised likelihood is that of the model itself, softmax(z): the unscaled distribution.
 SFT_TEMPERATURE = UNSCALED

@@ -12,10 +12,9 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import chz
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.prompts import ChatStyle, Prompt, PromptStream, load_prompts
 from distill.data.row_files import located
@@ -23,6 +22,9 @@ from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError
 from distill.rewards.registry import RewardFunction, check_answer
 from distill.types import FloatArray, StopReason, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.conversation import Conversation
 from distill.chat.template import Message
@@ -28,8 +27,11 @@ from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
 from distill.types import FloatArray, StopReason, TokenArray
 
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
 # (sampled tokens, tokenizer) -> float32, the reward of each token
-Oracle = Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]
+Oracle: TypeAlias = "Callable[[TokenArray, PreTrainedTokenizerBase], FloatArray]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import chz
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message, render_messages
 from distill.chat.tool_calls import detect_format
@@ -30,6 +30,9 @@ from distill.text.condense import Condenser, KeywordCondenser, ModelCondenser, l
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # (the messages of each member; none of one that never had a turn) -> what each earns besides
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]

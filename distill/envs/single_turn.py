@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chz
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.prompts import Prompt
 from distill.engine import Sample, Sampler
@@ -25,6 +24,9 @@ from distill.rewards.formats import Format, matches
 from distill.rewards.registry import RewardFunction, answer_of, exact_match, judge
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.types import FloatArray, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 NO_FORMAT = Format(pattern=None, reward=0.0)
 

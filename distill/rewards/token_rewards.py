@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.token_text import decode, token_spans
 from distill.types import FloatArray, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 def phrase_bonuses(

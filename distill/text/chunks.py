@@ -11,13 +11,15 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from semantic_text_splitter import MarkdownSplitter
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import encode
 from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 ChunkKind = Literal["heading", "code", "paragraph", "sentence", "fragment"]
 

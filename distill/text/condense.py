@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import bm25s
 import numpy as np
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message, render_messages, render_text
 from distill.engine import GenerateRequest, Sampler
@@ -29,6 +28,9 @@ from distill.sampling import Sampling
 from distill.text.bm25_words import words
 from distill.text.chunks import Chunk, chunk_text, count_tokens, cut_text
 from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Before the condensed history, in the user message that stands for it.
 SUMMARY_PREFIX = "Summary of the conversation so far: "

@@ -12,12 +12,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from jsonschema_specifications import REGISTRY
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.chat.template import Message
 from distill.chat.tool_formats import ToolCall
@@ -25,6 +24,9 @@ from distill.errors import ConfigError, IsothermError
 from distill.lookup import known_names
 from distill.tools.base import Tool, ToolError
 from distill.tools.text import encodable, longest_prefix, neutralised
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Failure = Literal["unknown", "arguments", "failed", "timeout"]
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from transformers.utils.chat_template_utils import get_json_schema
-
 from distill.errors import ConfigError
 from distill.tools.base import Tool, ToolError
 
@@ -52,6 +50,8 @@ def _tool_at(name: str) -> Tool:
 class _FunctionTool(Tool):
     def __init__(self, place: str, function: Callable[..., Any]) -> None:
         try:
+            from transformers.utils.chat_template_utils import get_json_schema
+
             self._about: dict[str, Any] = get_json_schema(function)["function"]
         except Exception as error:  # of several types, not all of them public
             raise ConfigError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from itertools import count
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from distill.chat.template import encode
 from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Put inside a control token: invisible where the tokenizer knows it, else the least visible.
 _BREAKS = ("\N{ZERO WIDTH SPACE}", " ", "_", ".", "-")

@@ -9,7 +9,7 @@ import pytest
 from actors import config as config_module
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.embedded.engine import EmbeddedEngine
-from actors.sglang import server as sglang_server
+from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
 from distill.errors import ConfigError
@@ -19,7 +19,7 @@ from distill.errors import ConfigError
 def test_auto_is_sglang_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    for module in (config_module, sglang_server):
+    for module in (config_module, sglang_here):
         monkeypatch.setattr(module, "sglang_installed", lambda: installed)
     assert choose_engine("auto") == ("sglang" if installed else "embedded")
     assert choose_engine("embedded") == "embedded"

@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.models.loading import load_causal_lm

@@ -14,7 +14,8 @@ import pytest
 
 from actors.envs.judge import API_KEY_VARIABLE, Judge
 from actors.sglang.flags import server_flags
-from actors.sglang.server import SglangServer, sglang_installed
+from actors.sglang.installed import sglang_installed
+from actors.sglang.server import SglangServer
 from distill.errors import ConfigError, DataError, EngineError
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.tiny import save_tokenizer, tiny_model_dir

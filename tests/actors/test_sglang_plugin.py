@@ -27,10 +27,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from actors.sglang.installed import sglang_installed
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
 from actors.sglang.plugin.row_temperatures import ScaledRows, UnknownPassError, rows_of_requests
-from actors.sglang.server import CPU_STANDINS, SglangServer, sglang_installed
+from actors.sglang.server import CPU_STANDINS, SglangServer
 from distill.models.loading import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 

@@ -19,10 +19,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from actors.sglang import installed as sglang_here
 from actors.sglang import server as sglang_server
 from actors.sglang.flags import parse_flags, server_flags, tensor_parallel_size
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import SglangServer, sglang_installed
+from actors.sglang.installed import sglang_installed
+from actors.sglang.server import SglangServer
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
 from tests.leftovers import gone
@@ -220,7 +222,7 @@ def test_a_model_that_is_none_is_refused_before_a_server_starts(tmp_path: Path) 
 
 
 def test_without_sglang_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_server, "sglang_installed", lambda: False)
+    monkeypatch.setattr(sglang_here, "sglang_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"make install-sglang.* or engine=embedded"):
         SglangServer([])
 

@@ -20,9 +20,10 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.flags import InFlight
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import sglang_installed
-from actors.sglang.weights import InFlight, WeightSession
+from actors.sglang.installed import sglang_installed
+from actors.sglang.weights import WeightSession
 from distill.engine import (
     CheckpointDirectory,
     CollectiveBroadcast,

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from cluster.weights.gather import values
 from cluster.weights.transports import Transport, WeightsChoice, choose_transports
 from distill.models.loading import new_qwen3

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from tests.chaos.monkey import (
     HANGS,
     KILLS,

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from cluster.command import parse
 from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.early_ends import RunFailed
 from cluster.recipes.common import failed_to_resume
 from cluster.run_files.run_directory import RunDirectory
-from cluster.supervision.supervise import RunFailed
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.run_files.tracking import make_console
+from cluster.console import make_console
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_under_the_output_ends_no_run() -> None:
     program = (
-        "import os\nfrom cluster.run_files.tracking import make_console\nconsole = make_console()\n"
+        "import os\nfrom cluster.console import make_console\nconsole = make_console()\n"
         "for i in range(10_000): console.print(f'step {i}')\nos._exit(7)"
     )
     with open("/dev/full", "w") as full:

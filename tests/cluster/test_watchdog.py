@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cluster.early_ends import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
 from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, wait_graph
-from cluster.supervision.supervise import RunFailed
 from distill.delivery import TrainedGroups
 
 

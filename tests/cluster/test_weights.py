@@ -21,7 +21,7 @@ import cluster.weights.collective
 import cluster.weights.gather
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from cluster.config.presets import OpdToolsConfig, SelfplayConfig
 from cluster.config.supervised import SftConfig
 from cluster.demos.chat_worlds import (

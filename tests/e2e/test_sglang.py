@@ -16,7 +16,7 @@ import pytest
 
 from actors.sglang import server as sglang_server
 from actors.sglang.hosted import HostedSglangEngine
-from actors.sglang.server import sglang_installed
+from actors.sglang.installed import sglang_installed
 from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import token_texts
 from distill.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # Titles of charts, and what they show: metrics with their labels, or a family by its prefix.
 _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (

@@ -6,14 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from cluster.jsonl_log import read_lines
 from cluster.run_files.rollouts import KeptGroup, read_rollouts
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
