@@ -271,7 +271,7 @@ class Race:
         with _log(self._out / f"logs/{directory.path.name}.log") as log:
             run_on_policy(config, log)
         summary = json.loads((directory.path / "summary.json").read_text())
-        metrics = directory.read_metrics()
+        metrics = directory.read_steps()
         between = {int(m["step"]): m["eval/accuracy"] for m in metrics if "eval/accuracy" in m}
         accuracy = {
             0: summary["eval before"]["eval/accuracy"],

@@ -62,6 +62,12 @@ class RunSession:
         self.progress.step(metrics)
         self.tracker.log(metrics)
 
+    def record_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
+        """An evaluation outside of a step, of the weights after `step`: a line of its own."""
+        line = {"step": step, **metrics}
+        self.directory.append_metrics(line)
+        self.tracker.log(line)
+
     def unsaved(self, error: CheckpointError) -> None:
         """A checkpoint could not be written: the run goes on, for now."""
         self.progress.note(f"WARNING: {error}. It is tried again")
@@ -70,7 +76,7 @@ class RunSession:
     def complete(self, checkpoint: Checkpoint) -> None:
         """Exports `final/` and writes a summary with status `finished`."""
         self.directory.finish(checkpoint)
-        steps = self.directory.read_metrics()
+        steps = self.directory.read_steps()
         seconds = [step["time/step"] for step in steps]
         self.summary |= {
             "steps": checkpoint.step,

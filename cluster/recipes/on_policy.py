@@ -148,7 +148,9 @@ class _Run:
         if self._has_eval:
             self._evaluate_teachers()
             if running.first_step == 0:
-                self._evaluate("before")
+                self._evaluate_apart("before", step=0)
+            else:
+                self._recall_before()
         fleet.work()
         checkpoint = drive(
             self,
@@ -159,7 +161,7 @@ class _Run:
         )
         self._settle()
         if self._has_eval:
-            self._evaluate("after")
+            self._evaluate_apart("after", step=checkpoint.step)
         running.complete(checkpoint)
 
     # what `drive` asks for
@@ -266,8 +268,25 @@ class _Run:
 
     def _evaluate_teachers(self) -> None:
         """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
-        for role in teacher_roles(self._config).values():
-            self._note_evaluation(role, self._decoded(role, f"evaluating the {role}"))
+        for name, role in teacher_roles(self._config).items():
+            metrics = self._decoded(role, f"evaluating the {role}")
+            self._note_evaluation(role, metrics)
+            family = f"eval/teacher={name}/" if name else "eval/teacher/"
+            self._running.record_evaluation(
+                {each.replace("eval/", family, 1): value for each, value in metrics.items()},
+                self._running.first_step,
+            )
+
+    def _evaluate_apart(self, when: str, step: int) -> None:
+        """An evaluation that no step's line has."""
+        self._running.record_evaluation(self._evaluate(when), step)
+
+    def _recall_before(self) -> None:
+        """The evaluation before the first step, from an earlier attempt's line of it."""
+        for line in self._running.directory.read_metrics():
+            if line["step"] == 0 and "time/eval" in line:
+                metrics = {name: value for name, value in line.items() if name != "step"}
+                self._running.summary["eval before"] = metrics
 
     def _evaluate(self, when: str) -> dict[str, float]:
         """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""

@@ -1,6 +1,6 @@
 """The run's directory: its files, the checks before a resume, and the order of writes.
 
-out/config.json      settings, data, versions     out/metrics.jsonl   an object per optimizer step
+out/config.json      settings, data, versions     out/metrics.jsonl   a line per step, evaluation
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
 out/calibration.json the handshake               out/final/          the trained model
 out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
@@ -228,8 +228,13 @@ class RunDirectory:
         self._events.append(json.dumps(line).encode())
 
     def read_metrics(self) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl, of steps and of evaluations between them."""
         path = self.path / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def read_steps(self) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl of optimizer steps."""
+        return [line for line in self.read_metrics() if "time/step" in line]
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         _replace(self.path / name, json.dumps(dict(value), indent=1) + "\n")

@@ -57,9 +57,19 @@ def run(module: str, *arguments: str) -> tuple[int, str]:
 
 
 def metrics(out: Path) -> list[dict[str, float]]:
+    """Metrics of each optimizer step."""
+    return [line for line in lines(out) if "time/step" in line]
+
+
+def evaluations(out: Path) -> list[dict[str, float]]:
+    """Metrics of each evaluation, the teachers' too; those in a step's line are not among them."""
+    return [line for line in lines(out) if "time/step" not in line]
+
+
+def lines(out: Path) -> list[dict[str, float]]:
+    """All of metrics.jsonl."""
     path = out / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def events(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    evaluations,
     finish,
     metrics,
     opd_arguments,
@@ -130,6 +131,7 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     assert main(["recipe=opd", *arguments]) == 0
     manifest = json.loads((out / "checkpoints/step-000002/manifest.json").read_text())
     assert summary(out)["checkpoint"]["seal"] == manifest["seal"]
+    before = summary(out)["eval before"]
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -138,3 +140,9 @@ def test_a_finished_run_is_left_alone_and_can_be_prolonged(
     longer = opd_arguments(tiny_pair, out, steps=4, local=True)
     assert main(["recipe=opd", *longer]) == 0, capsys.readouterr()
     assert_whole(out, 4)
+    assert summary(out)["eval before"] == before and "eval after" in summary(out)
+    assert [line["step"] for line in evaluations(out)] == [0, 0, 2, 2, 4]  # teacher's at 0 and 2
+    assert [line.keys() >= {"eval/accuracy", "eval/reverse_kl"} for line in evaluations(out)] == [
+        False, True, True, False, True,
+    ]  # fmt: skip
+    assert "eval/teacher/accuracy" in evaluations(out)[0]

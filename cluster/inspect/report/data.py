@@ -158,7 +158,9 @@ def charts(run: Run) -> list[dict[str, Any]]:
 def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
     """The metrics of every step; those of the evaluations before the first and after the last."""
     before, after = run.summary.get("eval before"), run.summary.get("eval after")
-    if isinstance(before, dict):
+    if isinstance(before, dict) and not any(
+        row["step"] == 0 and "time/eval" in row for row in run.metrics
+    ):
         yield {**before, "step": 0}
     yield from run.metrics
     last = run.metrics[-1]
