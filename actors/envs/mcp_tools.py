@@ -254,7 +254,7 @@ class McpEnv(MessageEnv):
 
     def __init__(self, make: Callable[[], MessageEnv], server: McpServer) -> None:
         self._env, self._session = make(), McpSession(server)
-        self.starts = self._env.starts
+        self.starts, self.ends_when_cut = self._env.starts, self._env.ends_when_cut
         self.tools = [
             tool.within(self._session) if isinstance(tool, McpTool) else tool
             for tool in self._env.tools

@@ -117,6 +117,7 @@ class _Run:
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
         self._has_eval = len(inputs.held_out) > 0
+        self._warned_of_cut = False
         trained = trained_in(running.resume_from)
         self._watermark = trained.watermark
         resume_from = running.resume_from
@@ -173,6 +174,7 @@ class _Run:
         step = int(metrics["step"])
         every = self._config.eval_every
         self._watermark = int(metrics["groups/last"]) + 1
+        self._warn_of_cut(metrics)
         self._running.directory.append_event(
             "step",
             step=step,
@@ -184,6 +186,18 @@ class _Run:
                 metrics = metrics | self._evaluate(f"step {step}")
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+
+    def _warn_of_cut(self, metrics: Mapping[str, float]) -> None:
+        """Once: that most episodes end because a limit on tokens cut them off."""
+        share = metrics.get("rollout/stop/length", 0.0)
+        if self._warned_of_cut or share <= 0.5:
+            return
+        self._warned_of_cut = True
+        self._running.progress.note(
+            f"step {int(metrics['step'])}: {share:.0%} of the episodes were cut off, by "
+            f"max_new_tokens={self._config.max_new_tokens} or the context (rollout/stop/length); "
+            "raise max_new_tokens, unless this is meant"
+        )
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)

@@ -62,10 +62,12 @@ class MessageEnv(ABC):
     """One episode, in messages of OpenAI's chat format.
 
     `tools` are what the model may call. `starts`: `start` waits for no other member of the group.
+    `ends_when_cut`: a turn cut off by `max_new_tokens` is the last, whatever `step` answers.
     """
 
     tools: Sequence[Tool] = ()
     starts: bool = True
+    ends_when_cut: bool = False
 
     async def start(self, models: Mapping[str, Sampler]) -> None:  # noqa: B027 - most need nothing
         """Called first. `models` may be asked; see `EnvGroupBuilder.make_envs`."""
@@ -177,7 +179,9 @@ class ChatEnv(Env):
         self._conversation: Conversation | None = None
         self._started = time.monotonic()
         self._turns = 0
-        self._counts: dict[str, float] = {"condensed": 0.0} if setting.condensing else {}
+        self._counts: dict[str, float] = {"cut_turns": 0.0}
+        if setting.condensing:
+            self._counts["condensed"] = 0.0
         if env.tools:
             self._counts |= dict.fromkeys(_TOOL_COUNTS, 0.0)
 
@@ -212,6 +216,7 @@ class ChatEnv(Env):
     async def step(self, sample: Sample) -> StepResult:
         turn = self.conversation.said(sample)
         self._turns += 1
+        self._counts["cut_turns"] += sample.stop_reason is StopReason.LENGTH
         bonus = -self._setting.malformed_penalty * len(_malformed(turn))
         cut = sample.stop_reason is StopReason.LENGTH
         if not cut and (turn.calls or turn.malformed):
@@ -221,7 +226,8 @@ class ChatEnv(Env):
         reward, ended = answered.reward, answered.stop_reason
         goes_on = bool(answered.messages) and ended is None
         if goes_on:
-            ended = StopReason.LENGTH if cut else await self._go_on(answered)
+            last = cut and self._env.ends_when_cut
+            ended = StopReason.LENGTH if last else await self._go_on(answered)
             goes_on = ended is None
             if not goes_on:
                 reward += await self._env.unfinished()

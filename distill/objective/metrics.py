@@ -36,8 +36,7 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
             np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])
         ),
     }
-    if any(len(turns) > 1 for turns in map(turns_of, trajectories)):
-        metrics |= _turn_metrics(trajectories)
+    metrics |= _turn_metrics(trajectories)
     for name in sorted({name for t in trajectories for name in t.metrics}):
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
         metrics[f"env/{name}"] = float(np.mean(values))
@@ -65,7 +64,8 @@ def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns.
+    """Numbers of turns and segments, stop reasons, and the reverse KL of each of the first turns
+    where some trajectory has several.
 
     A turn's number is its place among the turns that are trained.
     """
@@ -77,6 +77,8 @@ def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for reason in sorted({trajectory.stop_reason for trajectory in trajectories}):
         share = np.mean([trajectory.stop_reason is reason for trajectory in trajectories])
         metrics[f"rollout/stop/{reason.value}"] = float(share)
+    if all(len(turns) == 1 for turns in turns_by_trajectory):
+        return metrics
     for number in range(_TURNS_SHOWN):
         gaps = [
             segment.behaviour_logprobs_T[where].astype(np.float64)

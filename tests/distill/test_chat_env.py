@@ -115,7 +115,12 @@ def test_turns_rewards_and_bonuses(tokenizer: PreTrainedTokenizerBase) -> None:
     closed = Echo.closed
     policy = Scripted(tokenizer, ["7", "42", "1"])
     made = trajectory(Echoes()(None, setting(tokenizer)), policy)
-    assert made.reward == 3.0 and made.metrics == {"heard": 3, "prefix_breaks": 0, "partings": 0}
+    assert made.reward == 3.0 and made.metrics == {
+        "heard": 3,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
     assert made.stop_reason is StopReason.EOS
     [segment] = made.segments  # the template only appends, so all turns are one chain
     text = tokenizer.decode(segment.tokens_T.tolist())
@@ -133,7 +138,7 @@ def test_a_tool_is_called_and_answered(tokenizer: PreTrainedTokenizerBase, tmp_p
     assert made.metrics["tool_seconds"] > 0
     assert {n: v for n, v in made.metrics.items() if n != "tool_seconds"} == {
         "tool_calls": 1, "tool_errors": 0, "tool_truncated": 0, "tool_neutralised": 0,
-        "prefix_breaks": 0, "partings": 0,
+        "prefix_breaks": 0, "partings": 0, "cut_turns": 0,
     }  # fmt: skip
     assert "calculator" in policy.seen[0] and "What is 6*7?" in policy.seen[0]
     assert policy.seen[1].endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
@@ -263,6 +268,20 @@ def test_a_turn_that_is_cut_off_calls_nothing(
     [episode] = play(tool_use(tokenizer, questions(tmp_path)), Scripted(tokenizer, [CALL]), short)
     assert episode.stop_reason is StopReason.LENGTH and episode.metrics["tool_calls"] == 0
     assert episode.reward == 0.0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_turn_that_is_cut_off_is_the_last_if_the_environment_says_so(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(Echo, "ends_when_cut", ends)
+    short = TrainSampling(temperature=TEMPERATURE, max_new_tokens=4)
+    policy = Scripted(tokenizer, ["7" * 30] * 3)
+    [episode] = play(Echoes()(None, setting(tokenizer)), policy, short)
+    turns = 1 if ends else 3
+    assert len(episode.turns) == episode.metrics["cut_turns"] == turns
+    assert episode.stop_reason is StopReason.LENGTH
+    assert episode.reward == (1.0 - 10.0 if ends else 3.0)
 
 
 def test_members_that_start_alike_are_sampled_together(tokenizer: PreTrainedTokenizerBase) -> None:

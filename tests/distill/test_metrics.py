@@ -107,7 +107,7 @@ def test_the_environment_s_own_metrics_are_averaged_over_those_that_have_them() 
     ]
     metrics = group_metrics([TrajectoryGroup(group_id=0, trajectories_G=tuple(made))], version=0)
     assert (metrics["env/tool_calls"], metrics["env/won"]) == (1.5, 1.0)
-    assert "rollout/turns" not in metrics
+    assert metrics["rollout/turns"] == 1 and "opd/reverse_kl/turn=1" not in metrics
 
 
 def test_known_numbers() -> None:

@@ -66,7 +66,14 @@ def test_both_seats_play_the_game_to_its_end(tokenizer: PreTrainedTokenizerBase)
     (first, second), policy = play(tokenizer, first_listed)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
-    assert first.metrics == {"won": 1, "drawn": 0, "illegal": 0, "prefix_breaks": 0, "partings": 0}
+    assert first.metrics == {
+        "won": 1,
+        "drawn": 0,
+        "illegal": 0,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
     assert first.stop_reason is second.stop_reason is StopReason.DONE
     assert "You are Player 0" in policy.seen[0] and "You are Player 1" in policy.seen[1]
     assert all(seen.count("You are Player") == 1 for seen in policy.seen)  # the rules, once
@@ -110,8 +117,22 @@ def test_a_second_invalid_move_loses_and_wins_nothing(tokenizer: PreTrainedToken
         tokenizer, lambda turn, seen: "pass" if turn else first_listed(turn, seen)
     )
     assert (first.reward, second.reward) == (0.0, -2.0)
-    assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "prefix_breaks": 0, "partings": 0}
-    assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "prefix_breaks": 0, "partings": 0}
+    assert second.metrics == {
+        "won": 0,
+        "drawn": 0,
+        "illegal": 1,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
+    assert first.metrics == {
+        "won": 0,
+        "drawn": 0,
+        "illegal": 0,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
 
 
 def test_thoughts_are_no_moves() -> None:

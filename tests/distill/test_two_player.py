@@ -62,7 +62,14 @@ def test_both_seats_are_episodes_of_one_game(tokenizer: PreTrainedTokenizerBase)
     (first, second), policy = play(tokenizer, first_free)
     assert (len(first.turns), len(second.turns)) == (4, 3)
     assert (first.reward, second.reward) == (1.0, -1.0)
-    assert first.metrics == {"won": 1, "drawn": 0, "illegal": 0, "prefix_breaks": 0, "partings": 0}
+    assert first.metrics == {
+        "won": 1,
+        "drawn": 0,
+        "illegal": 0,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
     assert first.stop_reason is second.stop_reason is StopReason.DONE
     boards = [board_of(seen) for seen in policy.seen]
     assert boards[0] == FREE * 9 and len(set(boards)) == 7  # every move saw another board
@@ -81,8 +88,22 @@ def test_an_illegal_move_loses_and_wins_nothing(tokenizer: PreTrainedTokenizerBa
 
     (first, second), _ = play(tokenizer, second_blunders)
     assert (first.reward, second.reward) == (0.0, -2.0)
-    assert second.metrics == {"won": 0, "drawn": 0, "illegal": 1, "prefix_breaks": 0, "partings": 0}
-    assert first.metrics == {"won": 0, "drawn": 0, "illegal": 0, "prefix_breaks": 0, "partings": 0}
+    assert second.metrics == {
+        "won": 0,
+        "drawn": 0,
+        "illegal": 1,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
+    assert first.metrics == {
+        "won": 0,
+        "drawn": 0,
+        "illegal": 0,
+        "prefix_breaks": 0,
+        "partings": 0,
+        "cut_turns": 0,
+    }
 
 
 def test_a_forfeit_costs_what_the_settings_say(tokenizer: PreTrainedTokenizerBase) -> None:

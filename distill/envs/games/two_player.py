@@ -122,6 +122,8 @@ class Table:
 class Seat(MessageEnv):
     """The policy on one seat of a table. `opponent`, if it is no member, moves in between."""
 
+    ends_when_cut = True  # a move is short: who rambles has lost
+
     def __init__(
         self, table: Table, seat: int, opponent: Player | None, *, rules: bool = True
     ) -> None:
