@@ -59,15 +59,16 @@ def test_files_and_processes_go_when_the_server_has_ended(end: str) -> None:
     assert len(left()) in (1, 3)
     try:
         if end == "of itself":
-            server.communicate()
+            server.stdin.close()
         else:
             os.killpg(server.pid, signal.SIGKILL)
-            server.communicate()
+        server.wait()
         assert not gone(left), "the keeper still waits, for the copy?"
         assert not is_alive(child)
     finally:
         with suppress(ProcessLookupError):
             os.kill(int(copy), signal.SIGKILL)
+        server.stdout.close()
 
 
 def test_a_long_path_is_not_for_sockets(tmp_path: Path) -> None:
