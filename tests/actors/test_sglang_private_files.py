@@ -57,15 +57,18 @@ def test_files_and_processes_go_when_the_server_has_ended(end: str) -> None:
         return names | {str(directory)} if directory.exists() else names
 
     assert len(left()) in (1, 3)
-    if end == "of itself":
-        server.communicate()
-    else:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.communicate()
-    assert not gone(left), "the keeper still waits, for the copy?"
-    assert not is_alive(child)
-    with suppress(ProcessLookupError):
-        os.kill(int(copy), signal.SIGKILL)
+    try:
+        if end == "of itself":
+            server.stdin.close()
+        else:
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        assert not gone(left), "the keeper still waits, for the copy?"
+        assert not is_alive(child)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(copy), signal.SIGKILL)
+        server.stdout.close()
 
 
 def test_a_long_path_is_not_for_sockets(tmp_path: Path) -> None:
