@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 
 # Imported only when asked for: a command's imports are most of its start-up time.
@@ -22,6 +23,9 @@ _COMMANDS = {
 
 def main() -> int:
     """Returns the exit code."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"isotherm {importlib.metadata.version('isotherm')}")
+        return 0
     if len(sys.argv) < 2 or sys.argv[1] not in _COMMANDS:
         lines = [f"  {name:17}{text}" for name, (_, text) in _COMMANDS.items()]
         print("usage: isotherm COMMAND key=value ...\n\ncommands:\n" + "\n".join(lines))

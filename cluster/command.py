@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from cluster.config.arguments import HELP, key_values, make
+from cluster.config.arguments import HELP, HelpAsked, key_values, make
 from cluster.config.help import help_text
 from cluster.console import make_console
 from cluster.early_ends import Interrupted, RunFailed
@@ -29,16 +29,12 @@ def run_command(
     return exit_code(lambda console: run(parse(config_class, arguments), console))
 
 
-class HelpAsked(Exception):
-    """--help was among the arguments; the message is the help."""
-
-
 def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
     """Settings from `key=value` arguments.
 
     Raises:
         ConfigError: what is written cannot be meant.
-        HelpAsked: --help is among the arguments.
+        HelpAsked: --help or --version is among the arguments.
     """
     given = key_values(argv)
     if HELP in argv:

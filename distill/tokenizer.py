@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distill.errors import CheckpointError, ConfigError
@@ -25,11 +26,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # json, OSError, ValueError, KeyError: a corrupt file has many faces
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"cannot load a tokenizer from {path!r}: {reason}") from error
+        raise CheckpointError(
+            f"cannot load a tokenizer from {path!r}: {reason}{run_remedy(path)}"
+        ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes an empty tokenizer of the model's kind where the files are missing
         raise CheckpointError(f"cannot load a tokenizer from {path!r}: it holds no vocabulary")
     return tokenizer
+
+
+def run_remedy(path: str) -> str:
+    """The checkpoint that was meant, if `path` is the directory of a run; else nothing."""
+    final = Path(path) / "final"
+    return f". It is a run's directory, whose trained model is {final}" if final.is_dir() else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -18,8 +19,12 @@ from distill.errors import ConfigError
 from distill.lookup import known_names
 
 Config = TypeVar("Config")
-HELP = "--help"
+HELP, VERSION = "--help", "--version"
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+
+
+class HelpAsked(Exception):
+    """--help or --version was among the arguments; the message is what they ask for."""
 
 
 def key_values(argv: Sequence[str]) -> dict[str, str]:
@@ -27,10 +32,13 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
 
     Raises:
         ConfigError: an argument that is not key=value, or is not UTF-8.
+        HelpAsked: --version is among them.
     """
     given = {}
     for i, argument in enumerate(argv):
         _check_encoding(argument)
+        if argument == VERSION:
+            raise HelpAsked(f"isotherm {importlib.metadata.version('isotherm')}")
         if argument == HELP:
             continue
         following = next(iter(argv[i + 1 :]), HELP)

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
+from distill.tokenizer import run_remedy
 from distill.weights.tensors import PackedTensors
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
@@ -38,6 +39,7 @@ def load_config(path: str) -> Any:
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise CheckpointError(
             f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
+            + run_remedy(path)
         )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)

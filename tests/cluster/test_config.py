@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import math
 import pickle
 import re
@@ -304,6 +305,12 @@ def test_without_a_recipe_the_usage(capsys) -> None:
     assert main([]) == main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "recipe=NAME" in shown and "opd" in shown and "sft" in shown
+
+
+def test_the_version(capsys) -> None:
+    assert main(["--version"]) == main(["recipe=opd", "--version"]) == 0
+    version = importlib.metadata.version("isotherm")
+    assert capsys.readouterr().out == f"isotherm {version}\n" * 2
 
 
 # What crosses a process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import normalizers
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, ConfigError
+from distill.models.loading import load_config
 from distill.tokenizer import check_same_tokenizer, fingerprint, first_difference, load_tokenizer
 from tests.tiny import save_tokenizer, tiny_model_dir
 
@@ -73,6 +75,15 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
     for path in (str(tmp_path / "nowhere"), weights_only):
         with pytest.raises(CheckpointError, match="cannot load a tokenizer from"):
             load_tokenizer(path)
+
+
+def test_a_run_s_directory_is_refused_with_its_model_s(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    remedy = re.escape(f"It is a run's directory, whose trained model is {tmp_path / 'final'}")
+    with pytest.raises(CheckpointError, match=remedy):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(CheckpointError, match=remedy):
+        load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"version": "1.0"})])
