@@ -11,10 +11,10 @@ _COMMANDS = {
     "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft or dpo"),
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
     "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
-    "story": ("cluster.story", "a run's pools, nodes, waits and deaths in one picture"),
+    "story": ("cluster.story", "the report: a run's pools, nodes, waits and deaths are in it"),
     "report": (
         "cluster.inspect.report.command",
-        "a run's curves and rollouts, token by token, on one HTML page",
+        "a run's curves, events and rollouts, token by token, on one HTML page",
     ),
     "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),

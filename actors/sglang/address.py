@@ -10,7 +10,7 @@ API_KEY_VARIABLE = "ISOTHERM_TEACHER_API_KEY"
 
 
 def is_url(model: str) -> bool:
-    """Whether `teacher=` names a running server, not a checkpoint."""
+    """True if `teacher=` names a running server, not a checkpoint."""
     return model.startswith(("http://", "https://"))
 
 

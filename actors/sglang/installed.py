@@ -8,7 +8,7 @@ from distill.errors import ConfigError
 
 
 def sglang_installed() -> bool:
-    """Whether SGLang can be imported here; does not import it."""
+    """True if SGLang can be imported here; does not import it."""
     return importlib.util.find_spec("sglang") is not None
 
 

@@ -330,5 +330,8 @@ class _Run:
 
     def _note_evaluation(self, when: str, metrics: dict[str, float]) -> None:
         self._running.summary[f"eval {when}"] = metrics
+        self._running.directory.append_event(
+            "evaluation", who=when, seconds=metrics.get("time/eval")
+        )
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._running.progress.note(f"evaluation, {when}: {shown}")

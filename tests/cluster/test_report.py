@@ -109,7 +109,12 @@ def whole_run(out: Path) -> Path:
         | ({"eval/accuracy": 0.5} if step == 20 else {})
         for step in range(1, 41)
     ]  # fmt: skip
-    return write(out, metrics=metrics, summary=SUMMARY, rollouts=3)
+    write(out, metrics=metrics, summary=SUMMARY, rollouts=3)
+    events = [{"t": 1.0, "event": "size", "pool": "policy", "ready": 1, "starting": 1},
+              {"t": 5.0, "event": "death", "who": HOSTILE, "why": HOSTILE},
+              {"t": 9.0, "event": "nodes", "alive": 1}]  # fmt: skip
+    (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return out
 
 
 class Page(HTMLParser):
@@ -217,12 +222,12 @@ def test_the_curves_are_the_metrics(page: Page) -> None:
         "env/calls",
     ]  # fmt: skip
     [kl] = found["Reverse KL per token, nats"]
-    assert kl["steps"] == list(range(1, 41)) and kl["values"][-1] == 1.0
+    assert kl["at"] == list(range(1, 41)) and kl["values"][-1] == 1.0
     assert [line["label"] for line in found["Reverse KL by turn"]] == ["1", "2", "10"]
     [accuracy] = found["Eval accuracy"]
-    assert (accuracy["steps"], accuracy["values"]) == ([0, 20, 40], [0.25, 0.5, 0.75])
+    assert (accuracy["at"], accuracy["values"]) == ([0, 20, 40], [0.25, 0.5, 0.75])
     assert "low" not in accuracy  # not every evaluation has an interval
-    assert 3 not in found["Loss"][0]["steps"]  # it was not finite
+    assert 3 not in found["Loss"][0]["at"]  # it was not finite
 
 
 def test_the_evaluations_are_a_table(page: Page) -> None:
@@ -249,8 +254,8 @@ def test_a_long_run_is_drawn_by_means(tmp_path: Path) -> None:
     )
     [chart] = charts(read_run(out))
     [line] = chart["lines"]
-    assert len(line["steps"]) == len(line["values"]) == 1000
-    assert line["values"] == [0.5] * 1000 and line["steps"][:2] == [2.5, 6.5]
+    assert len(line["at"]) == len(line["values"]) == 1000
+    assert line["values"] == [0.5] * 1000 and line["at"][:2] == [2.5, 6.5]
 
 
 def test_several_teachers_and_a_run_without_a_word(tmp_path: Path) -> None:
@@ -323,7 +328,7 @@ def test_texts_of_tokens_are_the_text() -> None:
     ("made", "said"),
     [
         (lambda out: None, "is not a directory"),
-        (lambda out: out.mkdir(), "holds no metrics.jsonl with anything in it"),
+        (lambda out: out.mkdir(), "holds neither events.jsonl nor metrics.jsonl"),
         (lambda out: write(out, metrics=[{"loss": 1}]), "metrics.jsonl:1 is no object with step"),
         (lambda out: (write(out) / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda out: (write(out) / "summary.json").write_text("[]"), "is no JSON object"),
@@ -374,8 +379,10 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     data = Page((out / "report.html").read_text()).data
     body = drawn[: drawn.index('<script id="data"')]
     assert "<title>isotherm: opd run</title>" in drawn and "<img" not in drawn
-    assert body.count("<figure") == len(data["charts"]) == 6
-    assert body.count('class="stroke"') == sum(len(chart["lines"]) for chart in data["charts"])
+    charts = data["charts"] + data["timeline"]["charts"]
+    assert body.count("<figure") == len(charts) + 1 == 8  # and the lanes
+    assert body.count('class="stroke"') == sum(len(chart["lines"]) for chart in charts)
+    assert body.count('class="marks"') == 1 and body.count("1 event, as text") == 1
     members = data["groups"][0]["members"]
     sampled = sum(len(s["student"]) for member in members for s in member["segments"])
     tokens = re.findall(r'<span class="(t|t special|t rest)" data-token="\d+"([^>]*)>', body)
@@ -385,28 +392,46 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert body.count('<tr data-group="') == 3
 
 
-def test_each_line_is_smoothed_by_its_own_length() -> None:
-    """Twenty evaluations beside a thousand steps keep their values; the steps are averaged."""
-    script = (Path(report.__file__).parent / "curves.js").read_text()
-    parts = [
-        re.search(pattern, script, re.M | re.S).group()  # pyright: ignore
-        for pattern in (
-            r"^const SPARSE = \d+;",
-            r"^function smoothed\(.*?^}",
-            r"^function smoothingWindow\(.*?^}",
-        )
-    ]
-    asked = """
-    const drawn = (count) => {
-      const values = Array.from({ length: count }, (_, i) => i);
-      return smoothed(values, smoothingWindow({ values }, 0.05));
-    };
-    console.log(JSON.stringify([drawn(20), drawn(1000)]));
-    """
+def answer_of_script(name: str, patterns: Sequence[str], asked: str) -> Any:
+    """What JavaScript that has these parts of a script of the page says to `asked`."""
+    script = (Path(report.__file__).parent / name).read_text()
+    parts = [re.search(p, script, re.M | re.S).group() for p in patterns]  # pyright: ignore
     answer = node(
-        ["-e", "\n".join([*parts, asked])],
+        ["-e", "\n".join([*parts, f"console.log(JSON.stringify({asked}))"])],
         return_completed_process=True, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
-    evaluations, steps = json.loads(answer.stdout)
+    return json.loads(answer.stdout)
+
+
+def function(name: str) -> str:
+    return rf"^function {name}\(.*?^}}"
+
+
+def test_each_line_is_smoothed_by_its_own_length() -> None:
+    """Twenty evaluations beside a thousand steps keep their values; the steps are averaged."""
+    drawn = """((count) => {
+      const values = Array.from({ length: count }, (_, i) => i);
+      return smoothed(values, smoothingWindow({ values }, 0.05));
+    })"""
+    evaluations, steps = answer_of_script(
+        "curves.js",
+        [r"^const SPARSE = \d+;", function("smoothed"), function("smoothingWindow")],
+        f"[{drawn}(20), {drawn}(1000)]",
+    )
     assert evaluations == list(range(20))
     assert steps[500] == 500 and steps[0] == 12.5, "a mean of 51 points, at the end of 26"
+
+
+def test_what_a_chart_says_of_a_place_is_what_it_draws_there() -> None:
+    """Pools keep a size from its event on; a window measured what was before its end."""
+    parts = [function("path"), function("nearest"), function("held")]
+    one = "x => x, y => y"
+    drawn, read = answer_of_script(
+        "curves.js",
+        parts,
+        f"""[["after", "before", undefined].map((stairs) => path([0, 10], [1, 2], {one}, stairs)),
+        ["after", "before", undefined].map((s) => [-1, 4, 9, 10, 12].map(
+          (place) => held([0, 10], place, s)))]""",
+    )
+    assert drawn == ["M0.0 1.0H10.0V2.0", "M0.0 1.0V2.0H10.0", "M0.0 1.0L10.0 2.0"]
+    assert read == [[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 1, 1, 1]]

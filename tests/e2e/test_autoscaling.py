@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cluster.inspect import story
 from cluster.inspect.audit import audit
+from cluster.inspect.report.run_files import read_run
+from cluster.inspect.report.timeline import timeline
 from tests.conftest import TinyPair
 from tests.e2e import harness, scripted_scaling, slow_reward
 from tests.e2e.harness import (
@@ -80,7 +81,9 @@ def test_a_pool_and_the_cluster_follow_the_load(
     found = audit(out / "ledger.jsonl")
     assert not found.problems, found.lines()
     assert found.trained == 2 * len(metrics(out)) and not found.set_aside
-    assert story.main([f"out={out}"]) == 0
+    drawn = timeline(read_run(out))
+    assert drawn is not None
+    assert {"scaling", "weight pushes"} <= {lane["title"] for lane in drawn["lanes"]}
 
 
 def test_engines_that_come_and_go_lose_nothing(

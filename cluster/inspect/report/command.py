@@ -1,9 +1,10 @@
-"""`python -m cluster.report out=DIR`: a run's curves, and its rollouts token by token, on one page.
+"""`python -m cluster.report out=DIR`: a run's curves, its events and its rollouts, on one page.
 
 The page, out/report.html, is a file to open, keep or send: nothing else belongs to it. It shows
 
     the run         what was run, how it ended, and its evaluations
     the curves      of metrics.jsonl, each with a read-out
+    the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
     the rollouts    that the run kept (keep_rollouts_every): what was observed and what was
                     sampled, each token coloured by how far student and teacher are apart on it, or
                     by its advantage, log-prob, bonus or weight version
@@ -12,6 +13,7 @@ The page, out/report.html, is a file to open, keep or send: nothing else belongs
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import chz
 from rich.console import Console
@@ -20,6 +22,7 @@ from cluster.command import run_command
 from cluster.inspect.report.data import report_data
 from cluster.inspect.report.page import report_page
 from cluster.inspect.report.run_files import read_run
+from cluster.inspect.report.timeline import timeline
 from distill.errors import ConfigError
 
 
@@ -42,7 +45,8 @@ class ReportConfig:
 def report(config: ReportConfig, console: Console) -> None:
     """Reads the run and writes the page."""
     out = Path(config.out)
-    data = report_data(read_run(out), config.groups)
+    run = read_run(out)
+    data: dict[str, Any] = {**report_data(run, config.groups), "timeline": timeline(run)}
     page = Path(config.html) if config.html else out / "report.html"
     try:
         page.write_text(report_page(data), encoding="utf-8")

@@ -1,4 +1,4 @@
-// Small multiples over the optimizer step. A pointer on one chart reads all of them at its step.
+// Small multiples over the optimizer step, or time. A pointer on one reads all on its axis there.
 
 const [WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [360, 180, 46, 8, 8, 22];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "4 2", "1 2"];
@@ -7,9 +7,16 @@ const dashes = (index) => DASHES[(index + Math.floor(index / 6)) % 6];
 const LONG_RUN = 200;
 // Fewer points than these are each drawn as a dot, and joined as they are.
 const SPARSE = 40;
-const lastStep = Math.max(1, ...data.charts.flatMap((c) => c.lines.flatMap((l) => l.steps)));
-const x = (step) => LEFT + (step / lastStep) * (WIDTH - LEFT - RIGHT);
-const drawnCharts = [];
+const lastStep = Math.max(1, ...data.charts.flatMap((c) => c.lines.flatMap((l) => l.at)));
+
+// What charts share. `unit` ticks are drawn; `told` is what a chart's head says of a place.
+function makeAxis(last, unit, told) {
+  return { last, unit, told, charts: [], place: null, events: [] };
+}
+
+const steps = makeAxis(lastStep, 1, (place, line) => `step ${line.at[nearest(line.at, place)]}`);
+const xOf = (axis, frame) => (place) =>
+  frame.left + (place / axis.last) * (frame.width - frame.left - RIGHT);
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted;
@@ -31,11 +38,17 @@ function smoothed(values, window) {
   });
 }
 
-function path(steps, values, y) {
-  return steps.map((s, i) => `${i ? "L" : "M"}${x(s).toFixed(1)} ${y(values[i]).toFixed(1)}`).join("");
+// Stairs hold a value from its place on ("after"), or up to it from the one before ("before").
+function path(at, values, x, y, stairs) {
+  return at.map((place, i) => {
+    const [here, there] = [x(place).toFixed(1), y(values[i]).toFixed(1)];
+    if (!i) return `M${here} ${there}`;
+    if (!stairs) return `L${here} ${there}`;
+    return stairs === "after" ? `H${here}V${there}` : `V${there}H${here}`;
+  }).join("");
 }
 
-function range(lines) {
+function range(lines, fromZero) {
   // Not Math.min(...): a long run has more points than a call has room for.
   let [low, high] = [Infinity, -Infinity];
   for (const line of lines) {
@@ -43,7 +56,7 @@ function range(lines) {
       for (const value of values) [low, high] = [Math.min(low, value), Math.max(high, value)];
     }
   }
-  if (low > 0 && low < high / 2) low = 0;
+  if (low > 0 && (low < high / 2 || fromZero)) low = 0;
   const room = (high - low || Math.abs(high) || 1) * 0.05;
   return [low === 0 ? 0 : low - room, high + room];
 }
@@ -54,38 +67,49 @@ function drawAxes(svg, low, high, y) {
       shape("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }),
       shape("text", { x: LEFT - 5, y: y(value) + 4, "text-anchor": "end" }, number(value)));
   }
-  for (const step of ticks(0, lastStep, 4)) {
-    if (!Number.isInteger(step)) continue;
-    const anchor = x(step) > WIDTH - 25 ? "end" : "middle";
-    svg.append(shape("text", { x: x(step), y: HEIGHT - 5, "text-anchor": anchor }, number(step, 4)));
+}
+
+function drawPlaces(svg, axis, frame, wanted) {
+  const x = xOf(axis, frame);
+  for (const place of axis.events) {
+    const at = { x1: x(place), x2: x(place), y1: TOP, y2: frame.height - BOTTOM };
+    svg.append(shape("line", { class: "event", ...at }));
+  }
+  for (const tick of ticks(0, axis.last / axis.unit, wanted)) {
+    if (axis === steps && !Number.isInteger(tick)) continue;
+    const here = x(tick * axis.unit);
+    const anchor = here > frame.width - 25 ? "end" : "middle";
+    svg.append(
+      shape("text", { x: here, y: frame.height - 5, "text-anchor": anchor }, number(tick, 4)));
   }
 }
 
-function drawLine(svg, line, index, y, share) {
+function drawLine(svg, line, index, x, y, share, stairs) {
   const style = { stroke: `var(--s${index % 6})`, "stroke-dasharray": dashes(index) };
   const window = smoothingWindow(line, share);
   const smooth = window > 1;
   const values = smooth ? smoothed(line.values, window) : line.values;
   if (line.low && line.high) {
-    line.steps.forEach((step, i) => svg.append(shape("line", {
-      class: "whisker", stroke: style.stroke, x1: x(step), x2: x(step), y1: y(line.low[i]),
+    line.at.forEach((place, i) => svg.append(shape("line", {
+      class: "whisker", stroke: style.stroke, x1: x(place), x2: x(place), y1: y(line.low[i]),
       y2: y(line.high[i]),
     })));
   }
   if (smooth) {
     svg.append(shape("path", {
-      class: "stroke raw", stroke: style.stroke, d: path(line.steps, line.values, y),
+      class: "stroke raw", stroke: style.stroke, d: path(line.at, line.values, x, y),
     }));
   }
-  svg.append(shape("path", { class: "stroke", ...style, d: path(line.steps, values, y) }));
-  if (line.values.length <= SPARSE) {
-    line.steps.forEach((step, i) =>
-      svg.append(shape("circle", { cx: x(step), cy: y(line.values[i]), r: 2.4, fill: style.stroke })));
+  svg.append(shape("path", { class: "stroke", ...style, d: path(line.at, values, x, y, stairs) }));
+  if (line.values.length <= SPARSE && !stairs) {
+    line.at.forEach((place, i) =>
+      svg.append(shape("circle", { cx: x(place), cy: y(line.values[i]), r: 2.4, fill: style.stroke })));
   }
 }
 
-function makeChart(chart) {
-  const [low, high] = range(chart.lines);
+function makeChart(chart, axis) {
+  const frame = { width: WIDTH, height: HEIGHT, left: LEFT };
+  const [low, high] = range(chart.lines, axis !== steps);
   const y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);
   const said = chart.lines.map((line) =>
     `${line.label} from ${number(line.values[0])} to ${number(line.values.at(-1))}`);
@@ -101,23 +125,35 @@ function makeChart(chart) {
   const draw = (share) => {
     svg.replaceChildren();
     drawAxes(svg, low, high, y);
-    chart.lines.forEach((line, i) => drawLine(svg, line, i, y, share));
-    cross = svg.appendChild(shape("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM }));
+    drawPlaces(svg, axis, frame, 4);
+    chart.lines.forEach((line, i) =>
+      drawLine(svg, line, i, xOf(axis, frame), y, share, chart.stairs));
+    moveCross = addCross(svg, axis, frame);
     read(null);
   };
-  let cross;
-  const read = (step) => {
-    cross.setAttribute("visibility", step === null ? "hidden" : "visible");
-    if (step !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, x(step));
-    const { steps } = chart.lines[0];
-    where.textContent = `step ${steps[nearest(steps, step ?? lastStep)]}`;
-    legend.replaceChildren(...chart.lines.map((line, i) => legendEntry(line, i, step)));
+  let moveCross;
+  const read = (place) => {
+    moveCross(place);
+    where.textContent = axis.told(place ?? axis.last, chart.lines[0]);
+    legend.replaceChildren(
+      ...chart.lines.map((line, i) => legendEntry(line, i, place, chart.stairs)));
   };
-  return { figure, svg, draw, read };
+  listenTo(svg, axis, frame);
+  return { figure, draw, read };
 }
 
-function legendEntry(line, index, step) {
-  const at = nearest(line.steps, step ?? line.steps.at(-1));
+function addCross(svg, axis, frame) {
+  const y = { y1: TOP, y2: frame.height - BOTTOM };
+  const cross = svg.appendChild(shape("line", { class: "cross", ...y }));
+  return (place) => {
+    cross.setAttribute("visibility", place === null ? "hidden" : "visible");
+    if (place === null) return;
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, xOf(axis, frame)(place));
+  };
+}
+
+function legendEntry(line, index, place, stairs) {
+  const at = held(line.at, place ?? line.at.at(-1), stairs);
   const swatch = make("span", { class: "swatch" });
   swatch.style.borderTopColor = `var(--s${index % 6})`;
   swatch.style.borderTopStyle = index % 6 ? "dashed" : "solid";
@@ -136,25 +172,37 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
 }
 
-let readStep = null;
-function readAll(step) {
-  readStep = step;
-  for (const chart of drawnCharts) chart.read(step);
+// The entry that is drawn at a place: of stairs, the one that holds there.
+function held(at, place, stairs) {
+  const near = nearest(at, place);
+  if (stairs === "after" && at[near] > place) return Math.max(0, near - 1);
+  if (stairs === "before" && at[near] < place) return Math.min(at.length - 1, near + 1);
+  return near;
 }
 
-function stepAt(svg, event) {
-  const box = svg.getBoundingClientRect();
-  const share = ((event.clientX - box.left) / box.width) * WIDTH;
-  const step = ((share - LEFT) / (WIDTH - LEFT - RIGHT)) * lastStep;
-  return Math.round(Math.min(lastStep, Math.max(0, step)));
+function readAll(axis, place) {
+  axis.place = place;
+  for (const chart of axis.charts) chart.read(place);
 }
 
-function moveByKey(event) {
-  const far = Math.max(1, Math.round(lastStep / 20));
-  const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -far, PageDown: far }[event.key];
-  if (by === undefined) return;
-  event.preventDefault();
-  readAll(Math.min(lastStep, Math.max(0, (readStep ?? lastStep) + by)));
+function listenTo(svg, axis, frame) {
+  const whole = (place) =>
+    Math.min(axis.last, Math.max(0, axis === steps ? Math.round(place) : place));
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect();
+    const share = ((event.clientX - box.left) / box.width) * frame.width - frame.left;
+    readAll(axis, whole((share / (frame.width - frame.left - RIGHT)) * axis.last));
+  });
+  svg.addEventListener("pointerleave", () => readAll(axis, null));
+  svg.addEventListener("blur", () => readAll(axis, null));
+  svg.addEventListener("keydown", (event) => {
+    const far = Math.max(1, Math.round(axis.last / 20));
+    const near = axis === steps ? 1 : axis.last / 200;
+    const by = { ArrowLeft: -near, ArrowRight: near, PageUp: -far, PageDown: far }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    readAll(axis, whole((axis.place ?? axis.last) + by));
+  });
 }
 
 // Points that are averaged, an odd number: a share of the line's own, or 1 where it has few.
@@ -168,23 +216,19 @@ function drawCurves() {
   const share = Number(byId("smoothing").value) ** 2 / 4;
   byId("smoothing-value").textContent =
     share > 0 ? `mean of ${number(100 * share, 2)} % of a line's points` : "off";
-  for (const chart of drawnCharts) chart.draw(share);
+  for (const chart of steps.charts) chart.draw(share);
 }
 
 function showCurves() {
   for (const chart of data.charts) {
-    const drawn = makeChart(chart);
-    drawnCharts.push(drawn);
-    drawn.svg.addEventListener("pointermove", (event) => readAll(stepAt(drawn.svg, event)));
-    drawn.svg.addEventListener("pointerleave", () => readAll(null));
-    drawn.svg.addEventListener("keydown", moveByKey);
-    drawn.svg.addEventListener("blur", () => readAll(null));
+    const drawn = makeChart(chart, steps);
+    steps.charts.push(drawn);
     byId("charts").append(drawn.figure);
   }
   const longest = Math.max(0, ...data.charts.map((c) => c.lines[0].values.length));
   if (longest > LONG_RUN) byId("smoothing").value = 0.45;
   byId("smoothing").addEventListener("input", drawCurves);
-  if (drawnCharts.length) drawCurves();
+  if (steps.charts.length) drawCurves();
 }
 
 showCurves();

@@ -67,7 +67,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """The head of the page: what was run, and how it ended."""
-    settings, done = run.settings, int(run.metrics[-1]["step"])
+    settings, done = run.settings, int(run.metrics[-1]["step"]) if run.metrics else 0
     teachers = settings.get("teachers") or {}
     found = {
         "recipe": run.recipe,
@@ -149,7 +149,7 @@ def charts(run: Run) -> list[dict[str, Any]]:
         if isinstance(shown, str):
             family = [name for name in names if name.startswith(shown)]
             shown = {name: name.removeprefix(shown) for name in sorted(family, key=_natural)}
-        lines = [line for name, label in shown.items() if (line := _line(rows, name, label))]
+        lines = [each for name, label in shown.items() if (each := line(rows, name, label))]
         if lines:
             made.append({"title": title, "lines": lines})
     return made
@@ -163,9 +163,9 @@ def _with_evaluations(run: Run) -> Iterator[Mapping[str, Any]]:
     ):
         yield {**before, "step": 0}
     yield from run.metrics
-    last = run.metrics[-1]
-    if isinstance(after, dict) and not after.keys() & last.keys():
-        yield {**after, "step": last["step"]}
+    for last in run.metrics[-1:]:
+        if isinstance(after, dict) and not after.keys() & last.keys():
+            yield {**after, "step": last["step"]}
 
 
 def _natural(name: str) -> tuple[str, float]:
@@ -173,7 +173,10 @@ def _natural(name: str) -> tuple[str, float]:
     return (head, float(tail)) if tail.isdecimal() else (name, 0.0)
 
 
-def _line(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str, Any] | None:
+def line(
+    rows: Sequence[Mapping[str, Any]], name: str, label: str, along: str = "step"
+) -> dict[str, Any] | None:
+    """The values of a field over another, with the ends of its intervals; None without any."""
     found = [row for row in rows if _number(row, name) is not None]
     if not found:
         return None
@@ -184,7 +187,7 @@ def _line(rows: Sequence[Mapping[str, Any]], name: str, label: str) -> dict[str,
     }
     return {
         "label": label,
-        "steps": _thinned([_number(row, "step") for row in found]),
+        "at": _thinned([_number(row, along) for row in found]),
         "values": _thinned([_number(row, name) for row in found]),
         **ends,
     }

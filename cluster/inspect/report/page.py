@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # In this order they are one script.
-_SCRIPTS = ("base", "curves", "groups", "tokens", "reader")
+_SCRIPTS = ("base", "curves", "timeline", "groups", "tokens", "reader")
 # The only characters that mean something to an HTML parser within a script.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 

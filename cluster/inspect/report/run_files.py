@@ -26,7 +26,18 @@ class Run:
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
     groups: Sequence[KeptGroup]
+
+    @property
+    def steps(self) -> list[Mapping[str, Any]]:
+        """Metrics of the optimizer steps, without the lines of evaluations between them."""
+        return [row for row in self.metrics if not _is_evaluation(row)]
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    measured = row.keys() - {"step"}
+    return bool(measured) and all(name.startswith(("eval/", "time/eval")) for name in measured)
 
 
 def read_run(out: Path) -> Run:
@@ -34,15 +45,16 @@ def read_run(out: Path) -> Run:
 
     Raises:
         ConfigError: there is no such directory.
-        DataError: it has made no step, or something in it cannot be read.
+        DataError: it has neither events nor metrics, or something in it cannot be read.
     """
     if not out.is_dir():
         raise ConfigError(f"out={out} is not a directory; give a run's directory")
     metrics = read_lines(out / "metrics.jsonl", {"step"})
-    if not metrics:
+    events = read_lines(out / "events.jsonl", {"t", "event"})
+    if not events and not metrics:
         raise DataError(
-            f"out={out} holds no metrics.jsonl with anything in it; give the directory of a run "
-            "that has made a step"
+            f"out={out} holds neither events.jsonl nor metrics.jsonl with anything in it; give the "
+            "directory of a run that has started"
         )
     written, summary = _object(out / "config.json"), _object(out / "summary.json")
     settings = written.get("settings")
@@ -52,6 +64,7 @@ def read_run(out: Path) -> Run:
         settings=settings if isinstance(settings, dict) else {},
         summary=summary,
         metrics=metrics,
+        events=events,
         groups=read_rollouts(out / "rollouts.jsonl"),
     )
 

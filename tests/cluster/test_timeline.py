@@ -1,0 +1,156 @@
+"""The timeline of a made-up run: its marks and its lines are what the run wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import story
+from cluster.inspect.report.run_files import read_run
+from cluster.inspect.report.timeline import timeline
+from distill.errors import DataError
+
+START = 1_790_000_000.0
+EVENTS = [
+    {"t": 0, "event": "size", "pool": "policy", "ready": 0, "starting": 1, "draining": 0},
+    {"t": 0, "event": "size", "pool": "rollout", "ready": 2, "starting": 0, "draining": 0},
+    {"t": 1, "event": "nodes", "alive": 1},
+    {"t": 20, "event": "size", "pool": "policy", "ready": 1, "starting": 0, "draining": 0},
+    {"t": 45, "event": "evaluation", "who": "before", "seconds": 15.2},
+    {"t": 60, "event": "step", "step": 1, "staleness": 0.0, "tokens_per_s": 100.0},
+    {"t": 60, "event": "window", "learner_wait": 0.5, "credit_starved": 0.0, "queue_depth": 0,
+     "sampling": 2.5, "environment": 1.0, "scoring": 0.0},
+    {"t": 61, "event": "scale", "pool": "policy", "from": 1, "to": 2, "reason": "short"},
+    {"t": 70, "event": "nodes", "alive": 2},
+    {"t": 100, "event": "death", "who": "rollout-1", "why": "killed"},
+    {"t": 112, "event": "restart", "who": "rollout-1", "seconds": 12.4},
+    {"t": 118, "event": "step", "step": 2, "staleness": 1.0, "tokens_per_s": 200.0},
+    {"t": 120, "event": "window", "learner_wait": 0.1, "credit_starved": 0.4, "queue_depth": 3,
+     "sampling": 0.5, "environment": 3.0, "scoring": 0.0},
+    {"t": 150, "event": "rewind", "step": 1},
+    {"t": 180, "event": "step", "step": 2},
+]  # fmt: skip
+METRICS = [
+    {"step": 0, "eval/accuracy": 0.5, "time/eval": 15.0},
+    {"step": 1, "time/step": 50.0, "time/wait": 25.0, "tokens_per_s": 101.0, "push/seconds": 2.0},
+    {"step": 2, "time/step": 40.0, "time/wait": 2.0, "tokens_per_s": 222.0, "push/seconds": 4.0},
+]
+
+
+def drawn(
+    out: Path, events: Sequence[Any] = (), metrics: Sequence[Any] = ()
+) -> Mapping[str, dict[str, Any]]:
+    """The timeline of a run that wrote these."""
+    out.mkdir(exist_ok=True)
+    late = [{**event, "t": START + event["t"]} for event in events]
+    for name, rows in (("events.jsonl", late), ("metrics.jsonl", metrics)):
+        if rows:
+            (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = timeline(read_run(out))
+    assert found is not None
+    return found
+
+
+def marks(found: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str, str]]]:
+    return {
+        lane["title"]: [(m["t"], m["seconds"], m["text"], m["why"]) for m in lane["marks"]]
+        for lane in found["lanes"]
+    }
+
+
+def lines(found: Mapping[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        line["label"]: (line["at"], line["values"])
+        for chart in found["charts"]
+        for line in chart["lines"]
+    }
+
+
+def test_the_marks_are_the_events(tmp_path: Path) -> None:
+    assert marks(drawn(tmp_path, EVENTS, METRICS)) == {
+        "deaths": [(100, 0, "rollout-1", "killed")],
+        "restarts": [(112, 12.4, "rollout-1 (12 s)", "")],
+        "rewinds": [(150, 0, "to step 1", "")],
+        "scaling": [(61, 0, "policy 1 \N{RIGHTWARDS ARROW} 2", "short")],
+        "evaluations": [(45, 15.2, "before (15 s)", "")],
+        # Of the step that was done again, the metrics are the last one's.
+        "weight pushes": [(60, 2, "step 1 (2 s)", ""), (180, 4, "step 2 (4 s)", "")],
+    }
+
+
+def test_the_lines_hold_the_numbers(tmp_path: Path) -> None:
+    found = drawn(tmp_path, EVENTS, METRICS)
+    assert found["seconds"] == 180
+    assert lines(found) == {
+        "policy": ([0, 20, 180], [0, 1, 1]),  # kept to the end
+        "policy and starting": ([0, 20, 180], [1, 1, 1]),
+        "rollout": ([0, 180], [2, 2]),
+        "nodes alive": ([1, 70, 180], [1, 2, 2]),
+        "learner waits for groups": ([60, 120], [0.5, 0.1]),  # of windows, not of metrics
+        "workers lack credit": ([60, 120], [0.0, 0.4]),
+        "at the policy": ([60, 120], [2.5, 0.5]),
+        "in environments": ([60, 120], [1, 3]),
+        "at teachers": ([60, 120], [0, 0]),
+        "finished": ([60, 120], [0, 3]),
+        "in all": ([60, 120], [3.5, 6.5]),
+        # What the last event leaves out its metrics say; what an event says, it has seen itself.
+        "trained": ([60, 118, 180], [100, 200, 222]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [
+        ("size", {"policy", "policy and starting", "rollout"}),
+        ("nodes", {"nodes alive"}),
+        # Steps say how long they waited.
+        ("window", {"workers lack credit", "at the policy", "in environments", "at teachers",
+                    "finished", "in all"}),
+        ("death", {"deaths"}),
+        ("restart", {"restarts"}),
+        ("scale", {"scaling"}),
+        ("rewind", {"rewinds"}),
+        ("evaluation", {"evaluations"}),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_left_out(tmp_path: Path, kind: str, lacking: set[str]) -> None:
+    def names(events: Sequence[dict[str, Any]], out: Path) -> set[str]:
+        found = drawn(out, events, METRICS)
+        return {*lines(found), *marks(found)}
+
+    some = [event for event in EVENTS if event["event"] != kind]
+    assert names(EVENTS, tmp_path / "all") - names(some, tmp_path / "some") == lacking
+
+
+def test_metrics_alone_are_drawn_one_step_after_the_other(tmp_path: Path) -> None:
+    found = drawn(tmp_path, metrics=METRICS)
+    assert lines(found) == {
+        "learner waits for groups": ([0, 40], [0.5, 0.05]),
+        "trained": ([0, 40], [101, 222]),
+    }
+    assert [mark[0] for mark in marks(found)["weight pushes"]] == [0, 40]
+
+
+def test_events_alone_are_drawn(tmp_path: Path) -> None:
+    """A run that has made no step yet, or was lost before."""
+    found = drawn(tmp_path, [event for event in EVENTS if event["t"] < 50])
+    assert [chart["title"] for chart in found["charts"]] == ["Members"]
+    assert list(marks(found)) == ["evaluations"]
+
+
+def test_the_story_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn(tmp_path / "run", EVENTS, METRICS)
+    (tmp_path / "run/events.jsonl").open("a").write('{"t": 179')  # the run still goes on
+    assert story.main([f"out={tmp_path / 'run'}"]) == 0
+    assert "weight pushes" in (tmp_path / "run/report.html").read_text()
+    assert "writes the report" in capsys.readouterr().out
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"t": 1,\n{"t": 2, "event": "nodes", "alive": 1}\n')
+    with pytest.raises(DataError, match=r"events.jsonl:1 is no JSON"):
+        read_run(tmp_path)
