@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import ray
 import torch
@@ -43,6 +43,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from cluster.weights.gather import values
+from cluster.weights.transport import Transport
 from distill.engine import CollectiveBroadcast
 from distill.errors import EngineError, NonFiniteError
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
@@ -55,7 +56,7 @@ JOIN_DEADLINE_S = 120.0
 _POLL_S = 0.001
 
 
-class CollectiveTransport:
+class CollectiveTransport(Transport):
     """The learner's end: sends its tensors to the engines from wherever they are.
 
     Args:
@@ -65,7 +66,7 @@ class CollectiveTransport:
         timeout_s: longest a push may take.
     """
 
-    linked: ClassVar[bool] = True
+    linked = True
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class CollectiveTransport:
         timeout_s: float,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.engines = engines
+        super().__init__(engines)
         self._address, self._timeout_s = address, timeout_s
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes

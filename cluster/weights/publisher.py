@@ -1,11 +1,17 @@
 """The learner's `publish`: every policy engine holds the weights, and only then are slots freed.
 
-    publish   push -> acknowledgements -> (again, to those that failed) -> free slots -> probe
-    admit     the present weights to engines that join
+    learner   Transport.start -> every engine acknowledges -> (again, to those that failed)
+              -> Transport.finish -> free slots -> probe
+    engine    load_weights: pause, load, drop every cached prefix, new version, continue,
+              acknowledge with the pause in seconds
+    admit     the same to engines that join, with the present weights; no slot is freed
 
-An engine that does not take the weights twice is ended before any slot is freed: nothing is sampled
-from weights older than the newest. Its owner restarts it
-(cluster/supervision/supervise.py).
+Slots are freed only when every engine has acknowledged, so no rollout starts on weights older than
+the newest. A push that fails leaves an engine at its old weights, or says that it must be
+restarted; it always ends generation's pause. An engine that does not take the weights twice is
+ended before any slot is freed; its owner restarts it (cluster/supervision/supervise.py). Whether an
+engine holds what it acknowledged is not believed but asked (cluster/weights/weight_probe.py). The
+ways there: cluster/weights/transports.py.
 """
 
 from __future__ import annotations
@@ -22,7 +28,8 @@ from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
 from cluster.weights.gather import GatherResult, collect, values
-from cluster.weights.transports import Transport, choose_transports
+from cluster.weights.transport import Transport
+from cluster.weights.transports import choose_transports
 from cluster.weights.weight_probe import WeightProbe
 from distill.engine import Score
 from distill.errors import EngineError

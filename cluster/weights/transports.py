@@ -1,21 +1,11 @@
-"""Weights from the learner to every policy engine.
+"""Ways from the learner to every policy engine, each with a reason to be (`choose_transports`).
 
-    learner   start -> every engine acknowledges -> release slots -> probe
-    engine    pause, load, drop every cached prefix, new version, continue, acknowledge
-
-Slots are released only when every engine has acknowledged, so no rollout starts on weights older
-than the newest. Four transports, each with a reason to be (`choose_transports`):
-
-    shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
-                   them, read it there (distill/weights/shared_memory.py)
-    object_store   any node: `ray.put` once, and Ray brings it to each node once
-    disk           any node that shares out/: a checkpoint directory, which late joiners can read
-    group          other nodes: a torch.distributed group with SGLang's ranks
-                   (cluster/weights/collective.py)
-
-A push that fails leaves engines at their old weights, or says which must be restarted; it always
-ends generation's pause. Whether an engine holds what it acknowledged is not believed but asked:
-cluster/weights/weight_probe.py.
+shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
+               them, read it there (distill/weights/shared_memory.py)
+object_store   any node: `ray.put` once, and Ray brings it to each node once
+disk           any node that shares out/: a checkpoint directory, which late joiners can read
+group          other nodes: a torch.distributed group with SGLang's ranks
+               (cluster/weights/collective.py)
 """
 
 from __future__ import annotations
@@ -23,13 +13,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import ray
 
 from cluster.config.pools import WeightsChoice
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
+from cluster.weights.transport import Transport
 from distill.engine import CheckpointDirectory
 from distill.errors import ConfigError, EngineError, NonFiniteError
 from distill.models.loading import load_config
@@ -38,41 +29,11 @@ from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
 
 
-class Transport(Protocol):
-    """The learner's end of one way to some engines.
-
-    `linked` engines receive together: one that fails keeps the others waiting.
-    """
-
-    engines: Mapping[str, Any]
-    linked: ClassVar[bool]
-
-    def describe(self) -> str: ...
-
-    def start(self, weights: Weights, version: int) -> dict[str, Any]:
-        """Starts a push; returns by engine a Ray reference to its pause in seconds."""
-        ...
-
-    def problem(self) -> str | None:
-        """Failure on this side meanwhile, if any."""
-        ...
-
-    def finish(self) -> None:
-        """Called when every engine has acknowledged."""
-        ...
-
-    def abort(self) -> None:
-        """Called when the push failed."""
-        ...
-
-
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport):
     """One copy into a block of shared memory, which engines of this node read."""
 
-    linked: ClassVar[bool] = False
-
     def __init__(self, engines: Mapping[str, Any]) -> None:
-        self.engines = engines
+        super().__init__(engines)
         self._block = SharedBlock()
 
     def describe(self) -> str:
@@ -82,61 +43,33 @@ class SharedMemoryTransport:
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
         self._block.write(weights)
-        return {
-            name: engine.load_weights.remote(self._block.share(), version)
-            for name, engine in self.engines.items()
-        }
-
-    def problem(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        pass
+        return self.load(self._block.share(), version)
 
     def abort(self) -> None:
         self._block = SharedBlock()  # a late engine may still be reading the old one
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(Transport):
     """One copy into Ray's object store, which engines read without another.
 
     A learner of several workers makes the weights whole for it first: the transport of the embedded
     engine, and of models that fit one host twice.
     """
 
-    linked: ClassVar[bool] = False
-
-    def __init__(self, engines: Mapping[str, Any]) -> None:
-        self.engines = engines
-
     def describe(self) -> str:
         return "Ray's object store"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         reference = ray.put(PackedTensors.pack(gather_all(weights)))
-        return {
-            name: engine.load_weights.remote(reference, version)
-            for name, engine in self.engines.items()
-        }
-
-    def problem(self) -> None:
-        return None
-
-    def finish(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
+        return self.load(reference, version)
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """A directory of safetensors a version, under one that every node shares; the newest stays."""
-
-    linked: ClassVar[bool] = False
 
     def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
         """`model` is the checkpoint whose config the directories carry."""
-        self.engines = engines
+        super().__init__(engines)
         self._root, self._model = Path(directory), model
         self._newest: Path | None = None
 
@@ -147,10 +80,7 @@ class DiskTransport:
         path = self._write(weights, version)
         source = CheckpointDirectory(path=str(path.resolve()))
         self._newest = path
-        return {
-            name: engine.load_weights.remote(source, version)
-            for name, engine in self.engines.items()
-        }
+        return self.load(source, version)
 
     def _write(self, weights: Weights, version: int) -> Path:
         """Renamed into place when it is whole. Not synced: it need not survive this run."""
@@ -171,16 +101,10 @@ class DiskTransport:
             ) from error
         return final
 
-    def problem(self) -> None:
-        return None
-
-    def finish(self) -> None:
+    def finish(self) -> None:  # not at abort(): an engine may still be reading
         for old in self._root.glob("version-*"):
             if old != self._newest:
                 shutil.rmtree(old, ignore_errors=True)
-
-    def abort(self) -> None:
-        """An engine may still be reading; the next push that succeeds removes the directory."""
 
 
 def choose_transports(

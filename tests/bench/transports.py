@@ -33,7 +33,8 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from cluster.weights.gather import values
-from cluster.weights.transports import Transport, WeightsChoice, choose_transports
+from cluster.weights.transport import Transport
+from cluster.weights.transports import WeightsChoice, choose_transports
 from distill.models.loading import new_qwen3
 from distill.weights.model_weights import (
     HeldWeights,

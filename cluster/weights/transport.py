@@ -1,0 +1,45 @@
+"""Base of the ways by which weights reach engines; the protocol is the publisher's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from distill.weights.model_weights import Weights
+
+
+class Transport(ABC):
+    """The learner's end of one way to some engines: Ray handles, by the name to call them.
+
+    `linked` engines receive together: one that fails keeps the others waiting.
+    """
+
+    linked: ClassVar[bool] = False
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @abstractmethod
+    def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        """Starts a push; returns by engine a Ray reference to its pause in seconds."""
+
+    def problem(self) -> str | None:
+        """Failure on this side meanwhile, if any."""
+        return None
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing to finish
+        """Called when every engine has acknowledged."""
+
+    def abort(self) -> None:  # noqa: B027 - nor to undo
+        """Called when the push failed."""
+
+    def load(self, source: Any, version: int) -> dict[str, Any]:
+        """Has every engine load the weights from a source that each can read."""
+        return {
+            name: engine.load_weights.remote(source, version)
+            for name, engine in self.engines.items()
+        }
