@@ -40,7 +40,7 @@ from cluster.demos.curves import (
     verdict,
 )
 from cluster.demos.demo import TEACHER, Data, schooling, write_data
-from cluster.inspect.plots import Line, Panel, check_plots, draw_accuracy
+from cluster.demos.plots import Line, Panel, check_plots, draw_accuracy
 from cluster.recipes.common import connected
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft

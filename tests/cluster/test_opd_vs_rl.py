@@ -16,7 +16,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.demos.curves import Curve, Row, ranked, row_of, steps_to_target, table_of, verdict
 from cluster.demos.demo import Data
 from cluster.demos.opd_vs_rl import CONTENDERS, STARTS, OpdVsRlConfig, Race, Start, count_runs, main
-from cluster.inspect.plots import Line, Panel, check_plots, draw_accuracy
+from cluster.demos.plots import Line, Panel, check_plots, draw_accuracy
 from distill.errors import ConfigError
 
 TARGET = 0.9
