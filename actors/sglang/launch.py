@@ -31,6 +31,9 @@ import psutil
 
 from actors.sglang.private_files import kill, private_directory
 
+# "spawn": processes of a server on a CPU start as those of one on CUDA do.
+START_METHOD = "ISOTHERM_SGLANG_START_METHOD"
+
 
 def main() -> None:
     """Serves until the lifeline is cut; what goes wrong is a traceback in the log."""
@@ -49,7 +52,7 @@ def main() -> None:
     _name_instances(PortArgs, directory.name)
     try:
         server_args: Any = prepare_server_args([*order["flags"], *_key_flags(order)])
-        if server_args.device == "cpu":
+        if server_args.device == "cpu" and os.environ.get(START_METHOD) != "spawn":
             _fork_processes()
         _meet_in(directory, server_args)
         run_server(server_args)

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.sglang.installed import sglang_installed
+from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
 from actors.sglang.plugin.row_temperatures import ScaledRows, UnknownPassError, rows_of_requests
@@ -504,7 +505,9 @@ def _served(truth: Truth, tmp: Path, *flags: str, **environment: str) -> Iterato
 
 @pytest.fixture(scope="module")
 def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from _served(truth, tmp_path_factory.mktemp("served"), "--enable-mixed-chunk")
+    """With processes that load the plugin by themselves, as all do on CUDA."""
+    tmp, spawned = tmp_path_factory.mktemp("served"), {START_METHOD: "spawn"}
+    yield from _served(truth, tmp, "--enable-mixed-chunk", **spawned)
 
 
 @pytest.fixture

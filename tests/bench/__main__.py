@@ -131,7 +131,7 @@ def bench(config: BenchConfig, console: Console) -> None:
 
 def _job(out: Path) -> dict[str, float]:
     lines = (out / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][WARMUP_STEPS:]
+    steps = [line for line in map(json.loads, lines) if "time/step" in line][WARMUP_STEPS:]
     names = ("time/step", "time/wait", "time/learn", "time/push", "time/rollout", "time/teacher")
     return {name: median(step[name] for step in steps) for name in names} | {
         "tokens_per_s": sum(s["train/tokens"] for s in steps) / sum(s["time/step"] for s in steps),

@@ -111,7 +111,8 @@ def _trained(out: Path) -> list[tuple[int, int, int]]:
 
 
 def _metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "time/step" in line]
 
 
 def _weights(out: Path) -> dict[str, np.ndarray]:

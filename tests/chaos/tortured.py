@@ -139,7 +139,8 @@ class TorturedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return _lines(self.out / "metrics.jsonl")
+        """Of every optimizer step."""
+        return [line for line in _lines(self.out / "metrics.jsonl") if "time/step" in line]
 
     @property
     def step(self) -> int:

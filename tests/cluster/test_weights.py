@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +48,7 @@ from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from tests.conftest import TinyPair
+from tests.e2e.harness import metrics
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -384,8 +384,7 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
         max_new_tokens=8, eval_size=2, engine="embedded", weights="disk", local=True,
     )  # fmt: skip
     run_on_policy(config, Console(quiet=True))
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    for step in map(json.loads, lines):
+    for step in metrics(tmp_path / "run"):
         assert step["push/probe_gap"] < 1e-4
         assert 0 < step["push/pause"] <= step["push/seconds"] <= step["time/push"]
     assert [p.name for p in (tmp_path / "run" / "weights").iterdir()] == ["version-000003"]
