@@ -15,6 +15,7 @@ os.environ.update(
 
 import getpass
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 
@@ -28,7 +29,10 @@ from cluster.placement.connect import start_here
 from distill.errors import ConfigError
 from distill.sandbox.sandbox import require_sandbox
 from distill.tokenizer import load_tokenizer
+from tests import prefork
 from tests.tiny import TinyPair, make_tiny_pair
+
+_PREFORK: pytest.StashKey[subprocess.Popen[bytes] | None] = pytest.StashKey()
 
 torch.set_num_threads(1)
 # The machines are shared: no test is judged by the clock, and every run tries the same examples.
@@ -36,7 +40,7 @@ settings.register_profile("isotherm", deadline=None, derandomize=True, max_examp
 settings.load_profile("isotherm")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Temporary files of this session, and of all that it starts, in a directory of their own.
 
     What a test leaves there is its own. Others than its user may pass through it, as through /tmp.
@@ -50,9 +54,12 @@ def pytest_configure() -> None:
     os.environ.setdefault("RAY_TMPDIR", parent)
     kernels = os.path.join(parent, f"torchinductor_{getpass.getuser()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
+    config.stash[_PREFORK] = prefork.start()
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (parent := config.stash[_PREFORK]) is not None:
+        prefork.end(parent)
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
