@@ -13,8 +13,7 @@ the learner of the policy engines that join and leave.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -37,10 +36,12 @@ from cluster.placement.roles import (
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.admission import Admission, Examine
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
 from cluster.runtime.scaling import Scaling
+from cluster.runtime.status_poller import StatusPoller
 from cluster.runtime.watchdog import Watchdog, quiet_s
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import (
@@ -52,14 +53,8 @@ from cluster.supervision.supervise import (
     Supervisor,
 )
 from distill.delivery import TrainedGroups
-from distill.errors import EngineError
-from distill.handshake.comparison import CalibrationReport
 from learner.checkpoint import Checkpoint
 
-# Examines engines that join, policies and scorers by name; the report says whether they agree.
-Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
-
-_STATUS_EVERY_S = 1.0
 _CLOSE_S = 5.0
 
 
@@ -85,7 +80,7 @@ class Fleet:
         start_model: str,
     ) -> None:
         self._config, self._placement, self._directory = config, placement, directory
-        self._examine, self._say = examine, say
+        self._say = say
         self.supervisor = Supervisor(
             say=say,
             record=directory.append_event,
@@ -103,14 +98,24 @@ class Fleet:
             self.supervisor,
             self.driver,
             say=say,
-            prepare=self.admit_waiting,
+            prepare=lambda: self._admission.admit_waiting(),
             deadline_s=config.deadline_s,
         )
         self.queue: GroupQueue = cast.queue(trained)
+        self._poller = StatusPoller(self.supervisor, self.queue, self._on_queue_status)
         self.bounds = pool_bounds(config)
         self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
         self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
         self._engine_roles = list(self._specs)
+        self._admission = Admission(
+            self.supervisor,
+            self.driver,
+            roles=self._engine_roles,
+            learner=lambda: self.learner,
+            examine=examine,
+            require_handshake=config.require_handshake,
+            say=say,
+        )
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
         self._specs[EVALUATOR] = cast.evaluator_spec()
         self._lifecycle = LearnerLifecycle(
@@ -126,11 +131,6 @@ class Fleet:
         self._announced = -1
         self._epoch = 0
         self._runs: dict[Any, Member] = {}
-        self._asked: dict[Any, str] = {}
-        self._asked_at = 0.0
-        self.statuses: dict[str, WorkerStatus] = {}
-        self._queue_asked: Any = None
-        self._queue_status: QueueStatus | None = None
         self.scaling = Scaling(
             self,
             directory,
@@ -140,8 +140,6 @@ class Fleet:
             steps_in_flight=config.max_staleness + 1,
         )
         self._watchdog = Watchdog(self, say, config.stall_after_s, config.deadline_s)
-        # Statuses older than the last announcement do not tell whether an engine is idle.
-        self._fresh: set[str] = set()
 
     # who there is
 
@@ -157,6 +155,10 @@ class Fleet:
     def pool(self, role: str, patience_s: float = 0) -> EnginePool:
         """The engines of a role that serve now."""
         return EnginePool(role, self.supervisor.serving(role), patience_s)
+
+    @property
+    def statuses(self) -> dict[str, WorkerStatus]:
+        return self._poller.workers
 
     @property
     def scorers(self) -> list[str]:
@@ -226,11 +228,11 @@ class Fleet:
         if self._announced != self.supervisor.changes:
             self._announce()
         self._collect_runs()
-        self._collect_statuses()
+        self._poller.poll()
 
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
-        self._fresh.clear()
+        self._poller.forget_freshness()  # they may know other engines
         running = list(self._runs.values())
         for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
             member.handle.update.remote(self.roster, self._groups_a_worker(), self._epoch)
@@ -250,32 +252,10 @@ class Fleet:
             if member in self.supervisor.members(ROLLOUT, State.DRAINING):
                 self._dismiss(member)
 
-    def _collect_statuses(self) -> None:
-        done = calls.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]
-        for reference in done:
-            name = self._asked.pop(reference)
-            try:
-                self.statuses[name] = calls.get(reference)
-                self._fresh.add(name)
-            except RayError:
-                self.statuses.pop(name, None)
-        if self._queue_asked is not None and calls.wait([self._queue_asked], timeout=0)[0]:
-            asked, self._queue_asked = self._queue_asked, None
-            with suppress(RayError):  # the next one answers
-                status: Any = calls.get(asked)
-                self._queue_status = status
-                self._check_set_aside(status)
-                self._renew_leases(status)
-                self.scaling.update(status)
-        now = time.monotonic()
-        if not self._asked and now - self._asked_at >= _STATUS_EVERY_S:
-            self._asked_at = now
-            workers = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-            self._asked = {m.handle.status.remote(): m.name for m in workers}
-            if self._queue_asked is None:
-                self._queue_asked = self.queue.status()
-            names = {member.name for member in workers}
-            self.statuses = {n: s for n, s in self.statuses.items() if n in names}
+    def _on_queue_status(self, status: QueueStatus) -> None:
+        self._check_set_aside(status)
+        self._renew_leases(status)
+        self.scaling.update(status)
 
     def _dismiss(self, member: Member) -> None:
         self.supervisor.dismiss(member)
@@ -307,15 +287,13 @@ class Fleet:
         self.scaling.waiting()
         try:
             while True:
-                self.admit_waiting()
+                self._admission.admit_waiting()
                 self.let_go()
                 ready = self.queue.poll(watermark, self._config.prompts_per_step)
                 if self.driver.call("groups", ready):
                     return time.monotonic() - started
-                if self._queue_status is not None:
-                    self._watchdog.check(
-                        self._queue_status, self.statuses, self.supervisor.still_s()
-                    )
+                if (status := self._poller.queue) is not None:
+                    self._watchdog.check(status, self.statuses, self.supervisor.still_s())
         finally:
             self.scaling.waited()
 
@@ -350,52 +328,9 @@ class Fleet:
                 f"last because of: {status.last_reason}"
             )
 
-    def admit_waiting(self) -> None:
-        """Admits engines that are ready: present weights, then the handshake, then it is announced.
-
-        One that fails any of it is buried.
-        """
-        waiting = [m for m in self.supervisor.waiting() if m.spec.name in self._engine_roles]
-        policies = [m for m in waiting if m.spec.name == POLICY]
-        scorers = [m for m in waiting if m not in policies]
-        for member in policies:
-            self._admit(member)
-        for member in scorers:
-            if self.supervisor.serving(POLICY):  # else there is nobody whose samples it may score
-                self._admit(member)
-
-    def _admit(self, member: Member) -> None:
-        joining = {member.name: member.handle}
-        pool = EnginePool(member.spec.name, joining).each()
-        try:
-            if member.spec.name == POLICY:
-                admitted = self.learner.admit.remote(joining)
-                self.driver.ask_learner(f"pushing weights to {member.name}", admitted)
-                examined = self._examine(pool, {})
-            else:
-                name, policy = next(iter(self.supervisor.serving(POLICY).items()))
-                examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
-            report: CalibrationReport = self.driver.run(f"the handshake of {member.name}", examined)
-        except LearnerLost:
-            raise
-        except (RunFailed, EngineError) as error:
-            self._refuse(member, str(error))
-            return
-        if not report.agrees and self._config.require_handshake:
-            self._refuse(member, report.complaint())
-            return
-        self.supervisor.admit(member)
-        self._say(f"{member.name} joins: its handshake agrees to {report.largest_gap:.1e} nats")
-
-    def _refuse(self, member: Member, why: str) -> None:
-        self.supervisor.tick()  # it may be the learner that died
-        if member in self.supervisor.waiting():
-            self.supervisor.bury(member, f"it was not admitted: {why}")
-
     def let_go(self) -> None:
         """Ends engines that were to leave and where nothing is under way any more."""
-        workers = {m.name for m in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)}
-        if not workers <= self._fresh:
+        if not self._poller.all_fresh():
             return
         for role in self._engine_roles:
             for member in self.supervisor.members(role, State.DRAINING):

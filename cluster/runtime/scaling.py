@@ -45,8 +45,10 @@ class Pools(Protocol):
     """The pools of a run, which grow and shrink by one member."""
 
     supervisor: Supervisor
-    statuses: dict[str, WorkerStatus]
     bounds: dict[str, tuple[int, int]]
+
+    @property
+    def statuses(self) -> dict[str, WorkerStatus]: ...
 
     def grow(self, role: str) -> None: ...
 

@@ -17,6 +17,7 @@ import pytest
 from actors.sglang import server as sglang_server
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
+from cluster.calibrate import main as calibrate
 from cluster.inspect.audit import audit
 from cluster.train import main
 from tests.conftest import TinyPair
@@ -101,17 +102,19 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
     tiny_pair: TinyPair,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     name: str,
     value: str,
     diagnosis: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    code, output = run(
-        "cluster.calibrate", f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}",
-        "temperature=0.7", "engine=sglang", "device=cpu", f"out={tmp_path / 'c.json'}",
-    )  # fmt: skip
-    assert code == 3, output
-    words = " ".join(output.split())
+    arguments = [
+        f"student={tiny_pair.student}", f"teacher={tiny_pair.teacher}", "temperature=0.7",
+        "engine=sglang", "device=cpu", f"out={tmp_path / 'c.json'}",
+    ]  # fmt: skip
+    assert calibrate(arguments) == 3
+    printed = capsys.readouterr()
+    words = " ".join((printed.out + printed.err).split())
     assert diagnosis in words and "nats" in words
     report = json.loads((tmp_path / "c.json").read_text())
     assert report["agrees"] is False

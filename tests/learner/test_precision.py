@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import chz
@@ -136,8 +137,25 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_layers_take_the_same_step(new_learner: NewLearner) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",  # the same graphs, without a C++ compiler's minute
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+                ),
+            ],
+        ),
+    ],
+)
+def test_compiled_layers_take_the_same_step(
+    new_learner: NewLearner, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     eager, compiled = new_learner(), new_learner(compile=True)
     for rows in (SHARED, APART):  # other lengths: no new code
         part = Part(rows_D=rows, loss=IMPORTANCE_SAMPLING)

@@ -1,0 +1,89 @@
+"""Admission of engines that start in the middle of a run: weights, handshake, then announcement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.roles import POLICY
+from cluster.runtime.driver import Driver
+from cluster.supervision.supervise import LearnerLost, Member, RunFailed, Supervisor
+from distill.errors import EngineError
+from distill.handshake.comparison import CalibrationReport
+
+# Examines engines that join, policies and scorers by name; the report says whether they agree.
+Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
+
+
+class Admission:
+    """Gives engines that are ready the present weights, examines them, and lets them serve.
+
+    Args:
+        roles: of the engines that are admitted; other actors serve without.
+        learner: the present learner's leader.
+        examine: the handshake of some engines with the learner.
+        require_handshake: False admits engines whose handshake fails.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        driver: Driver,
+        *,
+        roles: Sequence[str],
+        learner: Callable[[], Any],
+        examine: Examine,
+        require_handshake: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self._supervisor, self._driver, self._roles = supervisor, driver, roles
+        self._learner, self._examine, self._say = learner, examine, say
+        self._require_handshake = require_handshake
+
+    def admit_waiting(self) -> None:
+        """Admits those that wait; call it while the learner is idle. One that fails is buried.
+
+        Raises:
+            LearnerLost: the learner died meanwhile.
+        """
+        waiting = [m for m in self._supervisor.waiting() if m.spec.name in self._roles]
+        policies = [m for m in waiting if m.spec.name == POLICY]
+        scorers = [m for m in waiting if m not in policies]
+        for member in policies:
+            self._admit(member)
+        for member in scorers:
+            if self._supervisor.serving(POLICY):  # else there is nobody whose samples it may score
+                self._admit(member)
+
+    def _admit(self, member: Member) -> None:
+        try:
+            report = self._examined(member)
+        except LearnerLost:
+            raise
+        except (RunFailed, EngineError) as error:
+            self._refuse(member, str(error))
+            return
+        if not report.agrees and self._require_handshake:
+            self._refuse(member, report.complaint())
+            return
+        self._supervisor.admit(member)
+        self._say(f"{member.name} joins: its handshake agrees to {report.largest_gap:.1e} nats")
+
+    def _examined(self, member: Member) -> CalibrationReport:
+        """Its handshake; of a policy engine, with the learner's present weights."""
+        joining = {member.name: member.handle}
+        pool = EnginePool(member.spec.name, joining).each()
+        if member.spec.name == POLICY:
+            admitted = self._learner().admit.remote(joining)
+            self._driver.ask_learner(f"pushing weights to {member.name}", admitted)
+            examined = self._examine(pool, {})
+        else:
+            name, policy = next(iter(self._supervisor.serving(POLICY).items()))
+            examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
+        return self._driver.run(f"the handshake of {member.name}", examined)
+
+    def _refuse(self, member: Member, why: str) -> None:
+        self._supervisor.tick()  # it may be the learner that died
+        if member in self._supervisor.waiting():
+            self._supervisor.bury(member, f"it was not admitted: {why}")

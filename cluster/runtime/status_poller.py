@@ -1,0 +1,83 @@
+"""Polling of what the rollout workers and the queue are doing, without ever waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayError
+
+from cluster.handles import calls
+from cluster.hosts.rollout_actor import WorkerStatus
+from cluster.placement.roles import ROLLOUT
+from cluster.queue.group_queue import GroupQueue
+from cluster.queue.ledger import QueueStatus
+from cluster.supervision.supervise import State, Supervisor
+
+_EVERY_S = 1.0
+
+
+class StatusPoller:
+    """The last answers of the rollout workers and of the queue, each asked about once a second.
+
+    Attributes:
+        workers: status by the worker's name, of those that answer.
+        queue: None until the queue has answered once.
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, queue: GroupQueue, on_queue: Callable[[QueueStatus], None]
+    ) -> None:
+        self._supervisor, self._queue, self._on_queue = supervisor, queue, on_queue
+        self.workers: dict[str, WorkerStatus] = {}
+        self.queue: QueueStatus | None = None
+        self._asked: dict[Any, str] = {}
+        self._asked_at = 0.0
+        self._queue_asked: Any = None
+        self._fresh: set[str] = set()
+
+    def forget_freshness(self) -> None:
+        """Statuses from before now do not tell whether an engine is idle."""
+        self._fresh.clear()
+
+    def all_fresh(self) -> bool:
+        """Whether every worker has answered since `forget_freshness`."""
+        members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
+        return {member.name for member in members} <= self._fresh
+
+    def poll(self) -> None:
+        """Collects answers, and asks again."""
+        self._collect_workers()
+        self._collect_queue()
+        now = time.monotonic()
+        if not self._asked and now - self._asked_at >= _EVERY_S:
+            self._asked_at = now
+            self._ask()
+
+    def _collect_workers(self) -> None:
+        for reference in calls.wait(list(self._asked), num_returns=len(self._asked), timeout=0)[0]:
+            name = self._asked.pop(reference)
+            try:
+                self.workers[name] = calls.get(reference)
+                self._fresh.add(name)
+            except RayError:
+                self.workers.pop(name, None)
+
+    def _collect_queue(self) -> None:
+        if self._queue_asked is None or not calls.wait([self._queue_asked], timeout=0)[0]:
+            return
+        asked, self._queue_asked = self._queue_asked, None
+        with suppress(RayError):  # the next one answers
+            status: QueueStatus = calls.get(asked)
+            self.queue = status
+            self._on_queue(status)
+
+    def _ask(self) -> None:
+        members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
+        self._asked = {member.handle.status.remote(): member.name for member in members}
+        if self._queue_asked is None:
+            self._queue_asked = self._queue.status()
+        names = {member.name for member in members}
+        self.workers = {name: status for name, status in self.workers.items() if name in names}
