@@ -14,6 +14,7 @@ os.environ.update(
 )
 
 import getpass
+import multiprocessing.util
 import shutil
 import subprocess
 import tempfile
@@ -50,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     parent = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     tempfile.tempdir = tempfile.mkdtemp(prefix="isotherm-tests-", dir=parent)
     os.chmod(tempfile.tempdir, 0o711)
+    # Last of all: multiprocessing has a directory there, and removes it itself.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-1000)
     os.environ["TMPDIR"] = tempfile.tempdir
     os.environ.setdefault("RAY_TMPDIR", parent)
     kernels = os.path.join(parent, f"torchinductor_{getpass.getuser()}")
@@ -60,7 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if (parent := config.stash[_PREFORK]) is not None:
         prefork.end(parent)
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

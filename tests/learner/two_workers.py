@@ -17,6 +17,8 @@ from learner.worker import LearnerWorker, LossFunction, follow
 
 WORKERS = 2
 _DEADLINE_S = 240.0
+# Once for all the workers of a session: a worker of its own would take seconds for it.
+_IMPORTED = ["learner.learner", "transformers.models.qwen3.modeling_qwen3"]
 # what a leader is given, and gives back: anything that pickles
 Story = Callable[[Learner, dict[str, Any]], Any]
 
@@ -33,7 +35,8 @@ def tell(
     Raises:
         AssertionError: a worker failed; with its traceback.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     store = open_store(LOOPBACK, _DEADLINE_S)
     reader, writer = context.Pipe(duplex=False)
     members = [
