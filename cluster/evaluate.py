@@ -21,6 +21,7 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
+from distill.chat.template_choice import ChatTemplateSettings
 from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
@@ -30,7 +31,7 @@ from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
-class EvaluateConfig(EnvSettings, DecoderSettings, LocalEngineConfig):
+class EvaluateConfig(EnvSettings, ChatTemplateSettings, DecoderSettings, LocalEngineConfig):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -105,6 +106,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     model_config = load_config(config.model)
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
+    tokenizer = config.choose_template(tokenizer)
     setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),

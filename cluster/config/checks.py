@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     check_export(config.student)
     _check_adapter(config, config.student)
     tokenizer = load_tokenizer(config.student)
+    own_template = tokenizer.chat_template
+    tokenizer = config.choose_template(tokenizer)
     _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
     scorers = {
         f"teachers.{name}" if name else "teacher": _check_scorer(teacher.model, tokenizer)
@@ -88,7 +91,15 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             )
         if role != "reference":
             _check_distribution(config.objective(), role, scorer, vocab_size(student))
-    train, held_out = _load_problems(config, tokenizer, student, list(scorers.values()))
+    teacher_tokenizers = {
+        name: _for_teacher_messages(
+            config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
+        )
+        for name in config.teacher_models()
+    }
+    train, held_out = _load_problems(
+        config, tokenizer, student, list(scorers.values()), teacher_tokenizers
+    )
     _check_signal(config, train)
     return RolloutInputs(
         tokenizer=tokenizer,
@@ -140,6 +151,7 @@ def _load_problems(
     tokenizer: PreTrainedTokenizerBase,
     student: Any,
     scorers: Sequence[_Scorer],
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
 ) -> tuple[EnvDataset, EnvDataset]:
     """Problems to train on and held-out ones, each of which every model has room for."""
     rooms = [scorer.context_length for scorer in scorers]
@@ -156,6 +168,7 @@ def _load_problems(
                 reward=config.reward_function(),
                 teachers=[name for name in config.teacher_models() if name],
                 teacher_context_length=min(rooms, default=None),
+                teacher_tokenizers=teacher_tokenizers,
             ),
         )
 
@@ -210,11 +223,18 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scorer:
-    """A teacher or a reference, by what matters before it runs."""
+    """A teacher or a reference, by what matters before it runs.
+
+    Attributes:
+        tokenizer: its own; None for a running server's.
+        chat: what a running server's chat template makes of a known chat; None where it has none.
+    """
 
     model: str
     vocab_size: int
     context_length: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    chat: tuple[int, ...] | None = None
 
 
 def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
@@ -226,12 +246,40 @@ def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
                 "texts differently. It scores the student's token ids as they are"
             )
-        return _Scorer(model=model, vocab_size=info.vocab_size, context_length=info.context_length)
-    config = _check_model(model)
-    check_same_tokenizer(tokenizer, load_tokenizer(model))
+        return _Scorer(
+            model=model,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            chat=None if info.tokenizer is None else info.tokenizer.chat,
+        )
+    config, own = _check_model(model), load_tokenizer(model)
+    check_same_tokenizer(tokenizer, own)
     return _Scorer(
-        model=model, vocab_size=vocab_size(config), context_length=context_length(config)
+        model=model,
+        vocab_size=vocab_size(config),
+        context_length=context_length(config),
+        tokenizer=own,
     )
+
+
+def _for_teacher_messages(
+    config: RolloutConfig, teacher: _Scorer, own_template: object, run: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """The tokenizer whose chat template writes the teacher's `teacher_messages`.
+
+    A running server's template is not to be had: where it writes otherwise than the run's, the
+    tokenizer refuses to render any chat.
+    """
+    if teacher.tokenizer is not None:
+        return config.choose_teacher_template(teacher.tokenizer, own_template, run)
+    if teacher.chat is None or teacher.chat == probe_tokenizer(run).chat:
+        return run
+    refusing = copy(run)
+    refusing.chat_template = (
+        "{{- raise_exception('the server at " + teacher.model + " writes chats otherwise than the "
+        "run, and its template is not known here: give teacher_prompt, or chat_template=FILE') }}"
+    )
+    return refusing
 
 
 async def _ask(url: str) -> EngineInfo:
@@ -254,7 +302,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
             f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
             "above 0. Set attention_dropout there, or leave dropout out"
         )
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = config.choose_template(load_tokenizer(config.model))
     rows_D = load_sft_rows(config.data, tokenizer, **limits)
     return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D)
 
@@ -266,7 +314,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits = _limits(config)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = config.choose_template(load_tokenizer(config.model))
     if config.reference is not None:
         reference = _check_scorer(config.reference, tokenizer)
         _check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)

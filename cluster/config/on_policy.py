@@ -16,6 +16,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import GroupSettings, PolicySettings, PoolSettings
+from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError
 from distill.objective.settings import (
     ObjectiveConfig,
@@ -37,7 +38,7 @@ class TeacherConfig:
 
 
 @chz.chz
-class DataSettings(EnvSettings):
+class DataSettings(EnvSettings, ChatTemplateSettings):
     """The student, and what it learns on."""
 
     section: ClassVar[Section] = Section.MODEL

@@ -7,13 +7,14 @@ from typing import ClassVar
 import chz
 
 from cluster.config.common import CommonConfig
+from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, Section
 from learner.config import DropoutSettings
 
 
 @chz.chz
-class SupervisedConfig(CommonConfig):
+class SupervisedConfig(ChatTemplateSettings, CommonConfig):
     """Settings that sft and dpo share."""
 
     section: ClassVar[Section] = Section.MODEL

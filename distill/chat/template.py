@@ -119,25 +119,43 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 def check_messages(value: object, field: str) -> list[Message]:
     """`value` as chat messages in OpenAI's format: role, and content or tool calls.
 
+    Content that is a list of parts, {"type": "text", "text": ...}, is their text, joined.
+
     Raises:
         DataError: names the field and the message that is not one.
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"`{field}` must be a non-empty list, got {value!r}")
+    messages: list[Message] = []
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"`{field}[{i}]` must be an object with a `role`, got {message!r}")
         content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list):
+            content = _joined(content, f"{field}[{i}].content")
+            message = {**message, "content": content}
         if not isinstance(content, str) and not (content is None and calls):
             raise DataError(
-                f"`{field}[{i}].content` must be a string (parts of text joined), and may be left "
+                f"`{field}[{i}].content` must be a string or a list of text parts, and may be left "
                 f"out beside `tool_calls` only; got {content!r}"
             )
         if calls is not None and not (
             isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
         ):
             raise DataError(f"`{field}[{i}].tool_calls` must be a list of objects, got {calls!r}")
-    return value
+        messages.append(message)
+    return messages
+
+
+def _joined(parts: Sequence[object], field: str) -> str:
+    for i, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f'`{field}[{i}]` must be {{"type": "text", "text": ...}}, got a part of type '
+                f"{kind!r}: models of text see text only; leave the row out"
+            )
+    return "".join(part["text"] for part in parts if isinstance(part, dict))
 
 
 def check_tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:

@@ -73,6 +73,7 @@ def load_prompts(
     max_new_tokens: int,
     teachers: Collection[str] = (),
     teacher_context_length: int | None = None,
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
     chat: ChatStyle | None = None,
 ) -> list[Prompt]:
     """Reads, renders and checks every prompt of a file before anything expensive starts.
@@ -95,6 +96,8 @@ def load_prompts(
         teachers: names of the teachers. One named teacher scores the rows that name none as well;
             with no names `teacher` is ignored.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+        teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
+            that `teacher_messages` go through; the run's own for a teacher that is not among them.
         chat: makes a chat of every prompt; None: strings are encoded as they stand.
 
     Raises:
@@ -104,7 +107,7 @@ def load_prompts(
     prompts = []
     for number, row in read_rows(path):
         with located(f"{path}:{number}"):
-            prompt = _prompt(row, number, tokenizer, teachers, chat)
+            prompt = _prompt(row, number, tokenizer, teachers, teacher_tokenizers or {}, chat)
             seen_by_teacher_T = prompt.tokens_T
             if prompt.teacher_tokens_T is not None:
                 seen_by_teacher_T = prompt.teacher_tokens_T
@@ -123,18 +126,20 @@ def _prompt(
     number: int,
     tokenizer: PreTrainedTokenizerBase,
     teachers: Collection[str],
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     chat: ChatStyle | None,
 ) -> Prompt:
-    teacher_tokens_T = None
+    teacher, teacher_tokens_T = _teacher(row, teachers), None
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
-        teacher_tokens_T, _ = _render(row, tokenizer, "teacher_", chat)
+        its_own = teacher_tokenizers.get(teacher, tokenizer)
+        teacher_tokens_T, _ = _render(row, its_own, "teacher_", chat)
     tokens_T, messages = _render(row, tokenizer, "", chat)
     return Prompt(
         tokens_T=tokens_T,
         messages=messages,
         answer=_answer(row.get("answer")),
         line=number,
-        teacher=_teacher(row, teachers),
+        teacher=teacher,
         tag=None if row.get("tag") is None else check_text(row, "tag"),
         teacher_tokens_T=teacher_tokens_T,
         bonuses=_bonuses(row.get("bonuses")),

@@ -147,6 +147,7 @@ class EnvContext:
         reward: judges a response against an answer.
         teachers: the names of the teachers; empty where they have none.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
+        teacher_tokenizers: by their names, where their templates are known; see `load_prompts`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -156,6 +157,7 @@ class EnvContext:
     reward: RewardFunction
     teachers: Collection[str] = ()
     teacher_context_length: int | None = None
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
         """The prompts of a file, rendered and held to what the models have room for.
@@ -171,6 +173,7 @@ class EnvContext:
             max_new_tokens=self.max_new_tokens,
             teachers=self.teachers,
             teacher_context_length=self.teacher_context_length,
+            teacher_tokenizers=self.teacher_tokenizers,
             chat=chat,
         )
         for prompt in prompts:

@@ -48,9 +48,8 @@ def fact_differences(
 
 
 def _tokenizer_differences(name: str, theirs: TokenizerProbe, ours: TokenizerProbe) -> list[str]:
-    encoded = list(zip(map(repr, PROBE_TEXTS), theirs.texts, ours.texts, strict=True))
-    if theirs.chat is not None and ours.chat is not None:
-        encoded.append(("a chat under its template", theirs.chat, ours.chat))
+    """Of chat templates nothing is asked: engines are sent token ids."""
+    encoded = zip(map(repr, PROBE_TEXTS), theirs.texts, ours.texts, strict=True)
     return [
         f"{name} has another tokenizer: it encodes {what} as {_ids(their_ids)}, the run's "
         f"tokenizer as {_ids(our_ids)}; start it on a checkpoint with the student's tokenizer"

@@ -1,0 +1,153 @@
+"""The run's chat template: the tokenizer's own or a file's, with arguments of the run's choice.
+
+Arguments such as Qwen3's `enable_thinking` become defaults within the template itself. So every
+part that renders says the same, and so does a server of `final/`, whose requests may still say
+otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import chz
+
+from distill.errors import ConfigError
+from distill.settings import Section
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+@chz.chz
+class ChatTemplateSettings:
+    """How chats are written for the model."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    chat_template: str | None = chz.field(
+        default=None,
+        doc="file of a chat template (Jinja) in place of the checkpoint's own; final/ has it too",
+    )
+    chat_template_kwargs: str = chz.field(
+        default="",
+        doc="arguments of the chat template, a JSON object: '{\"enable_thinking\": false}'; "
+        "defaults in the template of final/",
+    )
+
+    @chz.validate
+    def _template_arguments_are_json(self) -> None:
+        self.template_arguments()
+
+    def template_arguments(self) -> dict[str, Any]:
+        """`chat_template_kwargs` as values by name."""
+        if not self.chat_template_kwargs:
+            return {}
+        asked = f"chat_template_kwargs={self.chat_template_kwargs!r}"
+        try:
+            given = json.loads(self.chat_template_kwargs)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{asked} is not JSON: {error}; write '{{\"enable_thinking\": false}}'"
+            ) from error
+        if not isinstance(given, dict) or not all(map(str.isidentifier, given)):
+            raise ConfigError(
+                f"{asked} must be a JSON object of names and values, such as "
+                "'{\"enable_thinking\": false}'"
+            )
+        return given
+
+    def choose_template(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """The tokenizer, whose chat template is now the run's.
+
+        Raises:
+            ConfigError: the file cannot be read or is no template, or an argument changes nothing.
+        """
+        template = tokenizer.chat_template
+        if self.chat_template is not None:
+            template = _read(self.chat_template)
+        arguments = self.template_arguments()
+        if arguments and not template:
+            raise ConfigError(
+                f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the "
+                "tokenizer has no chat template; give chat_template=FILE, or leave them out"
+            )
+        for name in arguments:
+            if not _mentions(template, name):
+                raise ConfigError(
+                    f"chat_template_kwargs={self.chat_template_kwargs!r} changes nothing: the chat "
+                    f"template does not mention {name}; leave it out"
+                )
+        tokenizer.chat_template = _with_defaults(template, arguments)
+        return tokenizer
+
+    def choose_teacher_template(
+        self, teacher: PreTrainedTokenizerBase, own: object, run: PreTrainedTokenizerBase
+    ) -> PreTrainedTokenizerBase:
+        """The teacher's tokenizer, with the template that `teacher_messages` go through.
+
+        Its own, with those of the arguments that it mentions; the run's if it has none, or one that
+        is as the student's own was (`own`), in whose place the run's stands.
+        """
+        template = teacher.chat_template
+        if not template or template == own:
+            return run
+        known = {
+            name: value
+            for name, value in self.template_arguments().items()
+            if _mentions(template, name)
+        }
+        teacher.chat_template = _with_defaults(template, known)
+        return teacher
+
+
+def _read(path: str) -> str:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template={path} cannot be read: {error}; give a file that holds a chat template"
+        ) from error
+    try:
+        _compile_jinja_template(text)
+    except Exception as error:  # jinja2's, which transformers alone imports
+        line = getattr(error, "lineno", "?")
+        raise ConfigError(
+            f"chat_template={path} is no chat template: line {line}: {error}; correct the file"
+        ) from error
+    if not text.strip():
+        raise ConfigError(f"chat_template={path} is empty; give a file that holds a chat template")
+    return text
+
+
+def _mentions(template: Any, name: str) -> bool:
+    texts = template.values() if isinstance(template, Mapping) else [template]
+    return any(re.search(rf"\b{name}\b", text) for text in texts)
+
+
+def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
+    """The template, or each of several, with values for what it is not given."""
+    if isinstance(template, Mapping):
+        return {name: _with_defaults(text, arguments) for name, text in template.items()}
+    if not template:
+        return template
+    defaults = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif -%}}"
+        for name, value in arguments.items()
+    ]
+    return "".join(defaults) + template
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, dict):
+        pairs = (f"{_literal(name)}: {_literal(each)}" for name, each in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,112 @@
+"""The run's chat template: a file's, with arguments that stand in the template itself."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.chat.template import check_messages, render_messages
+from distill.chat.template_choice import ChatTemplateSettings
+from distill.errors import ConfigError, DataError
+from tests import chat_templates
+
+ASK = [{"role": "user", "content": "Why?"}]
+SWITCH = (
+    "{%- macro end() %}{{- '' if enable_thinking else '<think>\n\n</think>\n\n' }}{%- endmacro %}"
+    "{%- for m in messages %}{{- m.role + ': ' + m.content + '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant: ' }}{{- end() }}{{- style }}{%- endif %}"
+)
+
+
+def chat_tokenizer(family: str) -> PreTrainedTokenizerBase:
+    return deepcopy(chat_templates.chat_tokenizer(family))
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> str:
+    path = tmp_path / "switch.jinja"
+    path.write_text(SWITCH)
+    return str(path)
+
+
+def text(settings: ChatTemplateSettings, family: str = "qwen3", **arguments: Any) -> str:
+    tokenizer = settings.choose_template(chat_tokenizer(family))
+    return str(
+        tokenizer.apply_chat_template(ASK, add_generation_prompt=True, tokenize=False, **arguments)
+    )
+
+
+def test_a_file_replaces_the_checkpoint_s_template(switch: str) -> None:
+    own = text(ChatTemplateSettings())
+    assert text(ChatTemplateSettings(chat_template=switch)).startswith("user: Why?") != own
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_arguments_are_the_template_s_defaults(switch: str, value: str) -> None:
+    settings = ChatTemplateSettings(
+        chat_template=switch,
+        chat_template_kwargs=f'{{"enable_thinking": {value}, "style": "\\n☂"}}',
+    )
+    thinks = value == "true"
+    assert (
+        text(settings)
+        == "user: Why?\nassistant: " + "<think>\n\n</think>\n\n" * (not thinks) + "\n☂"
+    )
+    assert text(settings, enable_thinking=not thinks) != text(settings)  # a server's request
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [("null", "None"), ('[1, {"a": null}]', "[1, {'a': None}]"), ('"a\\"b\'c"', "a\"b'c")],
+)
+def test_any_json_value_arrives(tmp_path: Path, value: str, written: str) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ x }}")
+    settings = ChatTemplateSettings(
+        chat_template=str(path), chat_template_kwargs=f'{{"x": {value}}}'
+    )
+    assert text(settings) == written
+
+
+def test_what_cannot_be_is_refused(switch: str, tmp_path: Path) -> None:
+    for bad in ("{", "[1]", '{"a b": 1}'):
+        with pytest.raises(ConfigError, match="chat_template_kwargs="):
+            ChatTemplateSettings(chat_template_kwargs=bad)
+    with pytest.raises(ConfigError, match="does not mention enable_thinkin;"):
+        text(
+            ChatTemplateSettings(
+                chat_template=switch, chat_template_kwargs='{"enable_thinkin": false}'
+            )
+        )
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    with pytest.raises(ConfigError, match=r"broken\.jinja is no chat template: line 1"):
+        text(ChatTemplateSettings(chat_template=str(broken)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        text(ChatTemplateSettings(chat_template=str(tmp_path / "none")))
+
+
+def test_teacher_messages_go_through_the_teacher_s_own_template(switch: str) -> None:
+    settings = ChatTemplateSettings(
+        chat_template=switch, chat_template_kwargs='{"enable_thinking": false}'
+    )
+    student, teacher = chat_tokenizer("qwen3"), chat_tokenizer("llama")
+    own = student.chat_template
+    run = settings.choose_template(student)
+    theirs = render_messages(teacher, ASK)
+    chosen = settings.choose_teacher_template(teacher, own, run)
+    assert render_messages(chosen, ASK).tolist() == theirs.tolist()
+    same = chat_tokenizer("qwen3")
+    assert settings.choose_teacher_template(same, own, run) is run
+
+
+def test_content_may_be_a_list_of_text_parts() -> None:
+    parts = [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]
+    assert check_messages([{"role": "user", "content": parts}], "messages") == ASK
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(DataError, match=r"`messages\[0\].content\[0\]`.*type 'image_url'"):
+        check_messages(image, "messages")
