@@ -13,6 +13,7 @@ from actors.sglang.flags import InFlight, parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
+from distill.stops import StopTokens
 
 if TYPE_CHECKING:
     from actors.embedded.engine import EmbeddedEngine
@@ -127,6 +128,9 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
     gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
     log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
     request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
+    stops: StopTokens | None = chz.field(
+        default=None, doc="where samples end; None: as the checkpoint, or the server, has it"
+    )
 
     @chz.validate
     def _in_range(self) -> None:
@@ -162,13 +166,18 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
 
     def arguments(self) -> dict[str, Any]:
         if self.external:
-            return {"url": self.model, "request_deadline_s": self.request_deadline_s}
+            return {
+                "url": self.model,
+                "request_deadline_s": self.request_deadline_s,
+                "stops": self.stops,
+            }
         shared = {
             "model_path": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
             "max_batch_rows": self.max_batch_rows,
+            "stops": self.stops,
         }
         if self.kind == "embedded":
             return shared | {"score_token_budget": self.score_token_budget}

@@ -22,6 +22,7 @@ from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
 from distill.sampling import check_temperature
 from distill.settings import ESSENTIAL, Section
+from distill.stops import StopSettings, StopTokens
 from distill.tokenizer import (
     TokenizerProbe,
     check_same_tokenizer,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @chz.chz
-class CalibrateConfig(LocalEngineConfig):
+class CalibrateConfig(StopSettings, LocalEngineConfig):
     """Do student, teacher and learner score the same tokens alike, at T and a second T?"""
 
     section: ClassVar[Section] = Section.MODEL
@@ -62,18 +63,29 @@ class CalibrateConfig(LocalEngineConfig):
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:
     """Prints the agreement table; raises CalibrationError (exit code 3) on disagreement."""
+    from distill.models.loading import ends_of  # torch, which settings do without
+
     student = load_tokenizer(config.student)
     prints = {"student": asdict(fingerprint(student))}
+    ends: list[frozenset[int] | None] = [ends_of(config.student, student)]
     if not is_url(config.teacher):  # a running server is asked, in the handshake
         teacher = load_tokenizer(config.teacher)
         check_same_tokenizer(student, teacher)
         prints["teacher"] = asdict(fingerprint(teacher))
-    report = asyncio.run(_handshake(config, probe_tokenizer(student)))
+        ends.append(ends_of(config.teacher, teacher))
+    else:
+        ends.append(None)
+    stops = config.stops(student, ends)
+    report = asyncio.run(_handshake(config, probe_tokenizer(student), stops))
+    console.print(f"stops at {stops.described(student)}", highlight=False, markup=False)
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     console.print(agreement_table(report))
     console.print(report.verdict(), highlight=False, markup=False)
     if config.out is not None:
-        _write(Path(config.out), report.to_json() | {"tokenizers": prints})
+        _write(
+            Path(config.out),
+            report.to_json() | {"tokenizers": prints, "stop_tokens": stops.to_json()},
+        )
     report.require_agreement()
 
 
@@ -81,21 +93,27 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
-async def _handshake(config: CalibrateConfig, tokenizer: TokenizerProbe) -> CalibrationReport:
+async def _handshake(
+    config: CalibrateConfig, tokenizer: TokenizerProbe, stops: StopTokens
+) -> CalibrationReport:
     from cluster.handshake.handshake import handshake
     from learner.learner import Learner  # torch, which settings do without
 
     with tempfile.TemporaryDirectory() as scratch:
         learner_config = LearnerConfig(
-            model=config.student, total_steps=1, device=config.device, threads=config.threads
+            model=config.student,
+            total_steps=1,
+            device=config.device,
+            threads=config.threads,
+            stops=stops,
         )
         learner = Learner(learner_config, dump_dir=scratch)
 
         async def learner_logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
             return learner.logprobs(rows_D)
 
-        models = (config.student, config.teacher)
-        async with running_engines(*map(config.engine_config, models)) as (policy, teacher):
+        engines = [config.engine_config(m, stops) for m in (config.student, config.teacher)]
+        async with running_engines(*engines) as (policy, teacher):
             return await handshake(
                 policies={"policy": policy},
                 teachers={"teacher": teacher},

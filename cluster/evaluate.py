@@ -27,11 +27,14 @@ from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section
+from distill.stops import StopSettings, StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
-class EvaluateConfig(EnvSettings, ChatTemplateSettings, DecoderSettings, LocalEngineConfig):
+class EvaluateConfig(
+    EnvSettings, ChatTemplateSettings, StopSettings, DecoderSettings, LocalEngineConfig
+):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -100,12 +103,16 @@ class EvaluateConfig(EnvSettings, ChatTemplateSettings, DecoderSettings, LocalEn
 
 def evaluate(config: EvaluateConfig, console: Console) -> None:
     """Prints a table; writes `out` if asked to."""
-    from distill.models.loading import context_length, load_config, vocab_size
+    from distill.models.loading import context_length, ends_of, load_config, vocab_size
 
     tokenizer = load_tokenizer(config.model)
     model_config = load_config(config.model)
+    ends = [ends_of(config.model, tokenizer)]
     if config.teacher is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
+        of_teacher = load_tokenizer(config.teacher)
+        check_same_tokenizer(tokenizer, of_teacher)
+        ends.append(ends_of(config.teacher, of_teacher))
+    stops = config.stops(tokenizer, ends)
     tokenizer = config.choose_template(tokenizer)
     setting = EnvContext(
         tokenizer=tokenizer,
@@ -119,7 +126,8 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         name: Evaluator(_limited(problems_of(env, path, setting), config.limit), tokenizer)
         for name, path in config.files().items()
     }
-    results = asyncio.run(_measure(config, evaluators))
+    results = asyncio.run(_measure(config, evaluators, stops))
+    console.print(f"stops at {stops.described(tokenizer)}", highlight=False, markup=False)
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     console.print(_table(config, results))
     if config.out is not None:
@@ -143,11 +151,14 @@ def _limited(problems: EnvDataset, limit: int | None) -> EnvDataset:
 Results = dict[str, tuple[dict[str, float], list[Response]]]
 
 
-async def _measure(config: EvaluateConfig, evaluators: Mapping[str, Evaluator]) -> Results:
+async def _measure(
+    config: EvaluateConfig, evaluators: Mapping[str, Evaluator], stops: StopTokens
+) -> Results:
     """Metrics and responses of each data set, on one set of engines."""
     models = [config.model] if config.teacher is None else [config.model, config.teacher]
     results: Results = {}
-    async with running_engines(*map(config.engine_config, models)) as (engine, *teachers):
+    engines = [config.engine_config(model, stops) for model in models]
+    async with running_engines(*engines) as (engine, *teachers):
         for name, evaluator in evaluators.items():
             responses = await evaluator.respond(engine, config.eval_sampling())
             metrics = evaluator.summarise(responses)

@@ -86,6 +86,7 @@ class ScoreRequest:
 class Score:
     """Log-probs of positions `start` to the end, one array per temperature of the request.
 
+    A token of the engine's `stop_event` has the event's log-prob here, as it has in a `Sample`.
     `top` has one row per scored position, at the request's first temperature; None if not asked.
     """
 
@@ -144,6 +145,7 @@ class EngineInfo:
         eos_token_ids: ids that end a generation; None if the engine cannot know (a remote server).
         tokenizer: what its tokenizer makes of known texts; None if it has none.
         temperature_scaling: how given tokens come to be scored at T, for people to read.
+        stop_event: ids whose log-probs are those of all of them together; see `distill.stops`.
     """
 
     kind: str
@@ -155,6 +157,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...] | None
     tokenizer: TokenizerProbe | None
     temperature_scaling: str
+    stop_event: tuple[int, ...] = ()
 
 
 class Sampler(Protocol):

@@ -9,6 +9,7 @@ from chz.mungers import if_none
 
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
+from distill.stops import StopTokens
 
 Precision = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -208,6 +209,10 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     dtype: Precision = chz.field(
         default="float32", doc="what it computes in; weights, gradients and moments stay float32"
+    )
+
+    stops: StopTokens | None = chz.field(
+        default=None, doc="where responses end; saved with the model. None: as it was, no event"
     )
 
     @chz.validate

@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
-from distill.models.logprobs import DivergenceOf, TokenStats, VocabularyHead
+from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyHead
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from learner.sharding import Root
@@ -36,6 +36,7 @@ class Forward:
         dropout: bool = False,
         root: Root | None = None,
         shares: bool | None = None,
+        event: Event = (),
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
 
@@ -50,6 +51,7 @@ class Forward:
             shares: what `shares_prefixes` said of the model before it was sharded: inside FSDP a
                 pass that raises would leave a layer as it is between FSDP's hooks. None: probed
                 here.
+            event: tokens that are one outcome in all statistics (`distill.stops`).
 
         Raises:
             ConfigError: its logits cannot be reproduced.
@@ -58,7 +60,7 @@ class Forward:
         model.eval()
         self._root = root
         self._longest = rope_length(model.config)
-        self.head: VocabularyHead = self._run(lambda: VocabularyHead(model))
+        self.head: VocabularyHead = self._run(lambda: VocabularyHead(model, event))
         shares = shares_prefixes(model) if shares is None else shares
         # Our attention has no dropout; a model that trains with any keeps its own.
         noisy = dropout and train_time_noise(model.config)

@@ -210,7 +210,9 @@ class PolicyLoop:
         all_rows_D: list[TrainingRow] = []
         metrics: dict[str, float] = {"train/groups": len(groups_P)}
         if groups_P:
-            all_rows_D = policy_rows(groups_P, objective, self._teacher_weights)
+            all_rows_D = policy_rows(
+                groups_P, objective, self._teacher_weights, self._loss.stop_event
+            )
             metrics |= advantage_metrics(all_rows_D)
         updates = []
         for i, rows_D in enumerate(self._split(all_rows_D, groups_P)):

@@ -18,11 +18,13 @@ from learner.teachers import LocalTeachers
 class PolicyObjectiveLoss:
     """The `LossFunction` of rollouts: policy loss, entropy bonus, divergence from the teacher.
 
-    `teachers` are needed by estimator=full alone.
+    `teachers` are needed by estimator=full alone. The tokens of the `stop_event` are one outcome
+    (`distill.stops`) of the forward pass, too.
     """
 
     objective: ObjectiveConfig
     teachers: LocalTeachers | None = None
+    stop_event: tuple[int, ...] = ()
 
     def __call__(
         self, forward: Forward, batch: Batch, counts: StepCounts

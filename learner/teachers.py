@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distill.models.loading import load_causal_lm, resolve_device
+from distill.models.logprobs import Event
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
@@ -21,8 +22,10 @@ from learner.memory import FROZEN, Holding, check_fits
 class LocalTeachers:
     """Frozen models by name; each scores the rows that name it, at the rows' own temperature."""
 
-    def __init__(self, models: Mapping[str, str], *, dtype: torch.dtype, device: str) -> None:
-        """`models` are checkpoints by the teachers' names.
+    def __init__(
+        self, models: Mapping[str, str], *, dtype: torch.dtype, device: str, event: Event = ()
+    ) -> None:
+        """`models` are checkpoints by the teachers' names; `event`, tokens that are one outcome.
 
         Raises:
             CheckpointError: one cannot be loaded.
@@ -33,7 +36,7 @@ class LocalTeachers:
         for name, path in models.items():
             check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
-            self._forwards[name] = Forward(model)
+            self._forwards[name] = Forward(model, event=event)
 
     @torch.no_grad()
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
@@ -73,7 +76,11 @@ class FrozenReference:
         self._device = resolve_device(config.device)
         check_fits(config.model, self._device, FROZEN)
         model = load_causal_lm(config.model, dtype=torch.float32, device=self._device)
-        self._forward = Forward(model.requires_grad_(False), dtype=getattr(torch, config.dtype))
+        self._forward = Forward(
+            model.requires_grad_(False),
+            dtype=getattr(torch, config.dtype),
+            event=() if config.stops is None else config.stops.event,
+        )
         self._token_budget = config.token_budget or TOKEN_BUDGET[self._device.partition(":")[0]]
 
     @torch.no_grad()

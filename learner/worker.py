@@ -132,6 +132,8 @@ class LearnerWorker:
         check_fits(config.model, self.device, holding, share)
         self.passes = self._plan_passes(share)
         self.model = self._load()
+        if config.stops is not None and self.model.generation_config is not None:
+            self.model.generation_config.eos_token_id = list(config.stops.ids)
         # The others hold no values yet that could be probed.
         shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
         if config.liger:
@@ -150,6 +152,7 @@ class LearnerWorker:
             dropout=config.dropout,
             root=self._root,
             shares=shares,
+            event=() if config.stops is None else config.stops.event,
         )
         self._reshard_root()
         self.optimizer = build_optimizer(self.model, config)

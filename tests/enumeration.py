@@ -55,7 +55,7 @@ def jsd(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
 def coarse_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
     """Of the teacher's likeliest tokens and all the others as one."""
     top = log_q_V.topk(TOP_K).indices.tolist()
-    rest = [v for v in range(VOCAB) if v not in top]
+    rest = [v for v in range(len(log_q_V)) if v not in top]
 
     def merged(log_V: Tensor) -> Tensor:
         return torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
@@ -106,32 +106,49 @@ def tiny(seed: int) -> PreTrainedModel:
 
 
 @cache
-def responses() -> tuple[tuple[int, ...], ...]:
-    """Every response: ended by EOS, or by the horizon."""
+def responses(stops: tuple[int, ...] = (EOS,)) -> tuple[tuple[int, ...], ...]:
+    """Every response: ended by a stop token, or by the horizon."""
     made = set()
     for tokens in itertools.product(range(VOCAB), repeat=HORIZON):
-        end = tokens.index(EOS) + 1 if EOS in tokens else HORIZON
-        made.add(tokens[:end])
+        ends = [place for place, token in enumerate(tokens) if token in stops]
+        made.add(tokens[: ends[0] + 1 if ends else HORIZON])
     return tuple(sorted(made))
 
 
-def contexts() -> Iterator[tuple[int, ...]]:
+def contexts(stops: tuple[int, ...] = (EOS,)) -> Iterator[tuple[int, ...]]:
     """Every state in which a token is sampled."""
     for length in range(HORIZON):
         for tokens in itertools.product(range(VOCAB), repeat=length):
-            if EOS not in tokens:
+            if not set(stops) & set(tokens):
                 yield tokens
 
 
-def state_logprobs(model: PreTrainedModel, response: tuple[int, ...], T: float) -> Tensor:
-    """log softmax(z / T) in each state of the response and in the one after it: (length + 1, V)."""
+def outcomes(stops: tuple[int, ...] = (EOS,)) -> list[int]:
+    """The tokens that stand for the outcomes in a state; the first of the stops for all of them."""
+    return [v for v in range(VOCAB) if v not in stops[1:]]
+
+
+def state_logprobs(
+    model: PreTrainedModel, response: tuple[int, ...], T: float, stops: tuple[int, ...] = (EOS,)
+) -> Tensor:
+    """log softmax(z / T) of the outcomes in each state of the response and in the one after it."""
     logits = model(input_ids=torch.tensor([[*PROMPT, *response]])).logits[0, len(PROMPT) - 1 :]
-    return torch.log_softmax(logits / T, dim=-1)
+    log_p_NV = torch.log_softmax(logits / T, dim=-1)
+    if len(stops) == 1:
+        return log_p_NV
+    stopping_N = sum(log_p_NV[:, stop].exp() for stop in stops).log()
+    return torch.stack(
+        [stopping_N if v == stops[0] else log_p_NV[:, v] for v in outcomes(stops)], dim=1
+    )
 
 
-def token_logprobs(model: PreTrainedModel, response: tuple[int, ...], T: float) -> Tensor:
-    log_p = state_logprobs(model, response, T)[:-1]
-    return log_p[torch.arange(len(response)), torch.tensor(response, dtype=torch.long)]
+def token_logprobs(
+    model: PreTrainedModel, response: tuple[int, ...], T: float, stops: tuple[int, ...] = (EOS,)
+) -> Tensor:
+    """Those of the outcomes that the response's tokens are."""
+    log_p = state_logprobs(model, response, T, stops)[:-1]
+    columns = [outcomes(stops).index(stops[0] if v in stops else v) for v in response]
+    return log_p[torch.arange(len(response)), torch.tensor(columns, dtype=torch.long)]
 
 
 def flat_gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
@@ -147,19 +164,21 @@ def error(made: Tensor, truth: Tensor) -> float:
 class World:
     """Student and teacher, and copies of both in the hands of the learner."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory` receives the teacher's checkpoint."""
+    def __init__(self, directory: Path, stops: tuple[int, ...] = (EOS,)) -> None:
+        """`directory` receives the teacher's checkpoint; several `stops` are one event."""
+        self.stops = stops
+        self._event = event = stops if len(stops) > 1 else ()
         self.student, self.teacher = tiny(0), tiny(1)
         self.teacher.requires_grad_(False)
         self.learning, self.current = tiny(0), tiny(0)
-        self._forward = Forward(self.learning)
+        self._forward = Forward(self.learning, event=event)
         self._probabilities: dict[float, Tensor] = {}
         self._segments: dict[tuple[float, float], list[Segment]] = {}
         for plain, own in zip(self.current.parameters(), self.learning.parameters(), strict=True):
             plain.data = own.data  # the same weights, for plain calls
         path = str(directory / "teacher")
         self.teacher.save_pretrained(path)
-        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu")
+        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu", event=event)
 
     @torch.no_grad()
     def move_learner(self, away: float) -> None:
@@ -175,16 +194,21 @@ class World:
         """p_T of every response under the policy that samples, float64."""
         if T not in self._probabilities:
             with torch.no_grad():
-                sums = [token_logprobs(self.student, response, T).sum() for response in responses()]
+                sums = [  # as it is sampled: each stop token by itself
+                    token_logprobs(self.student, response, T).sum()
+                    for response in responses(self.stops)
+                ]
             self._probabilities[T] = torch.stack(sums).double().exp()
         return self._probabilities[T]
 
     def sequence_gradient(self, T: float, teacher_T: float) -> Tensor:
         """Of sum_y p_T(y) (log p_T(y) - log q(y)), with q at `teacher_T`, nothing held fixed."""
         total = torch.zeros(())
-        for response in responses():
-            log_p = token_logprobs(self.current, response, T).sum()
-            log_q = token_logprobs(self.teacher, response, teacher_T).sum()
+        for response in responses(self.stops):
+            if set(response) & set(self.stops[1:]):
+                continue  # the same outcomes as with the first of the stops
+            log_p = token_logprobs(self.current, response, T, self.stops).sum()
+            log_q = token_logprobs(self.teacher, response, teacher_T, self.stops).sum()
             total = total + log_p.exp() * (log_p - log_q)
         return flat_gradient(total, self.current)
 
@@ -198,10 +222,10 @@ class World:
         """The sum over states of the learner's divergence, how often each is met held fixed: as
         the policy that samples meets them, or that of `met_by`."""
         total = torch.zeros(())
-        for context in contexts():
+        for context in contexts(self.stops):
             met = token_logprobs(met_by or self.student, context, T).sum().exp().detach()
-            log_p_V = state_logprobs(self.current, context, T)[-1]
-            log_q_V = state_logprobs(self.teacher, context, T)[-1]
+            log_p_V = state_logprobs(self.current, context, T, self.stops)[-1]
+            log_q_V = state_logprobs(self.teacher, context, T, self.stops)[-1]
             total = total + met * divergence(log_p_V, log_q_V)
         return total
 
@@ -214,17 +238,18 @@ class World:
     def rows(self, objective: ObjectiveConfig, T: float, teacher_T: float) -> list[TrainingRow]:
         """One row a response, as the learner gets them from a group of samples."""
         if (T, teacher_T) not in self._segments:
-            made = [self._segment(response, T, teacher_T) for response in responses()]
+            made = [self._segment(response, T, teacher_T) for response in responses(self.stops)]
             self._segments[T, teacher_T] = made
         segments = self._segments[T, teacher_T]
         group = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(trajectory, segments)))
-        return policy_rows([group], objective)
+        return policy_rows([group], objective, stop_event=self._event)
 
     @torch.no_grad()
     def _segment(self, response: tuple[int, ...], T: float, teacher_T: float) -> Segment:
-        behaviour = token_logprobs(self.student, response, T).tolist()
-        scored = token_logprobs(self.teacher, response, teacher_T).tolist()
-        top = state_logprobs(self.teacher, response, teacher_T)[:-1].topk(TOP_K, dim=-1)
+        behaviour = token_logprobs(self.student, response, T, self.stops).tolist()
+        scored = token_logprobs(self.teacher, response, teacher_T, self.stops).tolist()
+        top = state_logprobs(self.teacher, response, teacher_T, self.stops)[:-1].topk(TOP_K, dim=-1)
+        top_ids_NK = torch.tensor(outcomes(self.stops))[top.indices]
         observed = len(PROMPT)
         return Segment(
             tokens_T=np.array([*PROMPT, *response]),
@@ -235,7 +260,7 @@ class World:
             teacher_logprobs_T=np.array([0.0] * observed + scored),
             reference_logprobs_T=np.array([0.0] * observed + scored),
             teacher_top=TopLogprobs(
-                ids_NK=top.indices.numpy().astype(np.int32), logprobs_NK=top.values.numpy()
+                ids_NK=top_ids_NK.numpy().astype(np.int32), logprobs_NK=top.values.numpy()
             ),
         )
 
@@ -314,7 +339,9 @@ class World:
         )
 
     def _loss(self, objective: ObjectiveConfig) -> PolicyObjectiveLoss:
-        return PolicyObjectiveLoss(objective=objective, teachers=self._teachers)
+        return PolicyObjectiveLoss(
+            objective=objective, teachers=self._teachers, stop_event=self._event
+        )
 
 
 def k1(log_p_N: Tensor, log_q_N: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from actors.embedded.token_sampling import SamplingPlan
 from distill.engine import GenerateRequest, Sample, ScoreRequest
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel, last_of_each
 from distill.sampling import Sampling, TrainSampling
+from distill.stops import StopTokens
 from distill.types import StopReason, TokenArray
 
 
@@ -125,7 +126,7 @@ class DecodeBatch:
     Args:
         decoder: turns contexts into hidden states.
         head: hidden states (N, H) -> logits (N, V).
-        stop_ids: tokens that end a row; the token itself is kept.
+        stops: tokens that end a row; the token itself is kept.
         max_rows: most rows live at once.
     """
 
@@ -133,11 +134,11 @@ class DecodeBatch:
         self,
         decoder: Decoder,
         head: Callable[[Tensor], Tensor],
-        stop_ids: frozenset[int],
+        stops: StopTokens,
         max_rows: int,
     ) -> None:
         self._decoder, self._head = decoder, head
-        self._stop_ids, self._max_rows = stop_ids, max_rows
+        self._stops, self._max_rows = stops, max_rows
         self._waiting: deque[Row] = deque()
         self._rows: list[Row] = []
         self._hidden_NH: Tensor | None = None
@@ -169,7 +170,7 @@ class DecodeBatch:
         if self._plan is None:
             samplings = [row.sampling for row in self._rows]
             given = [row.given for row in self._rows]
-            self._plan = SamplingPlan(samplings, given, self._hidden_NH.device)
+            self._plan = SamplingPlan(samplings, given, self._hidden_NH.device, self._stops.event)
         uniforms_N = np.array([row.uniforms_T[len(row.tokens)] for row in self._rows])
         logits_NV = self._head(self._hidden_NH).float()
         tokens_N, logprobs_N = self._plan.sample(logits_NV, uniforms_N)
@@ -198,7 +199,7 @@ class DecodeBatch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             row.versions.append(version)
-            if token in self._stop_ids:
+            if token in self._stops.ids:
                 row.stop_reason = StopReason.EOS
                 ended[index] = row
             elif len(row.tokens) == row.limit:

@@ -42,6 +42,7 @@ from distill.engine import (
 )
 from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
+from distill.stops import StopTokens
 from distill.types import StopReason
 from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import PackedTensors, TensorLayout
@@ -93,6 +94,7 @@ class EmbeddedEngine:
         max_batch_rows: most samples decoded at once; more wait.
         score_token_budget: most tokens, padding included, in one forward pass over given tokens.
         threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
+        stops: where samples end, and whether that is one event; None: as the checkpoint says.
 
     Samples are a function of (weights, prompt, sampling, seed, index) up to float rounding: what
     else is in a batch can change the order of a sum, hence a logit's last bits.
@@ -111,14 +113,15 @@ class EmbeddedEngine:
         max_batch_rows: int = 256,
         score_token_budget: int = 16384,
         threads: int | None = None,
+        stops: StopTokens | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._model = LoadedModel(model_path, dtype=dtype, device=device)
+        self._model = LoadedModel(model_path, dtype=dtype, device=device, stops=stops)
         self._model_path, self._dtype = model_path, dtype
         self._score_token_budget = score_token_budget
         decoder = self._model.decoder(score_token_budget)
-        self._batch = DecodeBatch(decoder, self._model.head, self._model.stop_ids, max_batch_rows)
+        self._batch = DecodeBatch(decoder, self._model.head, self._model.stops, max_batch_rows)
         self._version = 0
         self._broken: str | None = None
         self._computed = 0  # chunks of decoding, batches of scoring
@@ -232,7 +235,8 @@ class EmbeddedEngine:
             context_length=self._model.context_length,
             weight_version=self._version,
             dtype=self._dtype,
-            eos_token_ids=tuple(sorted(self._model.stop_ids)),
+            eos_token_ids=self._model.stops.ids,
+            stop_event=self._model.stops.event,
             tokenizer=self._model.tokenizer,
             temperature_scaling="in the engine",
         )

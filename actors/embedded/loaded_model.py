@@ -18,6 +18,7 @@ from distill.models.loading import (
 )
 from distill.models.logprobs import VocabularyHead
 from distill.models.shared_prefix import SharedPrefixModel
+from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
 from distill.weights.tensors import PackedTensors
 
@@ -32,7 +33,7 @@ class LoadedModel:
     Attributes:
         forward: tokens -> hidden states, with or without shared prefixes.
         head: hidden states (N, H) -> logits (N, V).
-        stop_ids: end-of-sequence ids of the generation config, else of the model's config.
+        stops: where samples end: those given, else the generation config's, else the model's.
         tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
 
     Raises:
@@ -40,15 +41,17 @@ class LoadedModel:
         ConfigError: an unknown dtype, or a model whose logits cannot be reproduced.
     """
 
-    def __init__(self, path: str, *, dtype: str, device: str) -> None:
+    def __init__(
+        self, path: str, *, dtype: str, device: str, stops: StopTokens | None = None
+    ) -> None:
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
             raise ConfigError(f"dtype={dtype!r} is not one to compute in; use float32 or bfloat16")
         self._lm = load_causal_lm(path, dtype=torch_dtype, device=resolve_device(device)).eval()
-        self.head = VocabularyHead(self._lm)
+        self.stops = StopTokens.of([stop_token_ids(path)]) if stops is None else stops
+        self.head = VocabularyHead(self._lm, self.stops.event)
         self.vocab_size = vocab_size(self._lm.config)
         self.context_length = context_length(self._lm.config)
-        self.stop_ids = stop_token_ids(path)
         self.tokenizer = _tokenizer_probe(path)
         self.forward = choose_model(self._lm, decode_gap)
 

@@ -7,7 +7,7 @@ likeliest tokens are looked for only at the positions of the requests that want 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from distill.engine import Score, ScoreRequest
-from distill.models.logprobs import positions_per_chunk, selected_logprobs
+from distill.models.logprobs import (
+    Event,
+    VocabularyHead,
+    one_outcome,
+    positions_per_chunk,
+    selected_logprobs,
+)
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import WORTH_SHARING
 from distill.types import FloatArray, TokenArray, TopLogprobs
@@ -73,9 +79,7 @@ class ScoreBatch:
     prefixes: list[TokenArray] = field(default_factory=list)
     prefix_of_item: list[int] = field(default_factory=list)
 
-    def run(
-        self, model: SharedPrefixModel | PlainModel, head: Callable[[Tensor], Tensor]
-    ) -> list[ScoreItem]:
+    def run(self, model: SharedPrefixModel | PlainModel, head: VocabularyHead) -> list[ScoreItem]:
         """Settles every item; returns the items."""
         lengths = [len(item.suffix_T) for item in self.items]
         if self.prefixes:
@@ -121,7 +125,7 @@ def _project(
     targets_M: TokenArray,
     temperatures_MK: FloatArray,
     top_k_M: np.ndarray,
-    head: Callable[[Tensor], Tensor],
+    head: VocabularyHead,
 ) -> tuple[FloatArray, _Top]:
     """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M).
 
@@ -140,7 +144,7 @@ def _project(
         chunks.append(
             torch.stack(
                 [
-                    selected_logprobs(logits_CV, target_tensor_M[part], temperature_C)
+                    selected_logprobs(logits_CV, target_tensor_M[part], temperature_C, head.event)
                     for temperature_C in temperature_tensor_MK[part].T
                 ]
             )
@@ -149,7 +153,7 @@ def _project(
         if len(wanted_N):
             rows_N = _index(wanted_N, hidden_MH)
             temperature_N = temperature_tensor_MK[part][rows_N, 0]
-            tops.append(_likeliest(logits_CV[rows_N], temperature_N, most))
+            tops.append(_likeliest(logits_CV[rows_N], temperature_N, most, head.event))
     scored_KM = torch.cat(chunks, dim=1).cpu().numpy()
     if not tops:
         return scored_KM, _Top(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
@@ -157,9 +161,14 @@ def _project(
     return scored_KM, _Top(ids_NK.astype(np.int32), logprobs_NK)
 
 
-def _likeliest(logits_NV: Tensor, temperature_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(ids, log softmax(z / T), fp32) of the k likeliest tokens of each row, best first: (N, k)."""
-    scaled_NV = logits_NV.float() / temperature_N[:, None]
+def _likeliest(
+    logits_NV: Tensor, temperature_N: Tensor, k: int, event: Event
+) -> tuple[Tensor, Tensor]:
+    """(ids, log softmax(z / T), fp32) of the k likeliest tokens of each row, best first: (N, k).
+
+    An event is among them by the id of its first token.
+    """
+    scaled_NV = one_outcome(logits_NV.float() / temperature_N[:, None], event)
     best_NK, ids_NK = scaled_NV.topk(k, dim=1)
     return ids_NK, best_NK - scaled_NV.logsumexp(dim=1, keepdim=True)
 

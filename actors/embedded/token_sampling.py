@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from distill.models.logprobs import Event, as_outcomes, one_outcome
 from distill.sampling import UNSCALED, EvalSampling, Sampling
 
 
@@ -19,9 +20,18 @@ class SamplingPlan:
     """Sampling parameters of N rows, as tensors. Rows may mix training and evaluation freely."""
 
     def __init__(
-        self, samplings: Sequence[Sampling], given: Sequence[int | None], device: torch.device
+        self,
+        samplings: Sequence[Sampling],
+        given: Sequence[int | None],
+        device: torch.device,
+        event: Event = (),
     ) -> None:
-        """`given`: a row's token to report the log-prob of, in place of the one it samples."""
+        """
+        Args:
+            given: a row's token to report the log-prob of, in place of the one it samples.
+            event: tokens whose log-prob is that of all of them together.
+        """
+        self._event = event
         # A greedy row is left unscaled: nothing is ever divided by a temperature of 0.
         temperatures = [sampling.temperature or UNSCALED for sampling in samplings]
         self._unscaled = all(temperature == UNSCALED for temperature in temperatures)
@@ -40,7 +50,9 @@ class SamplingPlan:
         self._top_k_C = torch.tensor([s.top_k or 1 << 62 for _, s in cut], device=device)
         asked = [(row, token) for row, token in enumerate(given) if token is not None]
         self._asked = torch.tensor([row for row, _ in asked], dtype=torch.int64, device=device)
-        self._given_A1 = torch.tensor([[token] for _, token in asked], device=device)
+        given_A1 = torch.tensor([[token] for _, token in asked], device=device)
+        self._given_A1 = as_outcomes(given_A1, event)
+        self._event_E = torch.tensor(event, dtype=torch.int64, device=device)
 
     def sample(
         self, logits_NV: Tensor, uniforms_N: npt.NDArray[np.float64]
@@ -58,10 +70,15 @@ class SamplingPlan:
         tokens_N = draw(weights_NV, torch.from_numpy(uniforms_N).to(p_NV.device))
         if len(self._greedy):
             tokens_N[self._greedy] = logits_NV[self._greedy].argmax(dim=1)
-        logprobs_N = p_NV.gather(1, tokens_N[:, None]).squeeze(1).log()
+        chosen_N = p_NV.gather(1, tokens_N[:, None]).squeeze(1)
+        if len(self._event_E):
+            together_N = p_NV.index_select(1, self._event_E).sum(dim=1)
+            chosen_N = torch.where(torch.isin(tokens_N, self._event_E), together_N, chosen_N)
+        logprobs_N = chosen_N.log()
         if len(self._asked):
             # Not the log of p: a given token may be so unlikely that its p is 0 in fp32.
-            log_p_AV = torch.log_softmax(scaled_NV[self._asked], dim=1, dtype=torch.float32)
+            asked_AV = one_outcome(scaled_NV[self._asked].float(), self._event)
+            log_p_AV = torch.log_softmax(asked_AV, dim=1)
             logprobs_N[self._asked] = log_p_AV.gather(1, self._given_A1).squeeze(1)
         return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
 

@@ -10,6 +10,7 @@ import numpy as np
 from actors.sglang.plugin.hooks import TEMPERATURE_KEY, UNSCALED_KEY
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
+from distill.stops import hits
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 
@@ -24,7 +25,7 @@ def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     return content
 
 
-def read_sample(answer: Mapping[str, Any]) -> Sample:
+def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = ()) -> Sample:
     meta = answer["meta_info"]
     logprobs_T, tokens_T = _columns(meta, "output_token_logprobs")
     if tokens_T.tolist() != list(answer.get("output_ids") or []):
@@ -35,6 +36,10 @@ def read_sample(answer: Mapping[str, Any]) -> Sample:
     reason = _stop_reason(meta)
     if len(tokens_T) == 0 and reason is not StopReason.ABORTED:
         raise EngineError("the server returned a sample without a token")
+    if (ended_T := hits(tokens_T, event)).any():
+        logprobs_T[ended_T] = _together(meta, "output_token_ids_logprobs", len(tokens_T), event)[
+            ended_T
+        ]
     return Sample(
         tokens_T=tokens_T,
         logprobs_T=_finite(logprobs_T, "output_token_logprobs"),
@@ -55,6 +60,30 @@ def _columns(meta: Mapping[str, Any], name: str) -> tuple[FloatArray, TokenArray
         raise EngineError(f"the server's {name} cannot be read: {str(rows)[:200]}") from error
 
 
+def _together(
+    meta: Mapping[str, Any], name: str, length: int, event: tuple[int, ...]
+) -> FloatArray:
+    """Log-probs of the event, from rows of its tokens', at the last `length` positions."""
+    rows = meta.get(name)
+    if not isinstance(rows, list) or len(rows) < length:
+        found = len(rows) if isinstance(rows, list) else "no"
+        raise EngineError(f"the server returned {found} rows of {name} for {length} tokens")
+    try:
+        values_NE = np.asarray(
+            [
+                [-np.inf if logprob is None else logprob for logprob, *_ in row]
+                for row in rows[len(rows) - length :]
+            ],
+            np.float64,
+        )
+        ids = {tuple(sorted(token for _, token, *_ in row)) for row in rows[len(rows) - length :]}
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"the server's {name} cannot be read: {str(rows)[:200]}") from error
+    if ids != {event} or values_NE.shape != (length, len(event)):
+        raise EngineError(f"the server's {name} are not of the tokens {list(event)}: {ids}")
+    return np.logaddexp.reduce(values_NE, axis=1).astype(np.float32)
+
+
 def _finite(logprobs_N: FloatArray, what: str) -> FloatArray:
     if not np.isfinite(logprobs_N).all():
         where = int(np.argmin(np.isfinite(logprobs_N)))
@@ -65,7 +94,11 @@ def _finite(logprobs_N: FloatArray, what: str) -> FloatArray:
 
 
 def read_input_logprobs(
-    answer: Mapping[str, Any], request: ScoreRequest, temperature: float, vocab_size: int
+    answer: Mapping[str, Any],
+    request: ScoreRequest,
+    temperature: float,
+    vocab_size: int,
+    event: tuple[int, ...] = (),
 ) -> FloatArray:
     """Log-probs of the scored tokens; the first entry is the context's last token, without one."""
     echo = read_echo(answer)
@@ -83,7 +116,12 @@ def read_input_logprobs(
             f"the server returned {len(tokens_N)} input log-probs for {len(expected_N)} tokens, or "
             "of others"
         )
-    return _finite(logprobs_N[1:], "input_token_logprobs")
+    logprobs_N, stopped_N = logprobs_N[1:], hits(request.tokens_T[request.start :], event)
+    if stopped_N.any():
+        meta, length = answer["meta_info"], len(logprobs_N)
+        together_N = _together(meta, "input_token_ids_logprobs", length, event)
+        logprobs_N = np.where(stopped_N, together_N, logprobs_N)
+    return _finite(logprobs_N, "input_token_logprobs")
 
 
 def read_echo(answer: Mapping[str, Any]) -> np.float32 | None:
@@ -106,9 +144,15 @@ def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArra
 
 
 def read_top(
-    answer: Mapping[str, Any], request: ScoreRequest, k: int, vocab_size: int
+    answer: Mapping[str, Any],
+    request: ScoreRequest,
+    k: int,
+    vocab_size: int,
+    event: tuple[int, ...] = (),
 ) -> TopLogprobs | None:
-    """The k likeliest tokens of each scored position; None if none were asked for.
+    """The k likeliest outcomes of each scored position; None if none were asked for.
+
+    An event is among them by the id of its first token.
 
     Unlike the scored tokens' own, these ids are reported as they are, the vocabulary's last one
     included: SGLang 0.5.23 clips input_token_logprobs alone
@@ -132,16 +176,21 @@ def read_top(
         raise EngineError(
             f"the server's input_top_logprobs cannot be read: {str(rows)[:200]}"
         ) from error
-    if logprobs_NK.shape != (expected, k):
+    asked = k + max(0, len(event) - 1)
+    if logprobs_NK.shape != (expected, asked):
         raise EngineError(
             f"the server's input_top_logprobs have shape {logprobs_NK.shape}, asked for were "
-            f"{k} tokens at each of {expected} positions"
+            f"{asked} tokens at each of {expected} positions"
         )
     if ids_NK.max() >= vocab_size:
         raise EngineError(
             f"the server's input_top_logprobs name token {ids_NK.max()}, outside its vocabulary "
             f"of {vocab_size}"
         )
+    if event:
+        meta = answer["meta_info"]
+        together_N = _together(meta, "input_token_ids_logprobs", expected, event)
+        ids_NK, logprobs_NK = _with_event(ids_NK, logprobs_NK, together_N, k, event)
     try:
         return TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK)
     except DataError as error:
@@ -150,8 +199,33 @@ def read_top(
         ) from error
 
 
-def read_forced(answer: Mapping[str, Any], token: int) -> float:
+def _with_event(
+    ids_NK: TokenArray,
+    logprobs_NK: FloatArray,
+    together_N: FloatArray,
+    k: int,
+    event: tuple[int, ...],
+) -> tuple[TokenArray, FloatArray]:
+    """The k likeliest outcomes, of the k + |event| - 1 likeliest tokens and the event's log-prob.
+
+    They are among these: at most |event| of the tokens are the event's, and if all are, it is
+    likelier than any token that was not listed.
+    """
+    others_NK = np.where(hits(ids_NK, event), -np.inf, logprobs_NK)
+    ids_NK = np.column_stack([np.full(len(ids_NK), event[0], np.int32), ids_NK])
+    logprobs_NK = np.column_stack([together_N, others_NK]).astype(np.float32)
+    best_NK = np.argsort(-logprobs_NK, axis=1, kind="stable")[:, :k]
+    rows_N1 = np.arange(len(ids_NK))[:, None]
+    return ids_NK[rows_N1, best_NK], logprobs_NK[rows_N1, best_NK]
+
+
+def read_forced(answer: Mapping[str, Any], token: int, event: tuple[int, ...] = ()) -> float:
     rows = answer["meta_info"].get("output_token_ids_logprobs")
+    if token in event:
+        [value] = _together(answer["meta_info"], "output_token_ids_logprobs", 1, event)
+        if not np.isfinite(value):
+            raise EngineError(f"the server's log-prob of the tokens {list(event)} is {value}")
+        return float(value)
     try:
         [[[logprob, token_id, *_]]] = rows
     except (TypeError, ValueError) as error:

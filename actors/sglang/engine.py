@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ from distill.engine import (
 )
 from distill.errors import DataError, EngineError, EngineLost
 from distill.sampling import UNSCALED
+from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
 from distill.weights.tensors import TensorLayout
@@ -78,7 +80,7 @@ class SglangEngine:
         vocab_size: ids below it may be sent: a larger one would kill the server.
         context_length: most tokens of a chain.
         dtype: compute precision.
-        stop_ids: ids that end a generation; None leaves them to the server.
+        stops: where samples end, and whether that is one event; None leaves it to the server.
         weights: how new weights get in; None for a server that is not ours to change.
         seeded: the server runs deterministically and heeds each request's seed.
     """
@@ -92,7 +94,7 @@ class SglangEngine:
         vocab_size: int,
         context_length: int,
         dtype: str,
-        stop_ids: frozenset[int] | None,
+        stops: StopTokens | None,
         weights: WeightSession | None,
         seeded: bool,
     ) -> None:
@@ -102,7 +104,8 @@ class SglangEngine:
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._dtype = dtype
-        self._stop_ids = stop_ids
+        self._stops = stops
+        self._event = () if stops is None else stops.event
         self._weights = weights
         self._seeded = seeded
         self._starting: asyncio.Task[None] | None = None
@@ -128,7 +131,7 @@ class SglangEngine:
             return await self._weights.generate(partial(self._sample, request, limit))
 
     async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
-        body = sampling_body(request, limit, stop_ids=self._stop_ids, seeded=self._seeded)
+        body = sampling_body(request, limit, stops=self._stops, seeded=self._seeded)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight[ended] = request.num_samples
         try:
@@ -137,7 +140,7 @@ class SglangEngine:
         finally:
             del self._in_flight[ended]
             ended.set_result(None)
-        return [read_sample(answer) for answer in answers]
+        return [read_sample(answer, self._event) for answer in answers]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.
@@ -174,6 +177,7 @@ class SglangEngine:
             again = await self._prefill([(requests[i], t) for i, t in missing])
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
+        await self._put_event_right(requests, by_request)
         return [
             Score(
                 logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
@@ -182,16 +186,42 @@ class SglangEngine:
             for i, request in enumerate(requests)
         ]
 
+    async def _put_event_right(
+        self, requests: Sequence[ScoreRequest], by_request: Sequence[dict[float, FloatArray]]
+    ) -> None:
+        """The event's unscaled log-probs: the plugin sends the given tokens' own only.
+
+        They are asked for from the first token of the event on, which is often the last of all.
+        """
+        firsts: dict[int, int] = {}
+        for i, request in enumerate(requests):
+            came_along = len(by_request[i]) > 1 and UNSCALED in by_request[i]
+            stopped_N = hits(request.tokens_T[request.start :], self._event)
+            if came_along and stopped_N.any():
+                firsts[i] = request.start + int(stopped_N.argmax())
+        if not firsts:
+            return
+        parts = [
+            (replace(requests[i], start=first, top_k=0), UNSCALED) for i, first in firsts.items()
+        ]
+        for (i, first), part in zip(firsts.items(), await self._prefill(parts), strict=True):
+            unscaled_N = by_request[i][UNSCALED].copy()
+            unscaled_N[first - requests[i].start :] = part.scaled_N
+            by_request[i][UNSCALED] = unscaled_N
+
     async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
         """Log-probs of each request's tokens at the T beside it, by prefill on the server."""
         answers = answers_of(
-            await self._client.post("/generate", scoring_body(passes), repeatable=True), len(passes)
+            await self._client.post(
+                "/generate", scoring_body(passes, self._event), repeatable=True
+            ),
+            len(passes),
         )
         return [
             _Prefilled(
-                read_input_logprobs(answer, request, t, self._vocab_size),
+                read_input_logprobs(answer, request, t, self._vocab_size, self._event),
                 read_unscaled(answer, request),
-                read_top(answer, request, top_k_of(request, t), self._vocab_size),
+                read_top(answer, request, top_k_of(request, t), self._vocab_size, self._event),
             )
             for answer, (request, t) in zip(answers, passes, strict=True)
         ]
@@ -215,13 +245,13 @@ class SglangEngine:
         self, requests: Sequence[ScoreRequest], asked: Sequence[tuple[int, float, int]]
     ) -> list[Score]:
         """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
-        body = forced_body([(requests[i], t, position) for i, t, position in asked])
+        body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
         answers = answers_of(
             await self._client.post("/generate", body, repeatable=True), len(asked)
         )
         found: dict[tuple[int, float], list[float]] = {}
         for (i, t, position), answer in zip(asked, answers, strict=True):
-            value = read_forced(answer, int(requests[i].tokens_T[position]))
+            value = read_forced(answer, int(requests[i].tokens_T[position]), self._event)
             found.setdefault((i, t), []).append(value)
         return [
             Score(
@@ -268,7 +298,8 @@ class SglangEngine:
             context_length=self._context_length,
             weight_version=read_version(answer.get("weight_version")),
             dtype=self._dtype,
-            eos_token_ids=None if self._stop_ids is None else tuple(sorted(self._stop_ids)),
+            eos_token_ids=None if self._stops is None else self._stops.ids,
+            stop_event=self._event,
             tokenizer=await self._probe_tokenizer(),
             temperature_scaling=await self._describe_scaling(),
         )

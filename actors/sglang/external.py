@@ -13,6 +13,7 @@ from actors.sglang.address import API_KEY_VARIABLE, check_url
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
 from distill.errors import DataError, EngineError
+from distill.stops import StopTokens
 
 _LARGEST_VOCABULARY = 1 << 22
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -25,13 +26,19 @@ class ExternalSglangEngine(SglangEngine):
         url: http://host:port.
         api_key: the server's key; None takes ISOTHERM_TEACHER_API_KEY, and sends none without it.
         request_deadline_s: longest a request may take.
+        stops: where samples end, and whether that is one event; None leaves it to the server.
 
     Raises:
         ConfigError: `url` is not an address.
     """
 
     def __init__(
-        self, *, url: str, api_key: str | None = None, request_deadline_s: float = 1800
+        self,
+        *,
+        url: str,
+        api_key: str | None = None,
+        request_deadline_s: float = 1800,
+        stops: StopTokens | None = None,
     ) -> None:
         check_url(url)
         client = SglangClient(
@@ -47,7 +54,7 @@ class ExternalSglangEngine(SglangEngine):
             vocab_size=0,
             context_length=0,
             dtype="float32",
-            stop_ids=None,
+            stops=stops,
             weights=None,
             seeded=False,
         )

@@ -19,6 +19,7 @@ from distill.models.loading import (
     tensor_shapes,
     vocab_size,
 )
+from distill.stops import StopTokens
 
 # SGLang keeps six positions of the context for itself and wants room for the token that a scoring
 # request throws away. None of them is ever computed.
@@ -44,6 +45,8 @@ class HostedSglangEngine(SglangEngine):
         log_path: file for what the server prints; None makes one without a name.
         environment: variables added to the server's.
         start_deadline_s, request_deadline_s: longest a start, and a request, may take.
+        stops: where samples end, and whether that is one event; None: as the checkpoint says. A
+            server ends at its checkpoint's and its tokenizer's own in any case.
 
     Raises:
         ConfigError: SGLang is not installed, or a flag that cannot be set.
@@ -66,6 +69,7 @@ class HostedSglangEngine(SglangEngine):
         environment: dict[str, str] | None = None,
         start_deadline_s: float = 600,
         request_deadline_s: float = 1800,
+        stops: StopTokens | None = None,
     ) -> None:
         require_sglang()
         config = load_config(model_path)
@@ -101,7 +105,7 @@ class HostedSglangEngine(SglangEngine):
             vocab_size=vocab_size(config),
             context_length=length,
             dtype=dtype,
-            stop_ids=stop_token_ids(model_path),
+            stops=StopTokens.of([stop_token_ids(model_path)]) if stops is None else stops,
             weights=WeightSession(client, in_flight, partial(tensor_shapes, model_path)),
             seeded="--enable-deterministic-inference" in all_flags,
         )

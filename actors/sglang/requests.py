@@ -10,17 +10,23 @@ import numpy as np
 from actors.sglang.plugin.hooks import UNSCALED_SWITCH
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
+from distill.stops import StopTokens
 
 
 def sampling_body(
-    request: GenerateRequest, limit: int, *, stop_ids: frozenset[int] | None, seeded: bool
+    request: GenerateRequest, limit: int, *, stops: StopTokens | None, seeded: bool
 ) -> dict[str, Any]:
-    """The request's samples, of `limit` tokens at most; `seeded` gives each a seed of its own."""
+    """The request's samples, of `limit` tokens at most; `seeded` gives each a seed of its own.
+
+    Where stopping is one event, the log-probs of all of its tokens come with each that is sampled.
+    """
     prompt = request.prompt_tokens_T.tolist()
     params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
-    if stop_ids:
-        params["stop_token_ids"] = sorted(stop_ids)
+    if stops is not None and stops.ids:
+        params["stop_token_ids"] = list(stops.ids)
     body: dict[str, Any] = {"return_logprob": True}
+    if stops is not None and stops.event:
+        body["token_ids_logprob"] = list(stops.event)
     if seeded:
         seeds = [_seed(request, g) for g in range(request.num_samples)]
         body["input_ids"] = [prompt for _ in seeds]
@@ -62,9 +68,14 @@ def top_k_of(request: ScoreRequest, temperature: float) -> int:
     return request.top_k if temperature == request.temperatures[0] else 0
 
 
-def scoring_body(passes: Sequence[tuple[ScoreRequest, float]]) -> dict[str, Any]:
-    """Log-probs of given tokens, each request at the temperature beside it."""
-    return {
+def scoring_body(
+    passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """Log-probs of given tokens, each request at the temperature beside it; and of the event's
+    tokens at each position, beside so many more of the likeliest that k are left as one outcome."""
+    more = {"token_ids_logprob": list(event)} if event else {}
+    merged = max(0, len(event) - 1)
+    return more | {
         "input_ids": [request.tokens_T.tolist() for request, _ in passes],
         "sampling_params": [
             {
@@ -77,11 +88,18 @@ def scoring_body(passes: Sequence[tuple[ScoreRequest, float]]) -> dict[str, Any]
         "return_logprob": True,
         # The first entry that SGLang returns has no log-prob.
         "logprob_start_len": [request.start - 1 for request, _ in passes],
-        "top_logprobs_num": [top_k_of(request, t) for request, t in passes],
+        "top_logprobs_num": [k and k + merged for k in (top_k_of(r, t) for r, t in passes)],
     }
 
 
-def forced_body(asked: Sequence[tuple[ScoreRequest, float, int]]) -> dict[str, Any]:
+def outcome_of(token: int, event: tuple[int, ...]) -> list[int]:
+    """The tokens that are one outcome with this one."""
+    return list(event) if token in event else [token]
+
+
+def forced_body(
+    asked: Sequence[tuple[ScoreRequest, float, int]], event: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """One sampled token after each context, and the log-prob of the token that is there.
 
     Args:
@@ -91,5 +109,7 @@ def forced_body(asked: Sequence[tuple[ScoreRequest, float, int]]) -> dict[str, A
         "input_ids": [request.tokens_T[:position].tolist() for request, _, position in asked],
         "sampling_params": [{"temperature": t, "max_new_tokens": 1} for _, t, _ in asked],
         "return_logprob": True,
-        "token_ids_logprob": [[int(request.tokens_T[position])] for request, _, position in asked],
+        "token_ids_logprob": [
+            outcome_of(int(request.tokens_T[position]), event) for request, _, position in asked
+        ],
     }

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from distill.envs.base import EnvConfig, EnvContext, EnvDataset, Subset, problem
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import (
     context_length,
+    ends_of,
     load_config,
-    stop_token_ids,
     train_time_noise,
     vocab_size,
 )
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
+from distill.stops import StopTokens, hits
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.export import check_export
 from learner.lora import check_lora
@@ -51,6 +52,7 @@ class RolloutInputs:
     train: EnvDataset
     held_out: EnvDataset
     sft_rows_D: list[TrainingRow]
+    stops: StopTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class SupervisedInputs:
 
     tokenizer: PreTrainedTokenizerBase
     rows_D: list[TrainingRow]
+    stops: StopTokens
+    warning: str | None = None
 
 
 def check_rollout(config: RolloutConfig) -> RolloutInputs:
@@ -81,6 +85,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     }
     if config.reference is not None:
         scorers["reference"] = _check_scorer(config.reference, tokenizer)
+    own = ends_of(config.student, tokenizer)
+    stops = config.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
+    _check_stops(config, stops, own, tokenizer)
     for role, scorer in scorers.items():
         _check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
         if scorer.vocab_size < vocab_size(student):
@@ -90,7 +97,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 "be scored. Resize its embeddings, or choose another pair"
             )
         if role != "reference":
-            _check_distribution(config.objective(), role, scorer, vocab_size(student))
+            _check_distribution(config.objective(), role, scorer, vocab_size(student), stops.event)
     teacher_tokenizers = {
         name: _for_teacher_messages(
             config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
@@ -112,9 +119,27 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             tokenizer,
             vocab_size=vocab_size(student),
             max_length=context_length(student),
-            stop_ids=stop_token_ids(config.student),
+            stop_ids=stops.ids,
         ),
+        stops=stops,
     )
+
+
+def _check_stops(
+    config: RolloutConfig,
+    stops: StopTokens,
+    own: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raises ConfigError for a server of the student that would end elsewhere as well."""
+    missing = own - set(stops.ids)
+    if missing and choose_engine(config.engine) == "sglang":
+        names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
+        raise ConfigError(
+            f"stop_tokens={config.stop_tokens} leaves out {names}, at which an SGLang server of "
+            f"student={config.student} ends in any case; add it, change eos_token in the student's "
+            "tokenizer_config.json and generation_config.json, or use engine=embedded"
+        )
 
 
 def _check_holds_tokenizer(
@@ -128,18 +153,22 @@ def _check_holds_tokenizer(
 
 
 def _check_distribution(
-    objective: ObjectiveConfig, role: str, teacher: _Scorer, student_vocab: int
+    objective: ObjectiveConfig,
+    role: str,
+    teacher: _Scorer,
+    student_vocab: int,
+    event: Sequence[int],
 ) -> None:
     """A divergence of distributions needs them to be over the same tokens."""
     if objective.estimator == "sampled":
         return
-    if teacher.vocab_size != student_vocab:
+    if teacher.vocab_size != student_vocab and objective.estimator == "top_k":
         raise ConfigError(
             f"{role}={teacher.model} has a vocabulary of {teacher.vocab_size} and the student one "
-            f"of {student_vocab}: estimator={objective.estimator} compares whole distributions. "
-            "Resize the embeddings of one of them, or use estimator=sampled"
+            f"of {student_vocab}: its likeliest tokens may be none of the student's. Resize the "
+            "embeddings of one of them, or use estimator=full, which leaves padding out, or sampled"
         )
-    if objective.asked_of_teacher >= student_vocab:
+    if objective.asked_of_teacher >= student_vocab - max(0, len(event) - 1):
         raise ConfigError(
             f"teacher_top_k={objective.asked_of_teacher} must be below the vocabulary of "
             f"{student_vocab}: nothing would be left for the tail; estimator=full takes all of it"
@@ -226,7 +255,7 @@ class _Scorer:
     """A teacher or a reference, by what matters before it runs.
 
     Attributes:
-        tokenizer: its own; None for a running server's.
+        tokenizer, ends: its own, and where it ends; None for a running server's.
         chat: what a running server's chat template makes of a known chat; None where it has none.
     """
 
@@ -234,6 +263,7 @@ class _Scorer:
     vocab_size: int
     context_length: int
     tokenizer: PreTrainedTokenizerBase | None = None
+    ends: frozenset[int] | None = None
     chat: tuple[int, ...] | None = None
 
 
@@ -259,6 +289,7 @@ def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
         vocab_size=vocab_size(config),
         context_length=context_length(config),
         tokenizer=own,
+        ends=ends_of(model, own),
     )
 
 
@@ -296,15 +327,37 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    limits = _limits(config)
+    limits, stops, tokenizer = _limits(config)
     if config.dropout and not train_time_noise(load_config(config.model)):
         raise ConfigError(
             f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
             "above 0. Set attention_dropout there, or leave dropout out"
         )
-    tokenizer = config.choose_template(load_tokenizer(config.model))
     rows_D = load_sft_rows(config.data, tokenizer, **limits)
-    return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D)
+    return SupervisedInputs(
+        tokenizer=tokenizer,
+        rows_D=rows_D,
+        stops=stops,
+        warning=_without_end(rows_D, stops, tokenizer),
+    )
+
+
+def _without_end(
+    rows_D: Sequence[TrainingRow], stops: StopTokens, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """A warning where rows train no token at which a server of the model would stop."""
+    endless = [row for row in rows_D if not hits(row.tokens_T[row.loss_mask_T], stops.ids).any()]
+    if not endless:
+        return None
+    said_T = endless[0].tokens_T[endless[0].loss_mask_T]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = said_T[hits(said_T, [id_ for id_, token in added.items() if token.special])]
+    ending = str(tokenizer.convert_ids_to_tokens(int(special[-1]))) if len(special) else "TOKEN"
+    return (
+        f"{len(endless)} of {len(rows_D)} rows ({endless[0].source} first) train no token at which "
+        f"a server of the model stops ({stops.described(tokenizer)}), so it would talk on; give "
+        f"stop_tokens='{ending}', what ends a turn in its chats"
+    )
 
 
 def check_dpo(config: DpoConfig) -> SupervisedInputs:
@@ -313,8 +366,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
     Raises:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
-    limits = _limits(config)
-    tokenizer = config.choose_template(load_tokenizer(config.model))
+    limits, stops, tokenizer = _limits(config)
     if config.reference is not None:
         reference = _check_scorer(config.reference, tokenizer)
         _check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
@@ -327,11 +379,15 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],
+        stops=stops,
     )
 
 
-def _limits(config: SupervisedConfig) -> dict[str, Any]:
-    """Limits of the model, as arguments for the loaders of supervised data."""
+def _limits(
+    config: SupervisedConfig,
+) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
+    """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
+    tokenizer."""
     model = _check_model(config.model)
     check_export(config.model)
     _check_adapter(config, config.model)
@@ -342,11 +398,11 @@ def _limits(config: SupervisedConfig) -> dict[str, Any]:
                 f"max_length={config.max_length} must be between 2 and the model's context, {limit}"
             )
         limit = config.max_length
-    return {
-        "vocab_size": vocab_size(model),
-        "max_length": limit,
-        "stop_ids": stop_token_ids(config.model),
-    }
+    # Supervised tokens are trained as they are: each is an outcome of its own.
+    tokenizer = config.choose_template(load_tokenizer(config.model))
+    stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
+    limits = {"vocab_size": vocab_size(model), "max_length": limit, "stop_ids": stops.ids}
+    return limits, replace(stops, one_event=False), tokenizer
 
 
 def _hold_out(

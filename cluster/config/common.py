@@ -26,6 +26,7 @@ from distill.settings import (
     values_of,
     with_default,
 )
+from distill.stops import StopTokens
 from learner.config import LearnerConfig, LearnerSettings
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
     def _engine_is_installed(self) -> None:
         choose_engine(self.engine)
 
-    def engine_config(self, model: str) -> EngineConfig:
+    def engine_config(self, model: str, stops: StopTokens | None = None) -> EngineConfig:
         return EngineConfig(
             kind=choose_engine(self.engine),
             model=model,
@@ -63,6 +64,7 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
             device=self.device,
             threads=self.threads,
             server_flags=self.server_flags,
+            stops=stops,
         )
 
 
@@ -220,6 +222,7 @@ class CommonConfig(LearnerSettings, PlacementSettings, SupervisionSettings, Outp
         *,
         resume_from: Checkpoint | None = None,
         updates_per_step: int = 1,
+        stops: StopTokens | None = None,
     ) -> LearnerConfig:
         """Learner settings from `start`, or from the last checkpoint. The base stays the base."""
         learner = LearnerConfig(
@@ -228,6 +231,7 @@ class CommonConfig(LearnerSettings, PlacementSettings, SupervisionSettings, Outp
             device=device,
             dtype=choose_dtype(self.learner_dtype, device),
             dropout=self.with_dropout(),
+            stops=stops,
             **values_of(LearnerSettings, self),
         )
         if resume_from is None:

@@ -27,6 +27,7 @@ from distill.objective.settings import (
 )
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
+from distill.stops import StopSettings, StopTokens
 
 
 @chz.chz
@@ -38,7 +39,7 @@ class TeacherConfig:
 
 
 @chz.chz
-class DataSettings(EnvSettings, ChatTemplateSettings):
+class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
     """The student, and what it learns on."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -207,14 +208,25 @@ class RolloutConfig(
         """True if reference engines score the rollouts; the learner may hold one of its own."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
 
-    def reference_engine(self, device: str, log_path: str) -> EngineConfig:
+    def reference_engine(
+        self, device: str, log_path: str, stops: StopTokens | None = None
+    ) -> EngineConfig:
         assert self.reference is not None
-        return self.engine_of(self.reference, device, log_path, self.policy_server_flags)
+        return self.engine_of(self.reference, device, log_path, self.policy_server_flags, stops)
 
-    def policy_engine(self, model: str, device: str, log_path: str) -> EngineConfig:
-        return self.engine_of(model, device, log_path, self.policy_server_flags)
+    def policy_engine(
+        self, model: str, device: str, log_path: str, stops: StopTokens | None = None
+    ) -> EngineConfig:
+        return self.engine_of(model, device, log_path, self.policy_server_flags, stops)
 
-    def engine_of(self, model: str, device: str, log_path: str, server_flags: str) -> EngineConfig:
+    def engine_of(
+        self,
+        model: str,
+        device: str,
+        log_path: str,
+        server_flags: str,
+        stops: StopTokens | None,
+    ) -> EngineConfig:
         return EngineConfig(
             kind=choose_engine(self.engine),
             model=model,
@@ -227,6 +239,7 @@ class RolloutConfig(
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,
             request_deadline_s=self.deadline_s,
+            stops=stops,
         )
 
 
@@ -314,9 +327,11 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
             return {"": TeacherConfig(model=self.teacher)}
         return self.teachers
 
-    def teacher_engine(self, name: str, device: str, log_path: str) -> EngineConfig:
+    def teacher_engine(
+        self, name: str, device: str, log_path: str, stops: StopTokens | None = None
+    ) -> EngineConfig:
         model = self.teacher_models()[name].model
-        return self.engine_of(model, device, log_path, self.teacher_server_flags)
+        return self.engine_of(model, device, log_path, self.teacher_server_flags, stops)
 
 
 @chz.chz

@@ -10,11 +10,12 @@ from cluster.config.common import CommonConfig
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, Section
+from distill.stops import StopSettings
 from learner.config import DropoutSettings
 
 
 @chz.chz
-class SupervisedConfig(ChatTemplateSettings, CommonConfig):
+class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     """Settings that sft and dpo share."""
 
     section: ClassVar[Section] = Section.MODEL

@@ -35,22 +35,26 @@ class Plan:
 
     Attributes:
         pairs: tokens (a, b) for the temperature law, one pair per prompt.
+        event: stop tokens that are one outcome; every probe has one of them.
     """
 
     prompts: list[TokenArray]
     temperatures: tuple[float, float]
     new_tokens: int
     pairs: tuple[TokenArray, TokenArray]
+    event: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, infos: Sequence[EngineInfo], temperature: float) -> Plan:
         vocab_size = min(info.vocab_size for info in infos)
         context_length = min(info.context_length for info in infos)
+        event = infos[0].stop_event
         return cls(
             prompts=probe_prompts(vocab_size, context_length),
             temperatures=(temperature, temperature * SECOND_TEMPERATURE_FACTOR),
-            new_tokens=max(1, min(PROBE_NEW_TOKENS, context_length // 2)),
-            pairs=probe_pairs(vocab_size),
+            new_tokens=max(1, min(PROBE_NEW_TOKENS, context_length // 2 - bool(event))),
+            pairs=probe_pairs(vocab_size, apart_from=event),
+            event=event,
         )
 
     def other(self, temperature: float) -> float:
@@ -69,18 +73,28 @@ class HandshakeProbe:
 
 
 async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
-    """A sample of the policy engine after every prompt, at both temperatures."""
+    """A sample of the policy engine after every prompt, at both temperatures.
+
+    Where stopping is one event, a sample that did not stop is stopped here, each at another of the
+    event's tokens; the decode path is asked for the log-prob it would have reported.
+    """
 
     async def one(i: int, prompt_T: TokenArray, temperature: float) -> HandshakeProbe:
         sampling = TrainSampling(temperature=temperature, max_new_tokens=plan.new_tokens)
         [sample] = await engine.generate(
             GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=i)
         )
+        tokens_T = np.concatenate([prompt_T, sample.tokens_T])
+        decode_T = sample.logprobs_T
+        if plan.event and tokens_T[-1] not in plan.event:
+            tokens_T = np.append(tokens_T, np.int32(plan.event[i % len(plan.event)]))
+            stopping = ScoreRequest(
+                tokens_T=tokens_T, start=len(tokens_T) - 1, temperatures=(temperature,)
+            )
+            [score] = await engine.decode_score([stopping])
+            decode_T = np.concatenate([decode_T, score.logprobs_by_temperature[0]])
         return HandshakeProbe(
-            temperature=temperature,
-            tokens_T=np.concatenate([prompt_T, sample.tokens_T]),
-            start=len(prompt_T),
-            decode_T=sample.logprobs_T,
+            temperature=temperature, tokens_T=tokens_T, start=len(prompt_T), decode_T=decode_T
         )
 
     return await asyncio.gather(
@@ -97,6 +111,7 @@ class EngineAnswers:
             `unscaled` at T = 1, `twice` at T * T, which is what dividing twice would give.
         reference: of each probe's last tokens, by the decode path.
         pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
+        stops: log p of two tokens of the stop event after each prompt; None without an event.
     """
 
     name: str
@@ -108,6 +123,7 @@ class EngineAnswers:
     twice: list[FloatArray]
     reference: list[FloatArray]
     pairs: dict[float, FloatArray]
+    stops: tuple[FloatArray, FloatArray] | None = None
 
     @property
     def temperatures(self) -> list[float]:
@@ -129,6 +145,7 @@ class EngineAnswers:
             self._heeds_temperature(),
             *self.laws(),
             *(self._against_reference(t) for t in self.temperatures),
+            *([] if self.stops is None else [self._one_event(*self.stops)]),
         ]
 
     def _heeds_temperature(self) -> Comparison:
@@ -143,6 +160,17 @@ class EngineAnswers:
             dtype="float32",  # one engine, asked twice: what ignores T comes back as it was
             must_differ=True,
             suspicions=[Suspicion(prefill, not_divided(prefill), given_N, unscaled_N)],
+        )
+
+    def _one_event(self, one_N: FloatArray, another_N: FloatArray) -> Comparison:
+        """Whichever stop token is given, the log-prob is that of stopping at all."""
+        return compare(
+            f"{self.name} prefill of a stop token",
+            one_N,
+            "another stop token",
+            another_N,
+            temperature=self.temperatures[0],
+            dtype=self.dtype,
         )
 
     def laws(self) -> list[Comparison]:
@@ -211,8 +239,11 @@ async def examine(
         )
         for probe in probes
     ]
-    given_scores, reference_scores, pairs = await asyncio.gather(
-        engine.score(given), engine.decode_score(one_by_one), _pair_differences(engine, plan)
+    given_scores, reference_scores, pairs, stops = await asyncio.gather(
+        engine.score(given),
+        engine.decode_score(one_by_one),
+        _pair_differences(engine, plan),
+        _two_stops(engine, plan),
     )
     prefill, at_other, unscaled, twice = (
         [score.logprobs_by_temperature[k] for score in given_scores] for k in range(4)
@@ -227,6 +258,7 @@ async def examine(
         twice=twice,
         reference=[score.logprobs_by_temperature[0] for score in reference_scores],
         pairs=pairs,
+        stops=stops,
     )
 
 
@@ -244,3 +276,21 @@ async def _pair_differences(engine: Engine, plan: Plan) -> dict[float, FloatArra
     logprobs_NK = np.array([score.logprobs_by_temperature for score in scores])[:, :, 0]
     a_NK, b_NK = np.split(logprobs_NK, 2)
     return dict(zip(temperatures, (a_NK - b_NK).T, strict=True))
+
+
+async def _two_stops(engine: Engine, plan: Plan) -> tuple[FloatArray, FloatArray] | None:
+    """log p of the event's first and last token after each prompt; None without an event."""
+    if not plan.event:
+        return None
+    requests = [
+        ScoreRequest(
+            tokens_T=np.append(prompt_T, np.int32(stop)),
+            start=len(prompt_T),
+            temperatures=plan.temperatures[:1],
+        )
+        for stop in (plan.event[0], plan.event[-1])
+        for prompt_T in plan.prompts
+    ]
+    scores = await engine.score(requests)
+    found = concatenated([score.logprobs_by_temperature[0] for score in scores])
+    return found[: len(plan.prompts)], found[len(plan.prompts) :]

@@ -182,28 +182,29 @@ class RolloutCast:
 
     def policy_spec(self, model: str) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
-        config = self._config
+        config, stops = self._config, self._inputs.stops
 
         def engine(log_path: str, attempt: int) -> EngineConfig:
             start = config.student if attempt else model
-            return config.policy_engine(start, self._device, log_path)
+            return config.policy_engine(start, self._device, log_path, stops)
 
         return self._engine_spec(POLICY, engine)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
-        config, specs = self._config, []
+        config, stops, specs = self._config, self._inputs.stops, []
         if isinstance(config, OpdConfig):
             for name, role in teacher_roles(config).items():
 
                 def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
-                    return config.teacher_engine(name, self._device, log_path)
+                    return config.teacher_engine(name, self._device, log_path, stops)
 
                 specs.append(self._engine_spec(role, teacher))
         if config.reference is not None:
             specs.append(
                 self._engine_spec(
-                    REFERENCE, lambda log_path, _: config.reference_engine(self._device, log_path)
+                    REFERENCE,
+                    lambda log_path, _: config.reference_engine(self._device, log_path, stops),
                 )
             )
         return specs
@@ -261,6 +262,7 @@ class RolloutCast:
             device,
             resume_from=resume_from,
             updates_per_step=config.objective().num_substeps,
+            stops=self._inputs.stops,
         )
         build = partial(
             build_policy_loop,
@@ -286,7 +288,7 @@ class RolloutCast:
             trace_path=directory.trace,
             rollouts=RolloutLog(directory.rollouts, config.keep_rollouts_every),
         )
-        losses = partial(policy_losses, config, device)
+        losses = partial(policy_losses, config, device, self._inputs.stops)
         return make_learners(
             config, learner_config, build, losses, directory, self._placement, attempt
         )
@@ -306,7 +308,9 @@ def supervised_learners(
     attempt: int,
 ) -> LearnerActors:
     """The learner's workers of an sft or dpo run."""
-    learner_config = config.learner(config.model, device, resume_from=resume_from)
+    learner_config = config.learner(
+        config.model, device, resume_from=resume_from, stops=inputs.stops
+    )
     build = partial(
         build_supervised_loop,
         config=config,

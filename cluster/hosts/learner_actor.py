@@ -20,6 +20,7 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
+from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
@@ -128,7 +129,7 @@ def build_policy_loop(
     membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
-    losses = policy_losses(config, learner_config.device)
+    losses = policy_losses(config, learner_config.device, inputs.stops)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
     if inputs.sft_rows_D:
@@ -160,7 +161,9 @@ def build_policy_loop(
     )
 
 
-def policy_losses(config: RolloutConfig, device: str) -> tuple[LossFunction, ...]:
+def policy_losses(
+    config: RolloutConfig, device: str, stops: StopTokens
+) -> tuple[LossFunction, ...]:
     """The losses of an opd or rl run, with the teachers of estimator=full; on every worker."""
     objective = config.objective()
     teachers = None
@@ -169,8 +172,10 @@ def policy_losses(config: RolloutConfig, device: str) -> tuple[LossFunction, ...
             {name: teacher.model for name, teacher in config.teacher_models().items()},
             dtype=getattr(torch, choose_dtype(config.dtype, device)),
             device=device,
+            event=stops.event,
         )
-    return PolicyObjectiveLoss(objective=objective, teachers=teachers), mixed_loss
+    loss = PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=stops.event)
+    return loss, mixed_loss
 
 
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:

@@ -40,7 +40,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     inputs = check_rollout(config)
-    directory = RunDirectory(config.recipe, config)
+    directory = RunDirectory(config.recipe, config, inputs.stops)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(_plan(config, inputs, directory))
     if config.dry_run:
@@ -66,6 +66,7 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
         f"{config.policy_engines} policy, {config.rollout_workers} rollout workers\n"
         f"  objective {_objective_line(config.objective())}\n"
+        f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on, {len(inputs.held_out)} held out for "
         f"evaluation; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
@@ -114,6 +115,7 @@ class _Run:
         self._config = config
         self._running = running
         self._fingerprint = fingerprint(inputs.tokenizer)
+        self._stops = inputs.stops
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
         self._has_eval = len(inputs.held_out) > 0
@@ -235,7 +237,9 @@ class _Run:
             "the handshake", self._examine(fleet.pool(POLICY).each(), scorers)
         )
         self._running.directory.write_json(
-            "calibration.json", report.to_json() | {"tokenizer": asdict(self._fingerprint)}
+            "calibration.json",
+            report.to_json()
+            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()},
         )
         if report.agrees:
             self._running.progress.note(

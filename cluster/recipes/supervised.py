@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
@@ -42,12 +43,15 @@ def run_dpo(config: DpoConfig, console: Console) -> None:
 def _run(
     recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
 ) -> None:
-    directory = RunDirectory(recipe, config)
+    directory = RunDirectory(recipe, config, inputs.stops)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
-        f"{directory.path} (learner: {learner_line(config, config.model)})"
+        f"{directory.path} (learner: {learner_line(config, config.model)}); stops at "
+        f"{inputs.stops.described(inputs.tokenizer)}"
     )
+    if inputs.warning is not None:
+        console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
     if config.dry_run:
         console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):

@@ -32,6 +32,7 @@ from cluster.queue.journal import replay
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.lookup import current_name
 from distill.settings import MAY_CHANGE, flagged
+from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digest, digests, disk_remedy, sync_directory, sync_tree
 
@@ -51,7 +52,9 @@ _FILES = (
 class RunDirectory:
     """`out/` of one run."""
 
-    def __init__(self, recipe: str, config: CommonConfig) -> None:
+    def __init__(self, recipe: str, config: CommonConfig, stops: StopTokens | None = None) -> None:
+        """`stops`: where the run's responses end, for config.json."""
+        self._stops = stops
         self.path = Path(config.out).resolve()
         self._recipe = recipe
         self._attempt = secrets.token_hex(3)
@@ -203,6 +206,7 @@ class RunDirectory:
                 "run_id": run_id,
                 "settings": _settings(self._config),
                 "data": self._data,
+                "stop_tokens": None if self._stops is None else self._stops.to_json(),
                 "versions": {name: _version(name) for name in packages},
             },
         )

@@ -163,14 +163,22 @@ class ExampleEncoder:
         Raises:
             DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
         """
-        if self.tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no EOS token: a completion could never end; set one")
+        end = self._end()
         prompt_T = render_text(self.tokenizer, prompt)
         answer = encode(self.tokenizer, completion, add_special_tokens=False)
-        answer_T = np.asarray([*answer, self.tokenizer.eos_token_id], np.int32)
+        answer_T = np.asarray([*answer, end], np.int32)
         tokens_T = np.concatenate([prompt_T, answer_T])
         mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
         return self._checked(Chain(tokens_T=tokens_T, loss_mask_T=mask_T))
+
+    def _end(self) -> int:
+        """The tokenizer's EOS, or the first of the stop tokens where it is none of them."""
+        eos: Any = self.tokenizer.eos_token_id
+        if eos is not None and (eos in self.stop_ids or not self.stop_ids):
+            return eos
+        if not self.stop_ids:
+            raise DataError("the tokenizer has no EOS token: a completion could never end; set one")
+        return min(self.stop_ids)
 
     def conversation(
         self,

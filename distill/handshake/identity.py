@@ -28,8 +28,12 @@ def fact_differences(
         if known and set(info.eos_token_ids or ()) != set(student.eos_token_ids or ()):
             differences.append(
                 f"{name} ends at token ids {_ids(info.eos_token_ids)} and {first} at "
-                f"{_ids(student.eos_token_ids)}; make eos_token_id in their "
-                "generation_config.json the same"
+                f"{_ids(student.eos_token_ids)}; give all engines the same stop tokens"
+            )
+        if info.stop_event != student.stop_event:
+            differences.append(
+                f"{name} takes the token ids {_ids(info.stop_event)} for one event and {first} "
+                f"{_ids(student.stop_event)}; give all engines the same stop tokens"
             )
     for name, info in policies.items():
         if info.vocab_size != student.vocab_size:

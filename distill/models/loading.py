@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, ConfigError
 from distill.tokenizer import run_remedy
@@ -150,6 +151,16 @@ def stop_token_ids(path: str) -> frozenset[int]:
         ids = None
     ids = config.eos_token_id if ids is None else ids
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Where servers of the checkpoint end: by its configs, and at its tokenizer's EOS.
+
+    Raises:
+        CheckpointError: there is no readable config at `path`.
+    """
+    eos: Any = tokenizer.eos_token_id
+    return stop_token_ids(path) | (frozenset() if eos is None else {eos})
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:

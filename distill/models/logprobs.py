@@ -55,17 +55,44 @@ DivergenceOf = Callable[[Tensor, slice], Tensor]
 _StatsOf = Callable[[Tensor, slice], TokenStats]
 
 
-def selected_logprobs(logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor) -> Tensor:
+# Several tokens may be one outcome of the next token, an event (`distill.stops`): such a
+# distribution has the event's probability in the column of its first token. The other columns have
+# this scaled logit: no mass, and a finite difference of two models' log-probs, so that their share
+# of a divergence or an entropy, and its gradient, is 0.
+ABSENT = -1e30
+Event = tuple[int, ...]
+
+
+def one_outcome(scaled_NV: Tensor, event: Event) -> Tensor:
+    """The scaled logits z / T with the event's tokens as one outcome: log sum exp of theirs."""
+    if not event:
+        return scaled_NV
+    columns = torch.tensor(event, device=scaled_NV.device)
+    together_N1 = scaled_NV.index_select(1, columns).logsumexp(dim=1, keepdim=True)
+    return scaled_NV.index_fill(1, columns, ABSENT).index_copy_(1, columns[:1], together_N1)
+
+
+def as_outcomes(tokens: Tensor, event: Event) -> Tensor:
+    """The columns in which the tokens' outcomes are: the event's for each of its tokens."""
+    if not event:
+        return tokens
+    columns = torch.tensor(event, device=tokens.device, dtype=tokens.dtype)
+    return torch.where(torch.isin(tokens, columns), columns[0], tokens)
+
+
+def selected_logprobs(
+    logits_NV: Tensor, tokens_N: Tensor, temperature_N: Tensor, event: Event = ()
+) -> Tensor:
     """log softmax(z / T)[token], fp32, shape (N,). Every T must be above 0."""
     assert logits_NV.ndim == 2 and tokens_N.ndim == 1 and temperature_N.ndim == 1
-    scaled_NV = logits_NV.float() / temperature_N[:, None]
-    chosen_N = scaled_NV.gather(1, tokens_N[:, None]).squeeze(1)
+    scaled_NV = one_outcome(logits_NV.float() / temperature_N[:, None], event)
+    chosen_N = scaled_NV.gather(1, as_outcomes(tokens_N, event)[:, None]).squeeze(1)
     return chosen_N - scaled_NV.logsumexp(dim=1)
 
 
-def log_distribution(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
+def log_distribution(logits_NV: Tensor, temperature_N: Tensor, event: Event = ()) -> Tensor:
     """log softmax(z / T) over the vocabulary, fp32, shape (N, V)."""
-    return torch.log_softmax(logits_NV.float() / temperature_N[:, None], dim=1)
+    return torch.log_softmax(one_outcome(logits_NV.float() / temperature_N[:, None], event), dim=1)
 
 
 def token_stats(
@@ -81,8 +108,13 @@ def token_stats(
 class VocabularyHead:
     """hidden_NH -> logits_NV as the model itself computes it, checked once against the model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ConfigError if the logits are no known function of its hidden states."""
+    def __init__(self, model: PreTrainedModel, event: Event = ()) -> None:
+        """`event`: tokens that are one outcome in every distribution and statistic made here.
+
+        Raises:
+            ConfigError: the logits are no known function of its hidden states.
+        """
+        self.event = event
         projection = model.get_output_embeddings()
         if projection is None:
             raise ConfigError(f"{type(model).__name__} has no vocabulary projection (lm_head)")
@@ -134,7 +166,7 @@ class VocabularyHead:
 
     def log_distribution(self, hidden_NH: Tensor, temperature_N: Tensor) -> Tensor:
         """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once."""
-        return log_distribution(self(hidden_NH), temperature_N)
+        return log_distribution(self(hidden_NH), temperature_N, self.event)
 
     def token_stats(
         self,
@@ -152,9 +184,13 @@ class VocabularyHead:
         takes at a vocabulary of 151,936: `tests/bench/memory.py`.
         """
 
+        outcomes_N = as_outcomes(tokens_N, self.event)
+
         def stats_of(logits_NV: Tensor, positions: slice) -> TokenStats:
-            log_p_NV = log_distribution(self._finish(logits_NV), temperature_N[positions])
-            stats = token_stats(log_p_NV, tokens_N[positions], entropy_gradient=entropy_gradient)
+            log_p_NV = log_distribution(
+                self._finish(logits_NV), temperature_N[positions], self.event
+            )
+            stats = token_stats(log_p_NV, outcomes_N[positions], entropy_gradient=entropy_gradient)
             if divergence_of is None:
                 return stats
             return stats._replace(divergence_N=divergence_of(log_p_NV, positions))

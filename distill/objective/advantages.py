@@ -6,6 +6,7 @@ import numpy as np
 
 from distill.errors import DataError
 from distill.objective.settings import Baseline
+from distill.stops import hits
 from distill.types import FloatArray, Segment, TrajectoryGroup
 
 # Added to a group's standard deviation before dividing by it.
@@ -57,8 +58,12 @@ def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
     return sums_N
 
 
-def outside_top(segment: Segment, values_T: FloatArray) -> FloatArray:
+def outside_top(
+    segment: Segment, values_T: FloatArray, stop_event: tuple[int, ...] = ()
+) -> FloatArray:
     """The values of those actions that are not among the teacher's likeliest; 0 elsewhere.
+
+    Any token of the event is in its place there under the first one's id.
 
     Raises:
         DataError: the teacher was not asked for its likeliest tokens.
@@ -66,6 +71,8 @@ def outside_top(segment: Segment, values_T: FloatArray) -> FloatArray:
     if segment.teacher_top is None:
         raise DataError("teacher_top is missing: the teacher was not asked for its top_k")
     actions_N = segment.tokens_T[segment.action_mask_T]
+    if stop_event:
+        actions_N = np.where(hits(actions_N, stop_event), stop_event[0], actions_N)
     in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
     return on_actions(segment, np.where(in_top_N, 0, values_T[segment.action_mask_T]))
 

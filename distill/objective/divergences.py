@@ -14,11 +14,14 @@ import math
 import torch
 from torch import Tensor
 
+from distill.errors import DataError
 from distill.objective.settings import DivergenceName
 
 # Least mass of a teacher's tail. What is left of 1 after its top K carries their rounding errors,
 # about 1e-6 in fp32; an empty tail would make the student's mass there infinitely bad.
 TAIL_FLOOR = 1e-6
+# Most mass that ids beyond the tokenizer's may have: divergences leave them out.
+PADDING_MASS = 1e-3
 
 
 def reverse_kl(student_logits_NV: Tensor, teacher_logits_NV: Tensor, temperature: float) -> Tensor:
@@ -58,6 +61,27 @@ def divergence(log_p_NV: Tensor, log_q_NV: Tensor, name: DivergenceName, jsd_bet
             return kl(log_q_NV, log_p_NV)
         case "jsd":
             return generalised_jsd(log_p_NV, log_q_NV, jsd_beta)
+
+
+def shared_columns(log_p_NV: Tensor, log_q_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns that both have, where one vocabulary is padded with tokens that nobody has.
+
+    Raises:
+        DataError: the padding has mass, so that the rest is no distribution.
+    """
+    width = min(log_p_NV.shape[1], log_q_NV.shape[1])
+    for whose, logprobs_NV in (("student", log_p_NV), ("teacher", log_q_NV)):
+        padding_NV = logprobs_NV.detach()[:, width:]
+        if padding_NV.numel():
+            mass = padding_NV.exp().sum(dim=1).max().item()
+            if not mass <= PADDING_MASS:
+                raise DataError(
+                    f"the {whose} puts a mass of {mass:.2g} on token ids from {width} on, which "
+                    "the other model does not have; at most "
+                    f"{PADDING_MASS:g} passes for padding. Resize its embeddings to the "
+                    "tokenizer's length, or use estimator=sampled"
+                )
+    return log_p_NV[:, :width], log_q_NV[:, :width]
 
 
 def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:

@@ -38,7 +38,13 @@ from distill.objective.advantages import (
     reward_advantages,
 )
 from distill.objective.batching import Batch
-from distill.objective.divergences import coarse, divergence, top_of_reverse_kl, with_tail
+from distill.objective.divergences import (
+    coarse,
+    divergence,
+    shared_columns,
+    top_of_reverse_kl,
+    with_tail,
+)
 from distill.objective.losses import (
     Metrics,
     StepCounts,
@@ -79,10 +85,12 @@ def policy_terms(
     groups_P: Sequence[TrajectoryGroup],
     objective: ObjectiveConfig,
     teacher_weights: Mapping[str, float] | None = None,
+    stop_event: tuple[int, ...] = (),
 ) -> Iterator[tuple[TrajectoryGroup, Trajectory, list[TokenTerms]]]:
     """The terms of every trajectory's segments, in order, with the group that it is from.
 
-    Each group's teacher counts kl_coef times its weight (1 without weights).
+    Each group's teacher counts kl_coef times its weight (1 without weights). The tokens of the
+    `stop_event` are one outcome (`distill.stops`), as they are in the segments' log-probs.
 
     Raises:
         DataError: a segment lacks a score that the objective needs.
@@ -94,7 +102,7 @@ def policy_terms(
             coef *= teacher_weights[group.teacher]
         advantages_G = trajectory_advantages(group, objective)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
-            of_teacher = _teacher_terms(trajectory, objective, coef)
+            of_teacher = _teacher_terms(trajectory, objective, coef, stop_event)
             terms = []
             for segment, term in zip(trajectory.segments, of_teacher, strict=True):
                 own_T = own_terms(segment, advantage, mean_kl, objective)
@@ -139,7 +147,10 @@ def mean_reference_kl(groups_P: Sequence[TrajectoryGroup]) -> float:
 
 
 def _teacher_terms(
-    trajectory: Trajectory, objective: ObjectiveConfig, coef: float
+    trajectory: Trajectory,
+    objective: ObjectiveConfig,
+    coef: float,
+    stop_event: tuple[int, ...],
 ) -> list[TokenTerms]:
     """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
     with tail=sampled the first outside the teacher's likeliest tokens and the second within."""
@@ -154,7 +165,8 @@ def _teacher_terms(
     for segment, advantages_T in zip(segments, sampled, strict=True):
         term = advantages_T, on_actions(segment, np.full(segment.num_actions, coef, np.float32))
         if outside:
-            term = outside_top(segment, term[0]), outside_top(segment, term[1])
+            advantages_T, coefs_T = (outside_top(segment, of_T, stop_event) for of_T in term)
+            term = advantages_T, coefs_T
         terms.append(TokenTerms(*term, divergence_coef))
     return terms
 
@@ -206,7 +218,7 @@ def teacher_divergence(
     if how.estimator == "full":
         assert distribution is not None, "estimator=full needs the teachers in the learner"
         return lambda log_p_NV, positions: divergence(
-            log_p_NV, distribution(positions), how.divergence, jsd_beta
+            *shared_columns(log_p_NV, distribution(positions)), how.divergence, jsd_beta
         )
     ids_NK, log_q_NK = batch.teacher_top_ids_NK, batch.teacher_top_logprobs_NK
     assert ids_NK is not None and log_q_NK is not None, "the rows lack the teacher's top_k"

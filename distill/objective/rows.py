@@ -29,6 +29,7 @@ def policy_rows(
     groups_P: Sequence[TrajectoryGroup],
     objective: ObjectiveConfig,
     teacher_weights: Mapping[str, float] | None = None,
+    stop_event: tuple[int, ...] = (),
 ) -> list[TrainingRow]:
     """One row per segment, with its terms of the objective, at the segment's own temperature.
 
@@ -39,7 +40,9 @@ def policy_rows(
     """
     return [
         _policy_row(group, trajectory, segment, of_segment)
-        for group, trajectory, terms in policy_terms(groups_P, objective, teacher_weights)
+        for group, trajectory, terms in policy_terms(
+            groups_P, objective, teacher_weights, stop_event
+        )
         for segment, of_segment in zip(trajectory.segments, terms, strict=True)
     ]
 

@@ -61,6 +61,7 @@ def test_every_setting_reaches_the_server() -> None:
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
         "max_batch_rows": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
+        "stops": None,
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
+from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer, probe_tokenizer
 from distill.types import StopReason
 from distill.weights.tensors import PackedTensors
@@ -648,3 +649,100 @@ def test_info_describes_the_model(party: Party) -> None:
     assert info.eos_token_ids in ((EOS,), None)
     assert info.tokenizer in (probe_tokenizer(load_tokenizer(party.model_dir)), None)
     assert info.kind and info.model and info.temperature_scaling
+
+
+# So many that samples of random models do stop.
+STOPS = StopTokens(ids=(1, *range(20, 45)), one_event=True)
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang"])
+def stopping(
+    request: pytest.FixtureRequest, directories: list[str], runner: asyncio.Runner
+) -> Iterator[Party]:
+    """An engine to which stopping is one event, over the same server where it needs one."""
+    model = load_causal_lm(directories[0], dtype=torch.float32, device="cpu").eval()
+    if request.param == "embedded":
+        engine: Any = EmbeddedEngine(
+            model_path=directories[0], device="cpu", threads=1, stops=STOPS
+        )
+        yield Party(engine, directories[0], model, model, runner, {})
+        return
+    server = request.getfixturevalue("hosted").server
+    engine = ExternalSglangEngine(
+        url=server.url, api_key=server.api_key, request_deadline_s=60, stops=STOPS
+    )
+    yield Party(engine, directories[0], model, model, runner, {})
+    runner.run(engine.close())
+
+
+def outcome_logprobs(
+    model: PreTrainedModel, tokens_T: np.ndarray, start: int, temperature: float
+) -> np.ndarray:
+    """Of every token; of a stop token, that of all of them together."""
+    log_p_NV = naive_distribution(model, tokens_T, start, temperature).copy()
+    stops = list(STOPS.ids)
+    log_p_NV[:, stops] = np.logaddexp.reduce(log_p_NV[:, stops], axis=1)[:, None]
+    return log_p_NV
+
+
+def expect_outcomes(
+    model: PreTrainedModel, tokens_T: np.ndarray, start: int, t: float, found_N: np.ndarray
+) -> None:
+    log_p_NV = outcome_logprobs(model, tokens_T, start, t)
+    expected_N = np.take_along_axis(log_p_NV, tokens_T[start:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(found_N, expected_N, atol=1e-4)
+
+
+def test_samples_end_at_any_stop_token_with_the_log_prob_of_all(stopping: Party) -> None:
+    requests = [
+        ask(prompt(5 + i, i), TrainSampling(temperature=t, max_new_tokens=30), num_samples=4)
+        for i, t in enumerate(TEMPERATURES)
+    ]
+    ends = set()
+    for request, samples in zip(requests, stopping.generate(*requests), strict=True):
+        for sample in samples:
+            stops_T = np.isin(sample.tokens_T, STOPS.ids)
+            assert stops_T.tolist() == [False] * (len(stops_T) - 1) + [
+                sample.stop_reason is StopReason.EOS
+            ]
+            ends |= set(sample.tokens_T[stops_T].tolist())
+            tokens_T, start = chain(request.prompt_tokens_T, sample), len(request.prompt_tokens_T)
+            t = request.sampling.temperature
+            expect_outcomes(stopping.model, tokens_T, start, t, sample.logprobs_T)
+    assert len(ends) > 2
+
+
+def test_given_stop_tokens_have_the_log_prob_of_all(stopping: Party) -> None:
+    requests = [
+        ScoreRequest(
+            tokens_T=np.append(prompt(20, seed), np.int32(stop)),
+            start=start,
+            temperatures=temperatures,
+            top_k=3,
+        )
+        for seed, (stop, start, temperatures) in enumerate(
+            [(1, 20, (0.7, 1.0)), (44, 12, (1.5,)), (30, 1, (0.5, 1.0)), (50, 4, (1.0,))]
+        )
+    ]
+    scores = stopping.run(stopping.engine.score(requests))
+    decoded = stopping.run(stopping.engine.decode_score(requests[:1]))
+    for request, score in zip([*requests, requests[0]], [*scores, *decoded], strict=True):
+        for t, found_N in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+            expect_outcomes(stopping.model, request.tokens_T, request.start, t, found_N)
+    outcomes = [v for v in range(VOCAB_SIZE) if v not in STOPS.ids[1:]]
+    for request, score in zip(requests, scores, strict=True):
+        assert score.top is not None
+        log_p_NV = outcome_logprobs(
+            stopping.model, request.tokens_T, request.start, request.temperatures[0]
+        )
+        best_NK = np.sort(log_p_NV[:, outcomes], axis=1)[:, :-4:-1]
+        np.testing.assert_allclose(score.top.logprobs_NK, best_NK, atol=1e-4)
+        assert np.isin(score.top.ids_NK, outcomes).all()
+        assert (score.top.ids_NK == STOPS.ids[0]).any(), "the event is likelier than most tokens"
+        named_NK = np.take_along_axis(log_p_NV, score.top.ids_NK, axis=1)
+        np.testing.assert_allclose(score.top.logprobs_NK, named_NK, atol=1e-4)
+
+
+def test_stop_tokens_are_told(stopping: Party) -> None:
+    info = stopping.run(stopping.engine.info())
+    assert (info.eos_token_ids, info.stop_event) == (STOPS.ids, STOPS.ids)

@@ -9,6 +9,7 @@ import pytest
 from actors.sglang.requests import forced_body, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import EvalSampling, TrainSampling
+from distill.stops import StopTokens
 from tests.samples import TEMPERATURE, ids
 
 GENERATE = GenerateRequest(
@@ -21,7 +22,7 @@ CHAIN_T = ids(4, 5, 6, 7)
 
 
 def test_samples_of_one_prompt_are_one_request() -> None:
-    body = sampling_body(GENERATE, 8, stop_ids=frozenset({9, 2}), seeded=False)
+    body = sampling_body(GENERATE, 8, stops=StopTokens(ids=(2, 9)), seeded=False)
     assert body == {
         "return_logprob": True,
         "input_ids": [[4, 5, 6]],
@@ -38,22 +39,22 @@ def test_samples_of_one_prompt_are_one_request() -> None:
 
 
 def test_a_seeded_server_gets_a_seed_a_sample() -> None:
-    body = sampling_body(GENERATE, 8, stop_ids=None, seeded=True)
+    body = sampling_body(GENERATE, 8, stops=None, seeded=True)
     assert body["input_ids"] == [[4, 5, 6]] * 3
     seeds = [params["sampling_seed"] for params in body["sampling_params"]]
     assert len(set(seeds)) == 3 and all(0 <= seed < 1 << 31 for seed in seeds)
     assert all("n" not in params for params in body["sampling_params"])
     # Sample g is (seed, g), however many are asked for.
-    fewer = sampling_body(replace(GENERATE, num_samples=2), 8, stop_ids=None, seeded=True)
+    fewer = sampling_body(replace(GENERATE, num_samples=2), 8, stops=None, seeded=True)
     assert fewer["sampling_params"] == body["sampling_params"][:2]
-    others = sampling_body(replace(GENERATE, seed=8), 8, stop_ids=None, seeded=True)
+    others = sampling_body(replace(GENERATE, seed=8), 8, stops=None, seeded=True)
     assert not {params["sampling_seed"] for params in others["sampling_params"]} & set(seeds)
 
 
 @pytest.mark.parametrize("top_k, sent", [(0, -1), (5, 5)])
 def test_an_evaluation_truncates_as_it_is_told(top_k: int, sent: int) -> None:
     sampling = EvalSampling(temperature=0, max_new_tokens=9, top_p=0.8, top_k=top_k)
-    body = sampling_body(replace(GENERATE, sampling=sampling), 9, stop_ids=None, seeded=False)
+    body = sampling_body(replace(GENERATE, sampling=sampling), 9, stops=None, seeded=False)
     params = body["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0, 0.8, sent)
     assert "stop_token_ids" not in params

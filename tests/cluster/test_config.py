@@ -136,7 +136,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
     "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",
-    "out", "device", "dtype",
+    "out", "device", "dtype", "stops",
 }  # fmt: skip
 SETTINGS = [
     OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, EvaluateConfig, CalibrateConfig,

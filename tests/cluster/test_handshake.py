@@ -30,6 +30,7 @@ from distill.handshake.comparison import CalibrationReport
 from distill.models.loading import load_causal_lm
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
+from distill.stops import StopTokens
 from distill.tokenizer import (
     Fingerprint,
     TokenizerProbe,
@@ -43,7 +44,7 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
-from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.tiny import EOS, save_tokenizer, tiny_model_dir
 
 T = 0.6
 
@@ -472,6 +473,7 @@ def opd_run(
     run._device = "cpu"
     run._tokenizer_probe = parties.tokenizer
     run._fingerprint = parties.fingerprint
+    run._stops = StopTokens(ids=(EOS,))
     run._running = SimpleNamespace(
         console=Console(file=printed, width=400),
         directory=RecordingDirectory(),
@@ -587,3 +589,43 @@ def calibrate_arguments(pair: TinyPair, directory: Path) -> list[str]:
         f"student={pair.student}", f"teacher={pair.teacher}", f"temperature={T}", "device=cpu",
         "threads=1", "engine=embedded", f"out={directory / 'report.json'}",
     ]  # fmt: skip
+
+
+STOPS = StopTokens(ids=(EOS, 20, 90), one_event=True)
+
+
+@pytest.fixture(scope="module")
+def stopping(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Parties to which three stop tokens are one event."""
+    config = LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu", stops=STOPS)
+    learner = Learner(config, str(tmp_path_factory.mktemp("stops")))
+
+    async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return learner.logprobs(rows_D)
+
+    return {
+        "policies": {"policy": embedded(tiny_pair.student, stops=STOPS)},
+        "teachers": {"teacher": embedded(tiny_pair.teacher, stops=STOPS)},
+        "learner": logprobs,
+    }
+
+
+def test_parties_agree_on_stopping_as_one_event(parties: Parties, stopping: dict[str, Any]) -> None:
+    report = parties.shake(**stopping)
+    assert report.agrees, complaint(report)
+    named = [c for c in report.comparisons if c.reference == "another stop token"]
+    assert [c.party.split()[0] for c in named] == ["policy", "teacher"]
+    assert max(c.max_gap for c in named) < 1e-5
+
+
+def test_whoever_takes_stop_tokens_one_by_one_is_found(
+    parties: Parties, stopping: dict[str, Any]
+) -> None:
+    apart = parties.shake(**stopping | {"learner": parties.learner_logprobs})
+    assert "learner" in complaint(apart)
+    says = {"eos_token_ids": STOPS.ids, "stop_event": STOPS.event}
+    pretends = {"teacher": Spoilt(parties.teacher, says=says)}
+    report = parties.shake(**stopping | {"teachers": pretends})
+    assert [c.party for c in report.failures] == ["teacher prefill of a stop token"]
+    honest = parties.shake(**stopping | {"teachers": {"teacher": parties.teacher}})
+    assert "teacher ends at token ids [1] and policy at [1, 20, 90]" in "".join(honest.differences)

@@ -52,7 +52,8 @@ MUST_STAY = {
     "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
-    "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(),
+    "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
+    "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}

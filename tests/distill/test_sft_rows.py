@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -23,7 +24,7 @@ CHAT = {"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "
 LIMITS = {"vocab_size": VOCAB_SIZE, "max_length": 64, "stop_ids": {EOS}}
 
 
-def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: int):
+def load(path: Path, tokenizer: PreTrainedTokenizerBase, *rows: dict, **limits: Any):
     file = path / "data.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_sft_rows(str(file), tokenizer, **LIMITS | limits)
@@ -57,8 +58,8 @@ def test_the_loss_is_on_the_completion_and_its_eos(
         ({"messages": []}, "`messages` must be a non-empty list"),
         ({"messages": ["hi"]}, r"`messages\[0\]` must be an object with a `role`"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-            r"`messages\[0\].content` must be a string \(parts of text joined\)",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"`messages\[0\].content\[0\]` must be .* got a part of type 'image_url'",
         ),
         ({"messages": [{"role": "user"}]}, r"`messages\[0\].content` .* got None"),
         (
@@ -94,7 +95,9 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no EOS token"):
-        load(tmp_path, tokenizer, GOOD)
+        load(tmp_path, tokenizer, GOOD, stop_ids=())
+    [row] = load(tmp_path, tokenizer, GOOD, stop_ids=(7, 5))
+    assert row.tokens_T[-1] == 5, "where a server ends all the same"
 
 
 def test_a_conversation_is_a_row(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

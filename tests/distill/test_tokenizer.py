@@ -46,7 +46,6 @@ def test_equal_tokenizers_have_no_difference(make) -> None:
         ({"alphabet": "acb"}, "id 4 is 'b' to the student and 'c' to the teacher"),
         ({"alphabet": "ab"}, "id 5 is 'c' to the student and None to the teacher"),
         ({"alphabet": "abcd"}, "id 6 is None to the student and 'd' to the teacher"),
-        ({"alphabet": "abc", "eos_token": "<pad>"}, r"eos_token_id is 1 \(student\) and 0"),
     ],
 )
 def test_the_first_difference_is_named(make, settings: dict, difference: str) -> None:

@@ -23,6 +23,7 @@ from tests.enumeration import (
     k3,
     mean_gradient,
     responses,
+    reverse_kl,
     truncated_reverse_kl,
 )
 
@@ -34,6 +35,12 @@ every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def two_ends(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Student and teacher end with different tokens: either is the one event of stopping."""
+    return World(tmp_path_factory.mktemp("two_ends"), stops=(1, 4))
 
 
 @cache
@@ -149,3 +156,38 @@ def test_a_top_k_without_its_tail_has_another_gradient(world: World, T: float) -
     """What tail=bucket and tail=sampled each put right."""
     made = world.state_gradient(T, truncated_reverse_kl)
     assert error(made, claimed_by(world, "sampled, g=0", T)) > 0.1
+
+
+@every_T
+@every_estimator
+def test_stopping_with_either_of_two_tokens_is_one_event(
+    two_ends: World, name: str, T: float
+) -> None:
+    """Tokens are sampled one by one; the gradient is that of the outcomes' divergence, exactly."""
+    estimator = ESTIMATORS[name]
+    assert two_ends.probabilities(T).sum().item() == pytest.approx(1, abs=1e-5)
+    truth = two_ends.claimed_gradient(estimator, T)
+    assert error(two_ends.expected_gradient(estimator.objective, T), truth) < 3e-5
+    gradients_RW = two_ends.gradients_by_response(estimator.objective, T)
+    one_by_one = mean_gradient(gradients_RW, two_ends.probabilities(T))
+    assert error(one_by_one, truth) < 3e-5
+
+
+@every_T
+def test_two_ends_taken_apart_have_another_gradient(
+    world: World, two_ends: World, T: float
+) -> None:
+    """With each stop token an outcome of its own, the student is taught which of them to say."""
+    together = two_ends.state_gradient(T, reverse_kl)
+    assert error(world.state_gradient(T, reverse_kl), together) > 0.01
+
+
+def test_off_policy_too(two_ends: World) -> None:
+    """The ratio to the sampler is of outcomes as well."""
+    estimator = ESTIMATORS["sampled, g=0"]
+    two_ends.move_learner(0.05)
+    try:
+        made = two_ends.expected_gradient(estimator.objective, 0.7)
+        assert error(made, two_ends.claimed_gradient(estimator, 0.7)) < 3e-5
+    finally:
+        two_ends.move_learner(0.0)

@@ -1,0 +1,114 @@
+"""Where a response ends: the run's stop tokens, which every part of it reads from here.
+
+A student and a teacher may end with different tokens: a base model with `<|endoftext|>`, the model
+that was made of it with `<|im_end|>`. The decision to stop is one event all the same. So where they
+differ, the stop tokens are one outcome of the next token: its log-prob is that of all of them
+together, log sum_s p_T(s), to policy, teacher and learner alike, whichever of them was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import chz
+import numpy as np
+
+from distill.errors import ConfigError
+from distill.lookup import known_names
+from distill.settings import Section
+from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTokens:
+    """The ids at which a response ends, sorted.
+
+    Attributes:
+        one_event: they are one outcome; else each is a token like any other.
+    """
+
+    ids: tuple[int, ...]
+    one_event: bool = False
+
+    @classmethod
+    def of(cls, ends: Iterable[Collection[int] | None], chosen: Collection[int] = ()) -> StopTokens:
+        """Those `chosen`, or else all at which any of the models ends; None: not known.
+
+        They are one event unless every model ends at just these.
+        """
+        known = list(ends)
+        ids = set(chosen) or {id_ for of_one in known for id_ in of_one or ()}
+        differ = any(set(of_one) != ids for of_one in known if of_one is not None)
+        unknown = bool(chosen) and None in known
+        return cls(ids=tuple(sorted(ids)), one_event=len(ids) > 1 and (differ or unknown))
+
+    @property
+    def event(self) -> tuple[int, ...]:
+        """The tokens that are one outcome; empty where each is its own."""
+        return self.ids if self.one_event else ()
+
+    def described(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """For people: the tokens, their ids, and whether they are one event."""
+        names = [f"{tokenizer.convert_ids_to_tokens(id_)} ({id_})" for id_ in self.ids]
+        return (", ".join(names) or "none") + (", as one event" if self.one_event else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ids": list(self.ids), "one_event": self.one_event}
+
+
+@chz.chz
+class StopSettings:
+    """Where responses end."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    stop_tokens: str = chz.field(
+        default="",
+        doc="tokens at which a response ends, as text or ids with commas between them; default: "
+        "those at which any of the run's models ends. final/ has them in generation_config.json",
+    )
+
+    def stops(
+        self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[Collection[int] | None]
+    ) -> StopTokens:
+        """The run's stop tokens; `ends` as `StopTokens.of` takes them.
+
+        Raises:
+            ConfigError: something that is no token.
+        """
+        return StopTokens.of(ends, parse_stop_tokens(self.stop_tokens, tokenizer))
+
+
+def hits(tokens_N: TokenArray, event: Collection[int]) -> np.ndarray:
+    """True where a token is one of the event's, shape (N,)."""
+    return np.isin(tokens_N, list(event))
+
+
+def parse_stop_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of tokens given as text or by id, with commas between them.
+
+    Raises:
+        ConfigError: names what is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = [str(token) for token in added.values() if token.special]
+    ids: set[int] = set()
+    for given in filter(None, (part.strip() for part in text.split(","))):
+        if given.isdecimal() and int(given) < len(tokenizer):
+            ids.add(int(given))
+        elif given in vocabulary and not given.isdecimal():
+            ids.add(vocabulary[given])
+        else:
+            raise ConfigError(
+                f"stop_tokens={text}: {given!r} is neither a token nor an id below "
+                f"{len(tokenizer)}; {known_names(given, special)}"
+            )
+    if text and not ids:
+        raise ConfigError(f"stop_tokens={text!r} names no token; leave it out")
+    return ids

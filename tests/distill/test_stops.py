@@ -1,0 +1,96 @@
+"""The run's stop tokens: those at which any model ends, or those chosen; one event."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+from distill.errors import ConfigError
+from distill.models.logprobs import as_outcomes, log_distribution, selected_logprobs
+from distill.objective.divergences import generalised_jsd, kl
+from distill.stops import StopTokens, hits, parse_stop_tokens
+from tests.chat_templates import chat_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("ends", "chosen", "ids", "one_event"),
+    [
+        ([{1}, {1}], (), (1,), False),
+        ([{2, 1}, {1, 2}], (), (1, 2), False),  # two outcomes to both: tokens like any other
+        ([{1}, {2}], (), (1, 2), True),
+        ([{1}, {1, 2}], (), (1, 2), True),
+        ([{1}, None], (), (1,), False),
+        ([{1, 2}, {1, 2}], (2,), (2,), False),
+        ([{1}, {1}], (1, 2), (1, 2), True),
+        ([{1, 2}, None], (1, 2), (1, 2), True),
+        ([set()], (), (), False),
+    ],
+)
+def test_stops_of_several_models(
+    ends: Sequence[Collection[int] | None],
+    chosen: Collection[int],
+    ids: tuple[int, ...],
+    one_event: bool,
+) -> None:
+    stops = StopTokens.of(ends, chosen)
+    assert (stops.ids, stops.one_event) == (ids, one_event)
+    assert stops.event == (ids if one_event else ())
+
+
+def test_tokens_by_text_or_id() -> None:
+    tokenizer = deepcopy(chat_tokenizer("qwen3"))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert parse_stop_tokens("<|im_end|>, 7", tokenizer) == {end, 7}
+    assert parse_stop_tokens("", tokenizer) == set()
+    for bad in ("<|im_ed|>", str(len(tokenizer)), ","):
+        with pytest.raises(ConfigError, match=r"stop_tokens="):
+            parse_stop_tokens(bad, tokenizer)
+    with pytest.raises(ConfigError, match=r"did you mean '<\|im_end\|>'"):
+        parse_stop_tokens("<|im_ed|>", tokenizer)
+
+
+def test_an_event_is_one_outcome_of_the_distribution() -> None:
+    torch.manual_seed(0)
+    logits_NV, temperature_N = torch.randn(6, 9) * 3, torch.linspace(0.5, 2, 6)
+    event = (2, 5, 8)
+    log_p_NV = log_distribution(logits_NV, temperature_N, event)
+    apart_NV = torch.log_softmax(logits_NV / temperature_N[:, None], dim=1)
+    others = [v for v in range(9) if v not in event]
+    together_N = apart_NV[:, event].exp().sum(1).log()
+    torch.testing.assert_close(log_p_NV[:, 2], together_N)
+    torch.testing.assert_close(log_p_NV[:, others], apart_NV[:, others])
+    assert log_p_NV.exp().sum(1).tolist() == pytest.approx([1] * 6)
+    tokens_N = torch.tensor([2, 5, 8, 0, 1, 5])
+    selected_N = selected_logprobs(logits_NV, tokens_N, temperature_N, event)
+    torch.testing.assert_close(selected_N[[0, 1, 2, 5]], together_N[[0, 1, 2, 5]])
+    assert as_outcomes(tokens_N, event).tolist() == [2, 2, 2, 0, 1, 2]
+    assert hits(np.array([1, 8]), event).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", ["reverse", "forward", "jsd"])
+def test_what_is_absent_has_no_share_in_a_divergence_nor_in_its_gradient(name: str) -> None:
+    torch.manual_seed(1)
+    ones_N, event = torch.ones(4), (0, 3)
+    z_NV = (torch.randn(4, 6) * 4).requires_grad_()
+    w_NV = torch.randn(4, 6) * 4
+
+    def made(merge: bool) -> torch.Tensor:
+        found = []
+        for logits_NV in (z_NV, w_NV):
+            if merge:
+                found.append(log_distribution(logits_NV, ones_N, event))
+                continue
+            apart_NV = torch.log_softmax(logits_NV, dim=1)
+            stopping_N1 = torch.logaddexp(apart_NV[:, 0], apart_NV[:, 3])[:, None]
+            found.append(torch.cat([stopping_N1, apart_NV[:, [1, 2, 4, 5]]], dim=1))
+        log_p, log_q = found
+        pairs = {"reverse": lambda: kl(log_p, log_q), "forward": lambda: kl(log_q, log_p)}
+        return pairs.get(name, lambda: generalised_jsd(log_p, log_q, 0.3))().sum()
+
+    torch.testing.assert_close(made(True), made(False))
+    ours, truth = (torch.autograd.grad(made(merge), z_NV)[0] for merge in (True, False))
+    torch.testing.assert_close(ours, truth)

@@ -1,0 +1,148 @@
+"""A base model learns from the model that was made of it: other ends, another chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from actors.embedded.engine import EmbeddedEngine
+from cluster.train import main
+from tests.chat_templates import chat_tokenizer, stop_of
+from tests.e2e import harness
+from tests.tiny import TinyPair, tiny_model_dir
+
+BASE_END = "<|endoftext|>"
+
+
+def checkpoint(
+    root: Path, family: str, end: str, template: str, seed: int, sharpness: float = 4
+) -> str:
+    tokenizer = deepcopy(chat_tokenizer(family))
+    tokenizer.eos_token = end
+    tokenizer.chat_template = template
+    size = len(tokenizer) + 64  # padded, as published models are
+    model = tiny_model_dir(
+        root, seed=seed, vocab_size=size, hidden_size=32, layers=1,
+        eos_token_id=tokenizer.convert_tokens_to_ids(end), sharpness=sharpness,
+    )  # fmt: skip
+    tokenizer.save_pretrained(model)
+    return model
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[TinyPair, str]:
+    """A base student without a template of chats, its teacher, and the teacher's end."""
+    family = request.param
+    template = chat_tokenizer(family).chat_template
+    assert isinstance(template, str)
+    student = checkpoint(tmp_path, family, BASE_END, "{{ messages[0].content }}", seed=1)
+    teacher = checkpoint(tmp_path, family, stop_of(family), template, seed=2)
+    (tmp_path / "chat.jinja").write_text(template)
+    prompts = tmp_path / "prompts.jsonl"
+    parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "something"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}],
+         "teacher_messages": [{"role": "user", "content": f"Say {i}"}]}
+        for i in range(24)
+    ]  # fmt: skip
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TinyPair(student=student, teacher=teacher, prompts=str(prompts)), stop_of(family)
+
+
+def distil(models: TinyPair, out: Path, **settings: object) -> int:
+    return main(["recipe=opd", *harness.opd_arguments(models, out, local=True, **settings)])
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "full", "top_k"])
+def test_a_base_model_learns_where_its_teacher_stops(
+    pair: tuple[TinyPair, str], estimator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models, end = pair
+    out = tmp_path / "out"
+    more = {"teacher_top_k": 8} if estimator == "top_k" else {}
+    template = tmp_path / "chat.jinja"
+    settings = {"steps": 2, "estimator": estimator, "chat_template": template, **more}
+    assert distil(models, out, max_new_tokens=48, group_size=4, max_staleness=0, **settings) == 0
+    tokenizer = AutoTokenizer.from_pretrained(out / "final")
+    ids = sorted(map(tokenizer.convert_tokens_to_ids, (BASE_END, end)))
+    said = {"ids": ids, "one_event": True}
+    assert json.loads((out / "config.json").read_text())["stop_tokens"] == said
+    calibration = json.loads((out / "calibration.json").read_text())
+    assert calibration["agrees"] and calibration["stop_tokens"] == said
+    assert {tuple(party["stop_event"]) for party in calibration["parties"].values()} == {tuple(ids)}
+    assert ", as one event" in capsys.readouterr().out
+    assert GenerationConfig.from_pretrained(out / "final").eos_token_id == ids
+    assert tokenizer.chat_template == (tmp_path / "chat.jinja").read_text()
+    served = EmbeddedEngine(model_path=str(out / "final"), device="cpu", threads=1)
+    assert asyncio.run(served.info()).eos_token_ids == tuple(ids)
+    steps = harness.metrics(out)
+    assert max(step["train/logprob_gap"] for step in steps) < 1e-4
+    assert max(step["rollout/eos_share"] for step in steps) > 0
+
+
+def test_the_user_s_stop_tokens_are_the_run_s(pair: tuple[TinyPair, str], tmp_path: Path) -> None:
+    models, end = pair
+    out = tmp_path / "out"
+    assert distil(models, out, steps=1, stop_tokens=end) == 0
+    tokenizer = AutoTokenizer.from_pretrained(out / "final")
+    only = [tokenizer.convert_tokens_to_ids(end)]
+    assert json.loads((out / "config.json").read_text())["stop_tokens"] == {
+        "ids": only, "one_event": False,
+    }  # fmt: skip
+    assert GenerationConfig.from_pretrained(out / "final").eos_token_id == only
+    assert distil(models, tmp_path / "no", stop_tokens="<|im_ed|>") == 2
+
+
+def padded(teacher: str, out: Path) -> str:
+    """The teacher with more rows of embeddings than its tokenizer has tokens: zeros."""
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[size:] = 0
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(teacher).save_pretrained(out)
+    return str(out)
+
+
+@pytest.mark.parametrize(("sharpness", "code"), [(60.0, 0), (4.0, 1)])
+def test_vocabularies_may_differ_by_padding_without_mass(
+    sharpness: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student, teacher = (
+        checkpoint(tmp_path, "qwen3", "<|im_end|>", "{{ messages[0].content }}", seed, sharpness)
+        for seed in (1, 2)
+    )
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(24)))
+    models = TinyPair(
+        student=student, teacher=padded(teacher, tmp_path / "padded"), prompts=str(prompts)
+    )
+    assert distil(models, tmp_path / "out", steps=1, estimator="full") == code
+    if code:
+        assert "the teacher puts a mass of" in " ".join(capsys.readouterr().err.split())
+    assert distil(models, tmp_path / "top", estimator="top_k", teacher_top_k=8) == 2
+
+
+def test_a_base_model_is_warned_of_chats_that_never_end(
+    pair: tuple[TinyPair, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models, end = pair
+    data = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So"}]
+    data.write_text(json.dumps({"messages": turns}) + "\n")
+    arguments = [
+        "recipe=sft", f"model={models.student}", f"data={data}", f"out={tmp_path / 'sft'}",
+        f"chat_template={tmp_path / 'chat.jinja'}", "dry_run=True", "batch_size=1",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 1 rows" in said and f"give stop_tokens='{end}'" in said
+    assert main([*arguments, f"stop_tokens={end}"]) == 0
+    assert "WARNING" not in capsys.readouterr().out
