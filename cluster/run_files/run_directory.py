@@ -160,6 +160,13 @@ class RunDirectory:
                     f"and is {now.get(name)!r} now. Choose another out=, or give {name} as it was"
                 )
 
+        stops, stopped = self._stops and self._stops.to_json(), written.get("stop_tokens")
+        if None not in (stops, stopped) and stops != stopped:
+            raise ConfigError(
+                f"out={self.path} holds another run: its responses end at {stopped}, and now at "
+                f"{stops}: the end of a model was changed, in its generation_config.json or its "
+                "tokenizer. Put it back, or choose another out="
+            )
         for name in sorted(data.keys() - moved):
             raise ConfigError(
                 f"{name}={now.get(name)} is not the file that the run in out={self.path} began "

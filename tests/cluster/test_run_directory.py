@@ -25,6 +25,7 @@ from cluster.run_files.run_directory import RunDirectory
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
+from distill.stops import StopTokens
 from distill.tokenizer import load_tokenizer
 from learner.checkpoint import Checkpoint
 
@@ -424,3 +425,15 @@ def test_the_final_model_is_the_checkpoint_s(opd: NewOpd, tiny_pair) -> None:
         assert final.get_parameter(name).equal(parameter)
     assert load_tokenizer(str(directory.final)).eos_token_id == 1
     assert not list(directory.path.glob(".*.partial"))
+
+
+def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
+    ends, more = StopTokens(ids=(1,)), StopTokens(ids=(1, 2), one_event=True)
+    begun = RunDirectory("opd", opd(), ends)
+    with begun.locked():
+        begun.start(None)
+    assert RunDirectory("opd", opd(), ends).check() is None
+    with pytest.raises(
+        ConfigError, match=r"responses end at \{'ids': \[1\].* and now at .*\[1, 2\]"
+    ):
+        RunDirectory("opd", opd(), more).check()
