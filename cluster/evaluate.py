@@ -102,19 +102,21 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
     model_config = load_config(config.model)
     if config.teacher is not None:
         check_same_tokenizer(tokenizer, load_tokenizer(config.teacher))
+    read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
     setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
         max_new_tokens=config.max_new_tokens,
         reward=config.reward_function(),
-        read=RowReader(PromptColumns(**values_of(PromptColumns, config))),
+        read=read,
     )
     env = config.env.evaluation()
     evaluators = {
         name: Evaluator(_limited(problems_of(env, path, setting), config.limit), tokenizer)
         for name, path in config.files().items()
     }
+    read.require_columns()
     results = asyncio.run(_measure(config, evaluators))
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)
     console.print(_table(config, results))

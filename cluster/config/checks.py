@@ -116,6 +116,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             _check_distribution(config.objective(), role, scorer, vocab_size(student))
     read, read_sft = _reader(PromptColumns, config), RowReader()
     train, held_out = _load_problems(config, tokenizer, student, list(scorers.values()), read)
+    read.require_columns()
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
     if config.sft_data is not None:
@@ -323,6 +324,7 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         parse_sources("data", config.data),
         lambda place: load_sft_rows(place, tokenizer, **limits, read=read),
     )
+    read.require_columns()
     digests = digests_of(config, {"data": read})
     return SupervisedInputs(tokenizer=tokenizer, rows_D=rows_D, parts=parts, digests=digests)
 
@@ -348,6 +350,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
         parse_sources("data", config.data),
         lambda place: load_preference_pairs(place, tokenizer, **limits, read=read),
     )
+    read.require_columns()
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],

@@ -27,6 +27,10 @@ class Columns:
         """Setting -> (column, the field that it is read as), of those that are given."""
         return {}
 
+    def wanted(self) -> dict[str, str]:
+        """`setting=value` -> column without which it changes nothing, of those that are given."""
+        return {f"{setting}={column}": column for setting, (column, _) in self.read_as().items()}
+
     def as_fields(self, rows: Rows, place: str) -> Rows:
         """The rows with those columns as fields; chats given as a prompt are `messages`.
 
@@ -104,6 +108,12 @@ class PromptColumns(PromptKey):
 
     def read_as(self) -> dict[str, tuple[str, str]]:
         return super().read_as() | _given(answer_key=(self.answer_key, "answer"))
+
+    def wanted(self) -> dict[str, str]:
+        if self.answer_pattern is None:
+            return super().wanted()
+        pattern = {f"answer_pattern={self.answer_pattern!r}": self.answer_key or "answer"}
+        return super().wanted() | pattern
 
     def as_fields(self, rows: Rows, place: str) -> Rows:
         """As `Columns` has it; `answer_pattern` then finds the answers.

@@ -26,6 +26,7 @@ class RowReader:
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns or Columns()
         self._raw: dict[str, Rows] = {}
+        self._seen: set[str] = set()
 
     def __call__(self, place: str) -> Rows:
         """(number from 1, object) of every row of the source at `place`.
@@ -33,7 +34,18 @@ class RowReader:
         Raises:
             ConfigError, DataError: it cannot be read, or holds something that is not a row.
         """
-        return self._columns.as_fields(self._read(place), place)
+        rows = self._read(place)
+        self._seen.update(*(row for _, row in rows))
+        return self._columns.as_fields(rows, place)
+
+    def require_columns(self) -> None:
+        """Raises ConfigError for a column that is set, and that no source read so far has."""
+        for setting, column in self._columns.wanted().items():
+            if column not in self._seen:
+                there = ", ".join(sorted(self._seen)) or "none, for no rows were read"
+                raise ConfigError(
+                    f"{setting} changes nothing: no row has a column {column!r}; there are {there}"
+                )
 
     def digest(self, sources: Sequence[Source]) -> str | None:
         """SHA-256 of the sources: of a file's bytes, of anything else's rows; with their weights.

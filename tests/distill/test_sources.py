@@ -198,6 +198,21 @@ def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [1]
 
 
+def test_columns_that_no_source_has_are_refused(tmp_path: Path) -> None:
+    """One source may have the field itself; if all do, the setting is a slip."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text('[{"question": "1", "answer": "=2"}]')
+    b.write_text('[{"prompt": "1", "answer": "=3"}]')
+    reader = RowReader(PromptColumns(prompt_key="question", answer_pattern="=(.+)"))
+    assert reader(str(b)) == [(1, {"prompt": "1", "answer": "3"})]
+    with pytest.raises(ConfigError, match=r"prompt_key=question changes nothing.*answer, prompt$"):
+        reader.require_columns()
+    assert reader(str(a)) == [(1, {"prompt": "1", "answer": "2"})]
+    reader.require_columns()
+    with pytest.raises(ConfigError, match=r"answer_key=anwser changes nothing.*no rows were read"):
+        RowReader(PromptColumns(answer_key="anwser")).require_columns()
+
+
 def digest(*sources: tuple[str, int]) -> str | None:
     reader = RowReader()
     for place, _ in sources:

@@ -125,6 +125,11 @@ def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path
             r"bad.jsonl:1: answer_pattern='#### (.+)' finds nothing",
         ),
         ({"text": "a"}, "prompt_key=question: no row of"),
+        ({"prompt": "a", "answer": "#### 1"}, "prompt_key=question changes nothing: no row has"),
+        (
+            {"question": "a"},
+            "answer_pattern='#### (.+)' changes nothing: no row has a column 'answer'",
+        ),
     ],
 )
 def test_a_bad_row_is_named_before_anything_starts(
