@@ -124,7 +124,7 @@ def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
 
 
 def _names(places: Sequence[str]) -> list[str]:
-    """Of each place its last part, without suffixes; all of it where two would be called alike."""
+    """Of each place its last part, without a suffix; all of it where two would be called alike."""
     short = [_short_name(place) for place in places]
     counts = Counter(short)
     return [name if counts[name] == 1 else place for name, place in zip(short, places, strict=True)]
@@ -136,4 +136,4 @@ def _short_name(place: str) -> str:
     name = Path(place).name
     if kind_of(place) is Kind.HUB:
         return name.partition(":")[0]
-    return name.partition(".")[0] or name
+    return Path(name.removesuffix(".gz")).stem

@@ -42,7 +42,8 @@ def parsed(value: str) -> list[tuple[str, str, int]]:
 
 
 def test_one_source() -> None:
-    assert parsed("data/gsm8k.train.jsonl") == [("data/gsm8k.train.jsonl", "gsm8k", 1)]
+    assert parsed("data/gsm8k.train.jsonl") == [("data/gsm8k.train.jsonl", "gsm8k.train", 1)]
+    assert parsed("a.jsonl.gz") == [("a.jsonl.gz", "a", 1)]
     assert parsed("a.jsonl:3") == [("a.jsonl", "a", 1)]  # of one, all
 
 
