@@ -7,6 +7,8 @@ from typing import ClassVar
 import chz
 
 from cluster.config.common import CommonConfig
+from distill.data.columns import CompletionColumns, PreferenceColumns
+from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, Section
 from learner.config import DropoutSettings
@@ -36,17 +38,22 @@ class SupervisedConfig(CommonConfig):
 
 
 @chz.chz
-class SftConfig(SupervisedConfig, DropoutSettings):
+class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
-        doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), "
+        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+        "several; each row has `prompt` and `completion` (EOS is appended), "
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
         "ids, as cluster.rollouts_to_sft writes them)",
         metadata=ESSENTIAL,
     )
+
+    @chz.validate
+    def _data_in_range(self) -> None:
+        parse_sources("data", self.data)
 
     def with_dropout(self) -> bool:
         return self.dropout
@@ -67,13 +74,14 @@ class PreferenceSettings:
 
 
 @chz.chz
-class DpoConfig(SupervisedConfig, PreferenceSettings):
+class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
-        doc="JSONL or parquet; each row has `chosen` and `rejected`, and `prompt` (string) or "
+        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+        "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
         "`messages` (chat) before them, or whole conversations in both",
         metadata=ESSENTIAL,
     )
@@ -83,6 +91,7 @@ class DpoConfig(SupervisedConfig, PreferenceSettings):
 
     @chz.validate
     def _dpo_in_range(self) -> None:
+        parse_sources("data", self.data)
         if not 0 <= self.sft_coef < float("inf"):
             raise ConfigError(f"sft_coef={self.sft_coef} must be 0 or above, and finite")
         if not 0 < self.beta < float("inf"):

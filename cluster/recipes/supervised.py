@@ -42,7 +42,7 @@ def run_dpo(config: DpoConfig, console: Console) -> None:
 def _run(
     recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
 ) -> None:
-    directory = RunDirectory(recipe, config)
+    directory = RunDirectory(recipe, config, inputs.digests)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
