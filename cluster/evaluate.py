@@ -21,19 +21,27 @@ from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
+from cluster.config.rows import unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.columns import PromptColumns
+from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
 from distill.sampling import TrainSampling
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings, StopTokens
 from distill.tokenizer import check_same_tokenizer, load_tokenizer
 
 
 @chz.chz
 class EvaluateConfig(
-    EnvSettings, ChatTemplateSettings, StopSettings, DecoderSettings, LocalEngineConfig
+    PromptColumns,
+    EnvSettings,
+    ChatTemplateSettings,
+    StopSettings,
+    DecoderSettings,
+    LocalEngineConfig,
 ):
     """Responses of one model to files of prompts; accuracy where the prompts have answers."""
 
@@ -44,8 +52,8 @@ class EvaluateConfig(
     )
     prompts: str | None = chz.field(
         default=None,
-        doc="JSONL or parquet with `prompt` or `messages`, optionally `answer`; several files with "
-        "commas between them are evaluated apart, each under its file's name",
+        doc="rows with `prompt` or `messages`, optionally `answer`, from any source of "
+        "docs/data.md; several with commas between them are evaluated apart, each under its name",
         metadata=ESSENTIAL,
     )
     limit: int | None = chz.field(default=None, doc="use the first so many prompts of each file")
@@ -76,10 +84,10 @@ class EvaluateConfig(
             raise ConfigError(f"limit={self.limit} must be at least 1")
 
     def files(self) -> Mapping[str, str | None]:
-        """The files of prompts, by name; the environment's name where it reads none.
+        """The sources of prompts, by name; the environment's name where it reads none.
 
         Raises:
-            ConfigError: there is none, or two have one name.
+            ConfigError: there is none, or one is written twice, or with a weight.
         """
         if not self.env.reads_prompts:
             if self.prompts is not None:
@@ -87,14 +95,8 @@ class EvaluateConfig(
             return {type(self.env).__name__: None}
         if self.prompts is None:
             raise ConfigError("prompts= is missing; give prompts=FILE.jsonl")
-        paths = [path for path in self.prompts.split(",") if path]
-        files = {Path(path).stem: path for path in paths}
-        if not files or len(files) < len(paths):
-            raise ConfigError(
-                f"prompts={self.prompts} must be files of different names, commas between them: "
-                "each file's results are told by its name"
-            )
-        return files
+        sources = unweighted_sources("prompts", self.prompts)
+        return {source.name: source.place for source in sources}
 
     def train_sampling(self) -> TrainSampling:
         assert self.temperature is not None
@@ -114,18 +116,21 @@ def evaluate(config: EvaluateConfig, console: Console) -> None:
         ends.append(ends_of(config.teacher, of_teacher))
     stops = config.stops(tokenizer, ends)
     tokenizer = config.choose_template(tokenizer)
+    read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
     setting = EnvContext(
         tokenizer=tokenizer,
         vocab_size=vocab_size(model_config),
         context_length=context_length(model_config),
         max_new_tokens=config.max_new_tokens,
         reward=config.reward_function(),
+        read=read,
     )
     env = config.env.evaluation()
     evaluators = {
         name: Evaluator(_limited(problems_of(env, path, setting), config.limit), tokenizer)
         for name, path in config.files().items()
     }
+    read.require_columns()
     results = asyncio.run(_measure(config, evaluators, stops))
     console.print(f"stops at {stops.described(tokenizer)}", highlight=False, markup=False)
     console.print(f"engine: {choose_engine(config.engine)}", highlight=False)

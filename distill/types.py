@@ -276,7 +276,8 @@ class TrajectoryGroup:
     `group_id` is the prompt's place in the run's seeded prompt stream. It is the same in every
     attempt and after every resume, which is what lets delivery be exactly once. `metrics` are
     measurements of the group as a whole, such as the seconds its rollout took. `teacher` names the
-    one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt.
+    one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt, and
+    `source` the name of the prompt's source, where there are several.
 
     Raises:
         DataError: a negative id, no trajectories, or mixed temperatures.
@@ -287,6 +288,7 @@ class TrajectoryGroup:
     metrics: Mapping[str, float] = field(default_factory=dict)
     teacher: str = ""
     tag: str | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.data.prompts import PromptStream
+from distill.data.order import MixedPart, MixedStream
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -20,24 +21,45 @@ from learner.worker import LossFunction
 class RowStream:
     """Units of rows in a seeded order, epoch after epoch: position -> the batch that starts there.
 
-    A unit is a row, or rows that belong together: the two of a preference pair.
+    A unit is a row, or rows that belong together: the two of a preference pair. `parts` tell the
+    units of several sources, one after another, with their weights; None: there is one source.
     """
 
     def __init__(
-        self, rows_D: Sequence[TrainingRow], *, batch_size: int, seed: int, rows_per_unit: int = 1
+        self,
+        rows_D: Sequence[TrainingRow],
+        *,
+        batch_size: int,
+        seed: int,
+        rows_per_unit: int = 1,
+        parts: Sequence[MixedPart] | None = None,
     ) -> None:
         self._rows_D = rows_D
         self._batch_size = batch_size
         self.rows_per_unit = rows_per_unit
         self.num_units = len(rows_D) // rows_per_unit
-        self._order = PromptStream(self.num_units, seed)
+        self._parts = parts or [MixedPart(size=self.num_units)]
+        assert sum(part.size for part in self._parts) == self.num_units
+        self._order = MixedStream(self._parts, seed)
 
     def batch(self, index: int) -> list[TrainingRow]:
         """The rows of the batch with that number, from 0."""
-        first = index * self._batch_size
-        units = [self._order.index(i) for i in range(first, first + self._batch_size)]
+        units = [self._order.index(i) for i in self._positions(index)]
         size = self.rows_per_unit
         return [row for unit in units for row in self._rows_D[unit * size : (unit + 1) * size]]
+
+    def source_shares(self, index: int) -> dict[str, float]:
+        """`train/share/source=NAME` of that batch: which part of its units is of each source."""
+        if len(self._parts) == 1:
+            return {}
+        drawn = Counter(self._order.source(i) for i in self._positions(index))
+        return {
+            f"train/share/source={part.name}": drawn[number] / self._batch_size
+            for number, part in enumerate(self._parts)
+        }
+
+    def _positions(self, index: int) -> range:
+        return range(index * self._batch_size, (index + 1) * self._batch_size)
 
 
 class SupervisedLoop:
@@ -76,6 +98,7 @@ class SupervisedLoop:
         started = time.perf_counter() - waited_s
         with self._trace.around(self.step_count + 1):
             metrics = self.learner.step(self._next())
+        metrics |= self._stream.source_shares(self.step_count)
         self.step_count += 1
         seconds = time.perf_counter() - started
         return metrics | {

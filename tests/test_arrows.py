@@ -18,7 +18,8 @@ FORBIDDEN = {
     "learner": {"ray", "actors", "cluster"},
     "cluster": set(),
 }
-LAZY_ONLY = {"sglang"}  # pins a CUDA stack: imported inside the functions that need it
+# Extras, or slow to import: imported inside the functions that need them.
+LAZY_ONLY = {"sglang", "datasets", "pyarrow", "pandas"}
 UNKNOWN = "a name worked out at run time"
 # Bottom to top: a folder, or a file beside the folders, imports from itself and from those
 # before it. `learner` is one folder.
@@ -194,7 +195,7 @@ def test_actors_without_tensors_start_without_torch(modules: str) -> None:
     ],
 )
 def test_help_and_slips_are_answered_without_what_takes_seconds(command: str) -> None:
-    heavy = {"torch", "transformers", "ray", "aiohttp"}
+    heavy = {"torch", "transformers", "ray", "aiohttp", "datasets", "pyarrow"}
     name = command.partition(",")[0]
     code = f"import sys\nfrom cluster.{name} import main\nmain({command.partition(', ')[2]})\n"
     code += f"sys.exit(', '.join({heavy} & set(sys.modules)) or None)"

@@ -2,7 +2,8 @@
 
 `eval/*` metrics, of R responses a problem; rewards are those of problems that can be judged:
 
-    eval/accuracy         the mean reward, and its 95 % interval: _low and _high
+    eval/accuracy         the mean reward, and its 95 % interval: _low and _high; with several
+                          sources of problems also /source=NAME
     eval/pass@k           the mean best reward of k responses, k = 2, 4, ... up to R; R > 1
     eval/majority@R       the mean reward of the answer that most responses give; R > 1, and a
                           reward that knows what a response answers
@@ -30,7 +31,7 @@ from actors.rollout.episode import UserCode, play_group, rollout_group
 from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
 from distill.engine import Engine
-from distill.envs.base import EnvDataset, Episode
+from distill.envs.base import EnvDataset, Episode, source_of
 from distill.rewards.accuracy import interval, majority, pass_at_k
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
@@ -47,12 +48,13 @@ class Response:
     """The policy's response to one problem, and its judgement.
 
     Attributes:
-        line: the problem's row in its file, or its number.
+        line: the problem's row in its source, or its number.
         sample: which of the problem's responses, from 0.
         text: of its last turn.
         num_tokens: that were sampled, in all turns.
         correct: its reward; None where there is nothing to judge by.
         metrics: the environment's.
+        source: the problem's, where there are several.
     """
 
     line: int
@@ -63,6 +65,7 @@ class Response:
     num_turns: int
     correct: float | None
     metrics: Mapping[str, float]
+    source: str = ""
 
 
 class Evaluator:
@@ -110,6 +113,7 @@ class Evaluator:
             num_turns=len(episode.turns),
             correct=episode.reward if judged else None,
             metrics=episode.metrics,
+            source=source_of(self._problems, problem),
         )
 
     async def evaluate(self, engine: Engine, sampling: EvalSampling) -> dict[str, float]:
@@ -173,15 +177,21 @@ def summarise(
         metrics[f"eval/{name}"] = fmean(
             response.metrics[name] for response in responses if name in response.metrics
         )
-    judged_P: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    judged_P: dict[tuple[str, int], list[tuple[str, float]]] = defaultdict(list)
     for response in responses:
         if response.correct is not None:
-            judged_P[response.line].append((response.text, response.correct))
+            of = response.source, response.line
+            judged_P[of].append((response.text, response.correct))
     if not judged_P:
         return metrics
     rewards_PN = [[reward for _, reward in judged] for judged in judged_P.values()]
     means_P = [fmean(rewards_N) for rewards_N in rewards_PN]
     metrics["eval/accuracy"] = fmean(means_P)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for (source, _), mean in zip(judged_P, means_P, strict=True):
+        by_source[source].append(mean)
+    for source in sorted(filter(None, by_source)):
+        metrics[f"eval/accuracy/source={source}"] = fmean(by_source[source])
     if (bounds := interval(means_P)) is not None:
         metrics["eval/accuracy_low"], metrics["eval/accuracy_high"] = bounds
     num_samples = len(rewards_PN[0])

@@ -200,7 +200,8 @@ class RolloutWorker:
                 group, teachers=self._teachers, reference=self._reference, top_k=self._top_k
             )
             timings["time/teacher"] = time.perf_counter() - sampled
-        return replace(group, metrics={**group.metrics, **timings})
+        source = self._dataset.source(group_id)
+        return replace(group, source=source, metrics={**group.metrics, **timings})
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -20,11 +20,24 @@ from actors.sglang.address import is_url
 from actors.sglang.external import ExternalSglangEngine
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rows import digests_of, unweighted_sources
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
+from distill.data.columns import Columns, CompletionColumns, PreferenceColumns, PromptColumns
+from distill.data.order import MixedPart, shares
 from distill.data.preferences import load_preference_pairs
+from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
+from distill.data.sources import Source, parse_sources
 from distill.engine import EngineInfo
-from distill.envs.base import EnvConfig, EnvContext, EnvDataset, Subset, problems_of
+from distill.envs.base import (
+    EnvConfig,
+    EnvContext,
+    EnvDataset,
+    Mixture,
+    Subset,
+    mixture,
+    problems_of,
+)
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import (
     context_length,
@@ -35,10 +48,13 @@ from distill.models.loading import (
 )
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
+from distill.settings import values_of
 from distill.stops import StopTokens, hits
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.export import check_export
 from learner.lora import check_lora
+
+Loaded = TypeVar("Loaded")
 
 # An external teacher says who it is in far less; one that does not answer is not there.
 _INTRODUCTION_DEADLINE_S = 60.0
@@ -46,22 +62,32 @@ _INTRODUCTION_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInputs:
-    """A checked opd or rl run: what its actors are built from."""
+    """A checked opd or rl run: what its actors are built from.
+
+    `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: EnvDataset
     held_out: EnvDataset
     sft_rows_D: list[TrainingRow]
     stops: StopTokens
+    sft_parts: list[MixedPart]
+    digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedInputs:
-    """A checked sft or dpo run; a pair is two rows, the chosen one first."""
+    """A checked sft or dpo run; a pair is two rows, the chosen one first.
+
+    `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     rows_D: list[TrainingRow]
     stops: StopTokens
+    parts: list[MixedPart]
+    digests: Mapping[str, str]
     warning: str | None = None
 
 
@@ -104,23 +130,33 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
         for name in config.teacher_models()
     }
+    read, read_sft = _reader(PromptColumns, config), RowReader()
     train, held_out = _load_problems(
-        config, tokenizer, student, list(scorers.values()), teacher_tokenizers
+        config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
+    read.require_columns()
     _check_signal(config, train)
+    sft_rows_D, sft_parts = [], []
+    if config.sft_data is not None:
+        sft_rows_D, sft_parts = _each_source(
+            parse_sources("sft_data", config.sft_data),
+            lambda place: load_sft_rows(
+                place,
+                tokenizer,
+                vocab_size=vocab_size(student),
+                max_length=context_length(student),
+                stop_ids=stops.ids,
+                read=read_sft,
+            ),
+        )
+    readers = {"prompts": read, "eval_prompts": read, "sft_data": read_sft}
     return RolloutInputs(
         tokenizer=tokenizer,
         train=train,
         held_out=held_out,
-        sft_rows_D=[]
-        if config.sft_data is None
-        else load_sft_rows(
-            config.sft_data,
-            tokenizer,
-            vocab_size=vocab_size(student),
-            max_length=context_length(student),
-            stop_ids=stops.ids,
-        ),
+        sft_rows_D=sft_rows_D,
+        sft_parts=sft_parts,
+        digests=digests_of(config, readers),
         stops=stops,
     )
 
@@ -140,6 +176,23 @@ def _check_stops(
             f"student={config.student} ends in any case; add it, change eos_token in the student's "
             "tokenizer_config.json and generation_config.json, or use engine=embedded"
         )
+
+
+def _reader(columns: type[Columns], config: Any) -> RowReader:
+    """A reader of rows with the run's own columns."""
+    return RowReader(columns(**values_of(columns, config)))
+
+
+def _each_source(
+    sources: Sequence[Source], load: Callable[[str], Sequence[Loaded]]
+) -> tuple[list[Loaded], list[MixedPart]]:
+    """What is loaded of each source, one after another, and what of it is whose."""
+    loaded, parts = [], []
+    for source in sources:
+        ours = load(source.place)
+        loaded += ours
+        parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
+    return loaded, parts
 
 
 def _check_holds_tokenizer(
@@ -181,37 +234,42 @@ def _load_problems(
     student: Any,
     scorers: Sequence[_Scorer],
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    read: RowReader,
 ) -> tuple[EnvDataset, EnvDataset]:
     """Problems to train on and held-out ones, each of which every model has room for."""
     rooms = [scorer.context_length for scorer in scorers]
 
-    def load(env: EnvConfig, path: str | None, max_new_tokens: int) -> EnvDataset:
-        return problems_of(
-            env,
-            path,
-            EnvContext(
-                tokenizer=tokenizer,
-                vocab_size=vocab_size(student),
-                context_length=min([context_length(student), *rooms]),
-                max_new_tokens=max_new_tokens,
-                reward=config.reward_function(),
-                teachers=[name for name in config.teacher_models() if name],
-                teacher_context_length=min(rooms, default=None),
-                teacher_tokenizers=teacher_tokenizers,
-            ),
+    def load(env: EnvConfig, sources: Sequence[Source], max_new_tokens: int) -> list[EnvDataset]:
+        setting = EnvContext(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size(student),
+            context_length=min([context_length(student), *rooms]),
+            max_new_tokens=max_new_tokens,
+            reward=config.reward_function(),
+            teachers=[name for name in config.teacher_models() if name],
+            teacher_context_length=min(rooms, default=None),
+            read=read,
+            teacher_tokenizers=teacher_tokenizers,
         )
+        places = [source.place for source in sources] or [None]
+        return [problems_of(env, place, setting) for place in places]
 
     longest = max(config.max_new_tokens, config.longest_evaluation())
     evaluation = config.env.evaluation()
+    sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
     if config.eval_prompts is None:
-        train = load(config.env, config.prompts, longest)
+        train = load(config.env, sources, longest)
         same = evaluation is config.env
         return _hold_out(
-            train, train if same else load(evaluation, config.prompts, longest), config
+            train, train if same else load(evaluation, sources, longest), sources, config
         )
-    train = load(config.env, config.prompts, config.max_new_tokens)
-    held_out = load(evaluation, config.eval_prompts, longest)
-    return train, Subset(held_out, range(min(len(held_out), config.eval_size)))
+    train = load(config.env, sources, config.max_new_tokens)
+    apart = unweighted_sources("eval_prompts", config.eval_prompts)
+    held_out = load(evaluation, apart, longest)
+    sizes = [len(problems) for problems in held_out]
+    counts = shares(sizes, min(sum(sizes), config.eval_size))
+    taken = [Subset(each, range(count)) for each, count in zip(held_out, counts, strict=True)]
+    return mixture(train, sources), mixture(taken, apart)
 
 
 def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
@@ -220,11 +278,17 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
     builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
     if not builders_P:
         raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
-    unjudged = [train.line(p) for p, builder in enumerate(builders_P) if not builder.judged]
+    several = isinstance(train, Mixture)
+    if several and (empty := [part.name for part in train.parts if not part.size]):
+        raise ConfigError(
+            f"prompts={config.prompts}: {empty[0]} has no problem to train on; leave it out"
+        )
+    unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
     if objective.reward_coef > 0 and unjudged:
         raise ConfigError(
             f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
-            f"{config.prompts}:{unjudged[0]} has none"
+            f"{unjudged[0] if several else f'{config.prompts}:{unjudged[0]}'} has none "
+            "(answer_key= says which column it is)"
         )
     if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
         raise ConfigError(
@@ -333,10 +397,18 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
             f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
             "above 0. Set attention_dropout there, or leave dropout out"
         )
-    rows_D = load_sft_rows(config.data, tokenizer, **limits)
+    read = _reader(CompletionColumns, config)
+    rows_D, parts = _each_source(
+        parse_sources("data", config.data),
+        lambda place: load_sft_rows(place, tokenizer, **limits, read=read),
+    )
+    read.require_columns()
+    digests = digests_of(config, {"data": read})
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=rows_D,
+        parts=parts,
+        digests=digests,
         stops=stops,
         warning=_without_end(rows_D, stops, tokenizer),
     )
@@ -375,11 +447,18 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
                 f"reference={config.reference} has a context of {reference.context_length}, "
                 f"shorter than max_length={limits['max_length']}; lower max_length"
             )
-    pairs = load_preference_pairs(config.data, tokenizer, **limits)
+    read = _reader(PreferenceColumns, config)
+    pairs, parts = _each_source(
+        parse_sources("data", config.data),
+        lambda place: load_preference_pairs(place, tokenizer, **limits, read=read),
+    )
+    read.require_columns()
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],
         stops=stops,
+        parts=parts,
+        digests=digests_of(config, {"data": read}),
     )
 
 
@@ -406,17 +485,25 @@ def _limits(
 
 
 def _hold_out(
-    problems: EnvDataset, evaluated: EnvDataset, config: RolloutConfig
+    problems: Sequence[EnvDataset],
+    evaluated: Sequence[EnvDataset],
+    sources: Sequence[Source],
+    config: RolloutConfig,
 ) -> tuple[EnvDataset, EnvDataset]:
     """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
 
-    `evaluated` are the same problems, as evaluations play them.
+    Of each source as many as its size asks for. `evaluated` are the same problems, as evaluations
+    play them.
     """
-    size = min(config.eval_size, len(problems) // 10)
-    order = np.random.default_rng(config.seed).permutation(len(problems)).tolist()
-    held_out = set(order[:size])
-    rest = [p for p in range(len(problems)) if p not in held_out]
-    return Subset(problems, rest), Subset(evaluated, sorted(held_out))
+    sizes = [len(each) for each in problems]
+    counts = shares(sizes, min(config.eval_size, sum(sizes) // 10))
+    train, apart = [], []
+    for i, (each, played, count) in enumerate(zip(problems, evaluated, counts, strict=True)):
+        order = np.random.default_rng([config.seed, i]).permutation(len(each)).tolist()
+        held_out = set(order[: min(count, len(each) - 1)])
+        train.append(Subset(each, [p for p in range(len(each)) if p not in held_out]))
+        apart.append(Subset(played, sorted(held_out)))
+    return mixture(train, sources), mixture(apart, sources)
 
 
 def _shards(directory: Path) -> list[str]:

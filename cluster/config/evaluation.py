@@ -67,7 +67,8 @@ class EvaluationSettings(DecoderSettings):
         metadata=MAY_CHANGE,
     )
     eval_prompts: str | None = chz.field(
-        default=None, doc="JSONL of held-out prompts; default: eval_size problems held out"
+        default=None,
+        doc="held-out prompts, as prompts= takes them; default: eval_size problems held out",
     )
     eval_size: int = chz.field(
         default=64, doc="problems evaluated; without eval_prompts at most a tenth is held out"

@@ -16,7 +16,10 @@ from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import GroupSettings, PolicySettings, PoolSettings
+from cluster.config.rows import unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.columns import PromptColumns
+from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.objective.settings import (
     ObjectiveConfig,
@@ -39,7 +42,7 @@ class TeacherConfig:
 
 
 @chz.chz
-class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
+class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings):
     """The student, and what it learns on."""
 
     section: ClassVar[Section] = Section.MODEL
@@ -49,9 +52,10 @@ class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
     )
     prompts: str | None = chz.field(
         default=None,
-        doc="JSONL or parquet; each row has `prompt` (string) or `messages` (chat), optionally "
-        "`answer`, `tag`, `teacher`, `teacher_prompt` or `teacher_messages`, `bonuses`: see "
-        "docs/objectives.md. Environments that make their own problems take none",
+        doc="JSONL, JSON, CSV, parquet or Arrow file, saved or hub data set, or module:function; "
+        "several with weights: a.jsonl:3,b.parquet:1. Each row has `prompt` (string) or `messages` "
+        "(chat), optionally `answer` and more: see docs/data.md. Environments that make their own "
+        "problems take none",
         metadata=ESSENTIAL,
     )
     reference: str | None = chz.field(
@@ -84,6 +88,16 @@ class DataSettings(EnvSettings, ChatTemplateSettings, StopSettings):
         if self.prompts is None and self.env.reads_prompts:
             name = type(self.env).__name__
             raise ConfigError(f"env={name} reads a file of prompts; give prompts=FILE.jsonl")
+        if self.prompts is not None:
+            parse_sources("prompts", self.prompts)
+        if self.sft_data is not None:
+            parse_sources("sft_data", self.sft_data)
+        for name in chz.chz_fields(PromptColumns):
+            if getattr(self, name) is not None and not self.env.reads_prompts:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} changes nothing: env="
+                    f"{type(self.env).__name__} reads no file"
+                )
 
     def problems_title(self, prompts: str | None) -> str:
         """The environment, its file of prompts and its reward, as they were set."""
@@ -189,6 +203,8 @@ class RolloutConfig(
             raise ConfigError(
                 f"eval_prompts={self.eval_prompts} changes nothing: env={name} reads no file"
             )
+        if self.eval_prompts is not None:
+            unweighted_sources("eval_prompts", self.eval_prompts)
 
     @property
     @abstractmethod

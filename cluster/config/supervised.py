@@ -8,6 +8,8 @@ import chz
 
 from cluster.config.common import CommonConfig
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.columns import CompletionColumns, PreferenceColumns
+from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, Section
 from distill.stops import StopSettings
@@ -38,17 +40,22 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
 
 
 @chz.chz
-class SftConfig(SupervisedConfig, DropoutSettings):
+class SftConfig(CompletionColumns, SupervisedConfig, DropoutSettings):
     """recipe=sft: supervised fine-tuning, loss on what the model is to say itself only."""
 
     section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
-        doc="JSONL or parquet; each row has `prompt` and `completion` (EOS is appended), "
+        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+        "several; each row has `prompt` and `completion` (EOS is appended), "
         "`messages` (chat; every assistant turn is trained), or `tokens` and `loss_mask` (token "
         "ids, as cluster.rollouts_to_sft writes them)",
         metadata=ESSENTIAL,
     )
+
+    @chz.validate
+    def _data_in_range(self) -> None:
+        parse_sources("data", self.data)
 
     def with_dropout(self) -> bool:
         return self.dropout
@@ -69,13 +76,14 @@ class PreferenceSettings:
 
 
 @chz.chz
-class DpoConfig(SupervisedConfig, PreferenceSettings):
+class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
 
     data: str = chz.field(
-        doc="JSONL or parquet; each row has `chosen` and `rejected`, and `prompt` (string) or "
+        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+        "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
         "`messages` (chat) before them, or whole conversations in both",
         metadata=ESSENTIAL,
     )
@@ -85,6 +93,7 @@ class DpoConfig(SupervisedConfig, PreferenceSettings):
 
     @chz.validate
     def _dpo_in_range(self) -> None:
+        parse_sources("data", self.data)
         if not 0 <= self.sft_coef < float("inf"):
             raise ConfigError(f"sft_coef={self.sft_coef} must be 0 or above, and finite")
         if not 0 < self.beta < float("inf"):

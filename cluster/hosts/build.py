@@ -140,7 +140,7 @@ class RolloutCast:
             return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer, inside)
 
         def last_words() -> str:
-            lines = [str(inputs.held_out.line(p)) for p in problems_inside(inside)]
+            lines = [inputs.held_out.label(p) for p in problems_inside(inside)]
             more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
             noun = "problem" if len(lines) == 1 else "problems"
             named = f"{noun} {', '.join(lines[:_SHOWN])}{more} of {title}"

@@ -137,6 +137,7 @@ def build_policy_loop(
             inputs.sft_rows_D,
             batch_size=config.sft_batch_size or SFT_BATCH_SIZE,
             seed=config.seed,
+            parts=inputs.sft_parts,
         )
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = losses[0]
@@ -225,7 +226,11 @@ def build_supervised_loop(
         learner=learner,
         tokenizer=inputs.tokenizer,
         stream=RowStream(
-            rows_D, batch_size=config.batch_size, seed=config.seed, rows_per_unit=rows_per_unit
+            rows_D,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            rows_per_unit=rows_per_unit,
+            parts=inputs.parts,
         ),
         loss=losses[0],
         store=directory.store,

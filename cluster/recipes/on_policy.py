@@ -26,6 +26,7 @@ from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.supervision.supervise import LearnerLost
+from distill.envs.base import EnvDataset, Mixture
 from distill.errors import CheckpointError
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
@@ -40,7 +41,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     inputs = check_rollout(config)
-    directory = RunDirectory(config.recipe, config, inputs.stops)
+    directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(_plan(config, inputs, directory))
     if config.dry_run:
@@ -67,13 +68,22 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"{config.policy_engines} policy, {config.rollout_workers} rollout workers\n"
         f"  objective {_objective_line(config.objective())}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
-        f"  problems  {len(inputs.train)} to train on, {len(inputs.held_out)} held out for "
-        f"evaluation; env={type(config.env).__name__}\n"
+        f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
+        f"{len(inputs.held_out)} held out for evaluation; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
         f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
         f"  learner   {learner_line(config, config.student)}\n"
         f"  run       {config.steps} steps into {directory.path}"
     )
+
+
+def _sources(train: EnvDataset) -> str:
+    """Sources, if there are several: their sizes, and their shares of the groups."""
+    if not isinstance(train, Mixture):
+        return ""
+    total = sum(part.weight for part in train.parts)
+    each = (f"{part.name} {part.size}, {part.weight / total:.0%} of groups" for part in train.parts)
+    return f" ({'; '.join(each)})"
 
 
 def _objective_line(objective: ObjectiveConfig) -> str:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
 from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
 from cluster.hosts.build import learner_spec, supervised_learners
-from cluster.placement.roles import describe_layout
+from cluster.placement.roles import LEARNER, describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, drive
@@ -43,7 +43,7 @@ def run_dpo(config: DpoConfig, console: Console) -> None:
 def _run(
     recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
 ) -> None:
-    directory = RunDirectory(recipe, config, inputs.stops)
+    directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(
         f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
@@ -95,7 +95,7 @@ class _Run:
     def to_the_end(self) -> None:
         config, running = self._config, self._running
         self._lifecycle.fill(running.resume_from)
-        self._driver.until("the learner to start", self._lifecycle.started, config.deadline_s)
+        self._driver.until_started([LEARNER], running.progress.note)
         self.supervisor.under_way = True
         checkpoint = drive(
             self,
@@ -121,7 +121,7 @@ class _Run:
     def recover(self, lost: LearnerLost) -> int:
         since = time.monotonic()
         checkpoint = self._lifecycle.recover(lost, self._driver, self._running.progress.note)
-        self._driver.until("the learner to start", self._lifecycle.started, self._config.deadline_s)
+        self._driver.until_started([LEARNER], self._running.progress.note)
         self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint.step if checkpoint else 0
 

@@ -20,7 +20,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,9 @@ from distill.lookup import current_name
 from distill.settings import MAY_CHANGE, flagged
 from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint, CheckpointStore
-from learner.digests import digest, digests, disk_remedy, sync_directory, sync_tree
+from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
-
-# Settings that name files of rows. What is in them must stay; they may move.
-_DATA = ("prompts", "eval_prompts", "sft_data", "data")
 
 # What a run writes into its directory.
 _DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs")
@@ -50,15 +46,26 @@ _FILES = (
 
 
 class RunDirectory:
-    """`out/` of one run."""
+    """`out/` of one run.
 
-    def __init__(self, recipe: str, config: CommonConfig, stops: StopTokens | None = None) -> None:
-        """`stops`: where the run's responses end, for config.json."""
+    Args:
+        stops: where the run's responses end, for config.json.
+        digests: SHA-256 of the rows that settings name, by setting; see `cluster.config.rows`.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        config: CommonConfig,
+        digests: Mapping[str, str] | None = None,
+        stops: StopTokens | None = None,
+    ) -> None:
         self._stops = stops
         self.path = Path(config.out).resolve()
         self._recipe = recipe
         self._attempt = secrets.token_hex(3)
         self._config = config
+        self._data = dict(digests or {})
         self.store = CheckpointStore(self.path / "checkpoints", config.keep_checkpoints)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
@@ -152,7 +159,7 @@ class RunDirectory:
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
         may_change = flagged(type(self._config), MAY_CHANGE) - fixed
-        moved = {name for name in _DATA if name in data and data[name] == self._data.get(name)}
+        moved = {name for name in data if data[name] == self._data.get(name)}
         for name in sorted((settings.keys() | now.keys()) - may_change - moved):
             if settings.get(name) != now.get(name):
                 raise ConfigError(
@@ -169,17 +176,11 @@ class RunDirectory:
             )
         for name in sorted(data.keys() - moved):
             raise ConfigError(
-                f"{name}={now.get(name)} is not the file that the run in out={self.path} began "
-                f"with: its sha256 is {self._data.get(name)} and was {data[name]}, and a group's "
-                "number says which of its rows it is. Put the file back as it was, or choose "
+                f"{name}={now.get(name)} does not hold the rows that the run in out={self.path} "
+                f"began with: their sha256 is {self._data.get(name)} and was {data[name]}, and a "
+                "group's number says which row it is. Put them back as they were, or choose "
                 "another out="
             )
-
-    @cached_property
-    def _data(self) -> dict[str, str]:
-        """SHA-256 of each file of rows, by the setting that names it."""
-        paths = {name: getattr(self._config, name, None) for name in _DATA}
-        return {name: digest(path) for name, path in paths.items() if path and Path(path).is_file()}
 
     def is_finished(self) -> bool:
         """True if the last run here finished."""

@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -36,12 +36,15 @@ from cluster.early_ends import Interrupted, RunFailed
 from cluster.handles import calls
 from cluster.queue.group_queue import QueueClosed
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
-from cluster.supervision.supervise import ActorLost, LearnerLost, Overdue, Supervisor
+from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
 from distill.errors import CheckpointError, EngineLost, IsothermError
 from learner.checkpoint import Checkpoint
 
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
+# How often a start that takes long says who is missing, and how many of them it names.
+_SAY_EVERY_S = 5.0
+_NAMED = 4
 # A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
@@ -141,6 +144,31 @@ class Driver:
             if time.monotonic() > deadline:
                 raise RunFailed(f"waited {deadline_s:.0f} s for {what}")
             time.sleep(0.05)
+
+    def until_started(self, roles: Sequence[str], say: Callable[[str], None]) -> None:
+        """Waits until every actor of the roles has answered; says now and then who has not.
+
+        Raises:
+            RunFailed: not within `deadline_s`; or one cannot start.
+        """
+        since = said = time.monotonic()
+        while missing := self._members(roles, State.STARTING):
+            self.poll()
+            now = time.monotonic()
+            names = _listed([member.name for member in missing])
+            if now - since > self._deadline_s:
+                raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
+            if now - said >= _SAY_EVERY_S:
+                said = now
+                everyone = len(self._members(roles))
+                say(
+                    f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
+                    f"{now - since:.0f} s; waiting for {names}"
+                )
+            time.sleep(0.05)
+
+    def _members(self, roles: Sequence[str], *states: State) -> list[Member]:
+        return [m for role in roles for m in self._supervisor.members(role, *states)]
 
     def pause(self, seconds: float) -> None:
         """Sleeps, and polls meanwhile; raises as `call` does."""
@@ -295,3 +323,8 @@ def _let_end(pending: Any) -> dict[str, float] | None:
         return calls.get(pending, timeout=600)
     except (QueueClosed, RayActorError):
         return None
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -196,15 +196,11 @@ class Fleet:
             for index in range(self._size(name)):
                 self.supervisor.add(spec, index)
         self._lifecycle.fill(resume_from)
-        self.driver.until("the actors to start", self._started, self._config.deadline_s)
+        self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
         for role in self._engine_roles:  # what they hold is for the first handshake to say
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
-
-    def _started(self) -> bool:
-        roles = [QUEUE, LEARNER, *self._specs]
-        return not any(self.supervisor.members(role, State.STARTING) for role in roles)
 
     def work(self) -> None:
         """Rollouts begin."""
@@ -345,7 +341,7 @@ class Fleet:
         """A new learner, from the newest checkpoint, and the queue back where it stands."""
         since = time.monotonic()
         checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
-        self.driver.until("the learner to start", self._lifecycle.started, self._config.deadline_s)
+        self.driver.until_started([LEARNER], self._say)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())
         # Only now: what is leased from here on must not be sampled from weights that are lost.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))

@@ -8,7 +8,7 @@ from typing import Any
 from cluster.hosts.build import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import ActorSpec, LearnerLost, State, Supervisor
+from cluster.supervision.supervise import ActorSpec, LearnerLost, Supervisor
 from learner.checkpoint import Checkpoint
 
 # Makes the learner's workers from a checkpoint, or from the run's start; how often it did before.
@@ -37,10 +37,6 @@ class LearnerLifecycle:
         for index, actor in enumerate(self._actors.all):
             self._supervisor.adopt(self._spec, index, actor, self._attempt)
         self._attempt += 1
-
-    def started(self) -> bool:
-        """True if every worker has answered."""
-        return not self._supervisor.members(self._spec.name, State.STARTING)
 
     def recovered(self, seconds: float) -> None:
         """Writes down that the learner is back."""

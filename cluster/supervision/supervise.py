@@ -396,9 +396,9 @@ class Supervisor:
         member.died = time.monotonic() if member.died is None else member.died
 
     def end_all(self) -> None:
-        """Ends every actor; nothing is restarted."""
+        """Ends every actor, the callers before those they call; nothing is restarted."""
         self._restarts.clear()
-        for member in self._members:
+        for member in reversed(self._members):
             calls.kill(member.handle)
         self._members.clear()
 

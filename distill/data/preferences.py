@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import Chain
-from distill.data.row_files import located, read_rows
+from distill.data.columns import refuse_misspelt
+from distill.data.row_files import Rows, located, read_rows
 from distill.data.sft_rows import ExampleEncoder, supervised_row
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 _SIDES = ("chosen", "rejected")
+FIELDS = frozenset((*_SIDES, "prompt", "messages", "tools"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +38,9 @@ def load_preference_pairs(
     vocab_size: int,
     max_length: int,
     stop_ids: Collection[int],
+    read: Callable[[str], Rows] = read_rows,
 ) -> list[PreferencePair]:
-    """Pairs of a JSONL or parquet file, each row in one of three forms.
+    """Pairs of a source, each row in one of three forms.
 
         prompt       a string; `chosen` and `rejected` are strings, closed by the EOS
         messages     the context, chat format; `chosen` and `rejected` are each what the assistant
@@ -47,16 +50,20 @@ def load_preference_pairs(
     `tools` beside messages go to the chat template. Only what the assistant says after the shared
     context is trained, with weight 1.
 
+    Args:
+        read: reads the rows of the source at `path`.
+
     Raises:
-        DataError: names the file, the line, and what is wrong with it.
+        DataError: names the source, the row, and what is wrong with it.
     """
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
     )
     pairs = []
-    for number, row in read_rows(path):
+    for number, row in read(path):
         where = f"{path}:{number}"
         with located(where):
+            refuse_misspelt(row, FIELDS)
             chosen, rejected = _chains(encoder, row)
         pairs.append(
             PreferencePair(

@@ -1,13 +1,11 @@
-"""Prompts: read and check a file of them, and walk through it in a seeded, resumable order."""
+"""Prompts: read, rendered and checked before a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from distill.chat.template import (
     Message,
@@ -18,13 +16,23 @@ from distill.chat.template import (
     render_messages,
     render_text,
 )
-from distill.data.row_files import located, read_rows
-from distill.errors import ConfigError, DataError
+from distill.data.columns import refuse_misspelt
+from distill.data.row_files import Rows, located, read_rows
+from distill.errors import DataError
 from distill.lookup import known_names
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+# Fields of a row that are read.
+FIELDS = frozenset(
+    {
+        *("prompt", "messages", "tools", "answer", "teacher", "tag", "bonuses"),
+        *("teacher_prompt", "teacher_messages"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,10 +41,10 @@ class Prompt:
 
     Attributes:
         tokens_T: what the policy sees.
-        answer: the reference for the reward; None where the file has none.
-        line: the row of the file, from 1.
+        answer: the reference for the reward; None where the row has none.
+        line: the row of the source, from 1.
         teacher: the name of the one that scores it, where teachers have names.
-        tag: the kind of prompt, for metrics by kind; None where the file has none.
+        tag: the kind of prompt, for metrics by kind; None where the row has none.
         teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
         bonuses: what each occurrence of a phrase in the response pays.
         messages: the prompt as a chat; empty for a plain string.
@@ -75,10 +83,11 @@ def load_prompts(
     teacher_context_length: int | None = None,
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
     chat: ChatStyle | None = None,
+    read: Callable[[str], Rows] = read_rows,
 ) -> list[Prompt]:
-    """Reads, renders and checks every prompt of a file before anything expensive starts.
+    """Reads, renders and checks every prompt of a source before anything expensive starts.
 
-    A row of the file, JSONL or parquet, has `prompt` (a string, encoded as it stands) or `messages`
+    A row has `prompt` (a string, encoded as it stands) or `messages`
     (OpenAI chat format, through the model's chat template, with `tools` if the row has them), and
     optionally
 
@@ -88,6 +97,8 @@ def load_prompts(
         teacher_prompt    or `teacher_messages`: what the teacher sees in place of the prompt, such
                           as the prompt and its solution
         bonuses           an object of phrase -> reward
+
+    Other fields are left alone, unless one is nearly called like one of these.
 
     Args:
         vocab_size: of the model; ids are below it.
@@ -99,14 +110,16 @@ def load_prompts(
         teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
             that `teacher_messages` go through; the run's own for a teacher that is not among them.
         chat: makes a chat of every prompt; None: strings are encoded as they stand.
+        read: reads the rows of the source at `path`.
 
     Raises:
-        DataError: names the file, the line, and what is wrong with it.
+        DataError: names the source, the row, and what is wrong with it.
     """
     teacher_limit = context_length if teacher_context_length is None else teacher_context_length
     prompts = []
-    for number, row in read_rows(path):
+    for number, row in read(path):
         with located(f"{path}:{number}"):
+            refuse_misspelt(row, FIELDS)
             prompt = _prompt(row, number, tokenizer, teachers, teacher_tokenizers or {}, chat)
             seen_by_teacher_T = prompt.tokens_T
             if prompt.teacher_tokens_T is not None:
@@ -155,7 +168,10 @@ def _render(
     """Tokens and messages of the prompt whose fields' names begin with `prefix`."""
     text, messages = f"{prefix}prompt", f"{prefix}messages"
     if (row.get(text) is None) == (row.get(messages) is None):
-        raise DataError(f"give exactly one of `{text}` (a string) and `{messages}` (chat format)")
+        raise DataError(
+            f"give exactly one of `{text}` (a string) and `{messages}` (chat format)"
+            f"{'' if prefix else _columns_of(row)}"
+        )
     given: list[Message] = []
     if row.get(messages) is not None:
         given = check_messages(row[messages], messages)
@@ -169,6 +185,11 @@ def _render(
     if len(tokens_T) == 0:
         raise DataError(f"the {prefix}prompt is empty after tokenization")
     return tokens_T, given
+
+
+def _columns_of(row: Mapping[str, Any]) -> str:
+    named = ", ".join(f"`{name}`" for name in row) or "no field"
+    return f"; the row has {named}, and prompt_key= says which column is the prompt"
 
 
 def _in_style(
@@ -238,27 +259,3 @@ def _bonuses(bonuses: object) -> dict[str, float]:
         ):
             raise DataError(f"`bonuses[{phrase!r}]` must be a finite number, got {value!r}")
     return {phrase: float(value) for phrase, value in bonuses.items()}
-
-
-class PromptStream:
-    """The run's endless order of prompts: position -> index, a fresh seeded shuffle every epoch.
-
-    A pure function of (number of prompts, seed), so the cursor of a resumed run is one integer.
-    """
-
-    def __init__(self, num_prompts: int, seed: int) -> None:
-        if num_prompts < 1:
-            raise ConfigError("there are no prompts to train on")
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._epoch = -1
-        self._order_P: Sequence[int] = ()
-
-    def index(self, position: int) -> int:
-        """Index of the prompt at `position` (0-based; epochs follow one another)."""
-        epoch, offset = divmod(position, self._num_prompts)
-        if epoch != self._epoch:
-            rng = np.random.default_rng([self._seed, epoch])
-            self._order_P = rng.permutation(self._num_prompts).tolist()
-            self._epoch = epoch
-        return self._order_P[offset]

@@ -1,69 +1,219 @@
-"""Files of rows: JSONL or parquet, read whole, with errors that name the file and the row."""
+"""Files of rows, read whole, with errors that name the file and the row.
+
+    .jsonl, any other suffix   an object per line; or one JSON array of objects
+    .json                      the same
+    .csv, .tsv                 a row of names, then rows of texts; an empty cell is no field
+    .parquet                   Apache Parquet
+    .arrow, .feather           Apache Arrow: IPC files and streams
+
+The first three are UTF-8, with or without a byte order mark, with any line ends, and as `.gz` too.
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
-from collections.abc import Iterator
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from distill.errors import DataError
 
+# (number from 1, object) of every row.
+Rows = list[tuple[int, dict[str, Any]]]
 
-def read_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
-    """(number from 1, object) of every row: of a parquet file by its suffix, else of JSONL.
 
-    A JSONL row's number is its line's, blank lines counted and left out. Parquet cannot tell an
-    absent field from a null one, so its nulls are left out, at any depth.
+def read_rows(path: str) -> Rows:
+    """(number from 1, object) of every row of a file, by its suffix as above.
+
+    A JSONL or CSV row's number is its first line's, blank lines counted and left out. Parquet and
+    Arrow cannot tell an absent field from a null one, so their nulls are left out, at any depth.
 
     Raises:
         DataError: no such file, nothing in it, or something in it that is not a row.
     """
-    parquet = Path(path).suffix.lower() == ".parquet"
-    rows = _parquet_rows(path) if parquet else _jsonl_rows(path)
+    rows = _READERS.get(suffix_of(path), _json_rows)(path)
     if not rows:
-        remedy = "" if parquet else "; write one JSON object per line"
+        remedy = "; write one JSON object per line" if suffix_of(path) not in _READERS else ""
         raise DataError(f"{path} holds no rows{remedy}")
     return rows
 
 
-def _jsonl_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
-    rows: list[tuple[int, dict[str, Any]]] = []
+def suffix_of(path: str) -> str:
+    """The suffix that names the format, in small letters; that before `.gz`."""
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes[-1:] == [".gz"]:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _text_of(path: str) -> str:
+    """The text of a file, without a byte order mark."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:  # numbers or brackets without end
-                    raise DataError(f"{path}:{number}: not valid JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")
-                rows.append((number, row))
-    except (OSError, UnicodeDecodeError) as error:
+        content = Path(path).read_bytes()
+        if Path(path).suffix.lower() == ".gz":
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {path!r}: {error}; save it as UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path!r}: {error}") from error
+
+
+def _json_rows(path: str) -> Rows:
+    text = _text_of(path)
+    if text.lstrip()[:1] == "[":
+        return _array_rows(path, text)
+    rows: Rows = []
+    for number, line in enumerate(io.StringIO(text, newline=None), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:  # numbers or brackets without end
+            what = _what_else(text) if not rows else ""
+            raise DataError(f"{path}:{number}: not valid JSON: {error}{what}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: expected a JSON object, got {line[:40]!r}")
+        rows.append((number, row))
     return rows
 
 
-def _parquet_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
+def _array_rows(path: str, text: str) -> Rows:
+    """Rows of one JSON array; a row's number is its place there."""
     try:
+        array = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise DataError(f"{path}:{line}: not a valid JSON array: {error}") from error
+    return _objects(path, array)
+
+
+def _objects(path: str, rows: Sequence[Any]) -> Rows:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: expected a JSON object, got {repr(row)[:40]}")
+    return list(enumerate(rows, start=1))
+
+
+def _what_else(text: str) -> str:
+    """The end of an error: what a text that is not JSONL from its first line may be."""
+    if text.lstrip()[:1] != "{":
+        return ". One JSON object per line is expected; if it is CSV, name it .csv"
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    return ". The file is one JSON object; write an array of objects, or one object per line"
+
+
+def _csv_rows(path: str) -> Rows:
+    return _table_rows(path, ",")
+
+
+def _tsv_rows(path: str) -> Rows:
+    return _table_rows(path, "\t")
+
+
+def _table_rows(path: str, delimiter: str) -> Rows:
+    """Rows of a table whose first row has the names."""
+    text = _text_of(path)
+    with _long_cells():
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        try:
+            return list(_named(path, _numbered(reader)))
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
+
+
+def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """(first line, cells) of every row that is not blank."""
+    start = 1
+    for cells in reader:
+        if any(cell.strip() for cell in cells):
+            yield start, cells
+        start = reader.line_num + 1
+
+
+def _named(path: str, cells: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, dict]]:
+    line, header = next(cells, (1, []))
+    names = [name.strip() for name in header]
+    twice = {name for name in names if name and names.count(name) > 1}
+    if twice:
+        raise DataError(f"{path}:{line}: two columns are called {min(twice)!r}; rename one")
+    for number, row in cells:
+        if len(row) != len(names):
+            raise DataError(
+                f"{path}:{number}: {len(row)} cells, but the first row names {len(names)} columns; "
+                "a comma or line end within a cell needs quotes around the cell"
+            )
+        yield number, {n: cell for n, cell in zip(names, row, strict=True) if n and cell}
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Lifts the csv module's limit on a cell's length."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _parquet_rows(path: str) -> Rows:
+    import pyarrow.parquet  # --help does without
+
+    def read() -> Any:
         with pyarrow.parquet.ParquetFile(path) as file:
-            rows = file.read().to_pylist(maps_as_pydicts="strict")
+            return file.read()
+
+    return _arrow_table_rows(path, "parquet", read)
+
+
+def _arrow_rows(path: str) -> Rows:
+    import pyarrow.ipc
+
+    def read() -> Any:
+        with pyarrow.OSFile(path) as file:
+            if file.read(6) == b"ARROW1":
+                return pyarrow.ipc.open_file(file).read_all()
+        with pyarrow.OSFile(path) as file:
+            return pyarrow.ipc.open_stream(file).read_all()
+
+    return _arrow_table_rows(path, "Arrow", read)
+
+
+def _arrow_table_rows(path: str, what: str, read: Callable[[], Any]) -> Rows:
+    import pyarrow
+
+    try:
+        rows = read().to_pylist(maps_as_pydicts="strict")
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
-        raise DataError(f"cannot read {path!r} as parquet: {error}") from error
-    return [(number, _without_nulls(row)) for number, row in enumerate(rows, start=1)]
+        raise DataError(f"cannot read {path!r} as {what}: {error}") from error
+    return [(number, without_nulls(row)) for number, row in enumerate(rows, start=1)]
 
 
-def _without_nulls(value: Any) -> Any:
+_READERS: dict[str, Callable[[str], Rows]] = {
+    ".csv": _csv_rows,
+    ".tsv": _tsv_rows,
+    ".parquet": _parquet_rows,
+    ".arrow": _arrow_rows,
+    ".feather": _arrow_rows,
+}
+SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", *_READERS})
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without fields that are None, at any depth."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner) for inner in value]
     return value
 
 

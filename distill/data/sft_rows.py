@@ -8,12 +8,12 @@
                           `tokenizer` beside them is the fingerprint of the tokenizer that made
                           them, for nothing is encoded again
 
-Other fields are left alone.
+Other fields are left alone, unless one is nearly called like one of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from distill.chat.template import (
     render_text,
 )
 from distill.data.assistant_masks import Chain, conversation_chains
-from distill.data.row_files import located, read_rows
+from distill.data.columns import refuse_misspelt
+from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 from distill.sampling import UNSCALED
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 SFT_TEMPERATURE = UNSCALED
 # The fields of each form, the one that names it first.
 _FORMS = (("prompt", "completion"), ("messages",), ("tokens", "loss_mask"))
+FIELDS = frozenset({"tools", "tokenizer"}.union(*_FORMS))
 
 
 def load_sft_rows(
@@ -51,20 +53,25 @@ def load_sft_rows(
     vocab_size: int,
     max_length: int,
     stop_ids: Collection[int],
+    read: Callable[[str], Rows] = read_rows,
 ) -> list[TrainingRow]:
-    """Rows of a file of supervised examples, JSONL or parquet, in the forms above.
+    """Rows of a source of supervised examples, in the forms above.
+
+    Args:
+        read: reads the rows of the source at `path`.
 
     Raises:
-        DataError: names the file, the line, and what is wrong with it.
+        DataError: names the source, the row, and what is wrong with it.
     """
     encoder = ExampleEncoder(
         tokenizer=tokenizer, vocab_size=vocab_size, max_length=max_length, stop_ids=stop_ids
     )
     vocab_hash = fingerprint(tokenizer).vocab_hash
     rows: list[TrainingRow] = []
-    for number, example in read_rows(path):
+    for number, example in read(path):
         where = f"{path}:{number}"
         with located(where):
+            refuse_misspelt(example, FIELDS)
             chains = _chains(encoder, example, vocab_hash)
         rows += [supervised_row(chain, where) for chain in chains]
     return rows

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import chz
 
-from distill.data.prompts import ChatStyle, Prompt, PromptStream, load_prompts
-from distill.data.row_files import located
+from distill.data.order import MixedPart, MixedStream, part_of
+from distill.data.prompts import ChatStyle, Prompt, load_prompts
+from distill.data.row_files import Rows, located, read_rows
+from distill.data.sources import Source
 from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError
 from distill.rewards.registry import RewardFunction, check_answer
@@ -132,8 +134,12 @@ class EnvDataset(ABC):
     def builder(self, problem: int, group_size: int) -> EnvGroupBuilder: ...
 
     def line(self, problem: int) -> int:
-        """The problem's row in its file, from 1; its number, where there is no file."""
+        """The problem's row in its source, from 1; its number, where there is no source."""
         return problem + 1
+
+    def label(self, problem: int) -> str:
+        """The problem's row for messages, with its source where there are several."""
+        return str(self.line(problem))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +154,7 @@ class EnvContext:
         teachers: the names of the teachers; empty where they have none.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
         teacher_tokenizers: by their names, where their templates are known; see `load_prompts`.
+        read: the rows of a source, with the run's columns as the fields that are read.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -158,9 +165,10 @@ class EnvContext:
     teachers: Collection[str] = ()
     teacher_context_length: int | None = None
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    read: Callable[[str], Rows] = read_rows
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
-        """The prompts of a file, rendered and held to what the models have room for.
+        """The prompts of a source, rendered and held to what the models have room for.
 
         Raises:
             DataError: see `load_prompts`; or an answer is nothing that the reward can read.
@@ -175,6 +183,7 @@ class EnvContext:
             teacher_context_length=self.teacher_context_length,
             teacher_tokenizers=self.teacher_tokenizers,
             chat=chat,
+            read=self.read,
         )
         for prompt in prompts:
             with located(f"{path}:{prompt.line}"):
@@ -209,7 +218,9 @@ class EnvConfig(ABC):
 
     @abstractmethod
     def __call__(self, path: str | None, setting: EnvContext) -> EnvDataset:
-        """The problems of the file at `path`; `path` is None where it reads none.
+        """The problems of the source at `path`; `path` is None where it reads none.
+
+        `setting.read(path)` gives the rows of whatever source it is.
 
         Raises:
             ConfigError, DataError: with the field or file, the value and the remedy.
@@ -250,6 +261,55 @@ class Subset(EnvDataset):
     def line(self, problem: int) -> int:
         return self._dataset.line(self._problems[problem])
 
+    def label(self, problem: int) -> str:
+        return self._dataset.label(self._problems[problem])
+
+
+class Mixture(EnvDataset):
+    """Problems of several sources, one source after another.
+
+    Args:
+        datasets: of each source, its problems.
+        sources: names and weights, in the same order.
+    """
+
+    def __init__(self, datasets: Sequence[EnvDataset], sources: Sequence[Source]) -> None:
+        self._datasets, self._sources = list(datasets), list(sources)
+        self.parts = [
+            MixedPart(name=source.name, size=len(dataset), weight=source.weight)
+            for dataset, source in zip(datasets, sources, strict=True)
+        ]
+        self.answer = datasets[0].answer  # the reward's, which all of them have
+
+    def __len__(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def builder(self, problem: int, group_size: int) -> EnvGroupBuilder:
+        source, inner = part_of(self.parts, problem)
+        return self._datasets[source].builder(inner, group_size)
+
+    def line(self, problem: int) -> int:
+        source, inner = part_of(self.parts, problem)
+        return self._datasets[source].line(inner)
+
+    def label(self, problem: int) -> str:
+        source, inner = part_of(self.parts, problem)
+        return f"{self._sources[source].place}:{self._datasets[source].label(inner)}"
+
+    def source(self, problem: int) -> str:
+        """Name of the problem's source."""
+        return self.parts[part_of(self.parts, problem)[0]].name
+
+
+def mixture(datasets: Sequence[EnvDataset], sources: Sequence[Source]) -> EnvDataset:
+    """The problems of all sources; those of the only one as they are."""
+    return datasets[0] if len(datasets) == 1 else Mixture(datasets, sources)
+
+
+def source_of(dataset: EnvDataset, problem: int) -> str:
+    """Name of the problem's source; empty where there is only one."""
+    return dataset.source(problem) if isinstance(dataset, Mixture) else ""
+
 
 class EnvStream:
     """A run's endless, seeded sequence of groups: group id -> the problem at that place.
@@ -261,14 +321,19 @@ class EnvStream:
         self, dataset: EnvDataset, *, group_size: int, seed: int, title: str = "the data"
     ) -> None:
         self._dataset, self._group_size, self._title = dataset, group_size, title
-        self._order = PromptStream(len(dataset), seed)
+        mixed = isinstance(dataset, Mixture)
+        self._order = MixedStream(dataset.parts if mixed else [MixedPart(size=len(dataset))], seed)
 
     def builder(self, group_id: int) -> EnvGroupBuilder:
         return self._dataset.builder(self._order.index(group_id), self._group_size)
 
+    def source(self, group_id: int) -> str:
+        """Name of the source of the group's problem; empty where there is only one."""
+        return source_of(self._dataset, self._order.index(group_id))
+
     def describe(self, group_id: int) -> str:
         """The group's problem, for messages."""
-        return f"problem {self._dataset.line(self._order.index(group_id))} of {self._title}"
+        return f"problem {self._dataset.label(self._order.index(group_id))} of {self._title}"
 
 
 def only_teacher(setting: EnvContext) -> str:

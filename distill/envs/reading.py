@@ -19,7 +19,8 @@ from typing import Any
 import chz
 
 from distill.chat.template import Message, check_text, render_messages
-from distill.data.row_files import located, read_rows
+from distill.data.columns import refuse_misspelt
+from distill.data.row_files import located
 from distill.engine import Sampler
 from distill.envs.base import EnvContext, require_path
 from distill.envs.chat import MessageEnv, MessageStep
@@ -141,6 +142,9 @@ class Condensed(MessageEnv):
         return MessageStep(reward=await judge(self._reward, said, self._document.answer))
 
 
+_FIELDS = frozenset(("document", "question", "answer", "facts", "tag"))
+
+
 @chz.chz
 class Reading(ChatEnvConfig):
     """env=Reading: rows of `document`, `question`, `answer`, and optionally `facts` and `tag`."""
@@ -173,8 +177,9 @@ class Reading(ChatEnvConfig):
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
         problems_P = []
-        for number, row in read_rows(require_path(path, "Reading")):
+        for number, row in setting.read(require_path(path, "Reading")):
             with located(f"{path}:{number}"):
+                refuse_misspelt(row, _FIELDS)
                 problems_P.append(self._problem(row, number, wording, setting))
         return problems_P
 

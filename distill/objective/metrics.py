@@ -19,8 +19,8 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
     `opd/reverse_kl` is the sampled estimate of KL(p_T || q_T), `opd/reverse_kl_vs_q1` the same
     towards the teacher's unscaled q_1, and `opd/bias` the second less the first: the error of an
     objective that scores the teacher at temperature 1. `reference/kl` is the sampled
-    KL(p_T || ref_T). Where groups have teachers or tags, reverse KL and reward come once more for
-    each of them.
+    KL(p_T || ref_T). Where groups have teachers, tags or sources, reverse KL and reward come once
+    more for each of them, and for sources their share of the groups.
     """
     trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
     segments = [segment for group in groups_P for segment in group.segments()]
@@ -117,17 +117,21 @@ def _gaps(segments: Sequence[Segment], teacher: Sequence[FloatArray | None]) -> 
 
 
 def _breakdown(groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Mean reward and reverse KL of the groups of each teacher and of each tag."""
+    """Mean reward and reverse KL of the groups of each teacher, tag and source; sources' shares."""
     kinds: dict[str, list[TrajectoryGroup]] = {}
     for group in groups_P:
         if group.teacher:
             kinds.setdefault(f"teacher={group.teacher}", []).append(group)
         if group.tag is not None:
             kinds.setdefault(f"tag={group.tag}", []).append(group)
+        if group.source:
+            kinds.setdefault(f"source={group.source}", []).append(group)
     metrics = {}
     for kind, groups in sorted(kinds.items()):
         rewards = [trajectory.reward for group in groups for trajectory in group.trajectories_G]
         metrics[f"reward/mean/{kind}"] = float(np.mean(rewards))
+        if kind.startswith("source="):
+            metrics[f"rollout/share/{kind}"] = len(groups) / len(groups_P)
         segments = [segment for group in groups for segment in group.segments()]
         found = _teacher_metrics(segments)
         if found:

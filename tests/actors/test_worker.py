@@ -55,6 +55,9 @@ class Dataset:
     def describe(self, group_id: int) -> str:
         return f"problem {group_id + 1}"
 
+    def source(self, group_id: int) -> str:
+        return "primes"
+
 
 @dataclass
 class Sink:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +18,8 @@ from cluster.config.checks import check_dpo, check_rollout, check_sft
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.supervised import DpoConfig, SftConfig
 from distill.data.prompts import Prompt
-from distill.envs.base import EnvDataset
+from distill.envs.base import EnvDataset, EnvStream, Mixture
+from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import TinyPair
 from tests.tiny import save_tokenizer, tiny_model_dir
@@ -347,3 +351,97 @@ def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_pa
         check_dpo(dpo(reference=short))
     with pytest.raises(CheckpointError, match="cannot read a model config"):
         check_dpo(dpo(reference="/nowhere/at/all"))
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Callable[..., str]:
+    """sums(name, count): a file of so many prompts, which the name begins."""
+
+    def write(name: str, count: int, **more: object) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        rows = [{"prompt": f"{name}{i}=", "answer": str(i)} | more for i in range(count)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def test_each_source_gives_its_part_of_the_held_out_prompts(opd: NewOpd, sums) -> None:
+    a, b = sums("a", 40), sums("b", 20)
+    inputs = check_rollout(opd(prompts=f"{a}:3,{b}"))
+    train, held_out = inputs.train, inputs.held_out
+    assert isinstance(train, Mixture) and isinstance(held_out, Mixture)
+    assert [(part.name, part.size, part.weight) for part in train.parts] == [
+        ("a", 36, 3),
+        ("b", 18, 1),
+    ]
+    assert [(part.name, part.size) for part in held_out.parts] == [("a", 4), ("b", 2)]
+    seen = [(train.source(p), train.line(p)) for p in range(len(train))]
+    seen += [(held_out.source(p), held_out.line(p)) for p in range(len(held_out))]
+    assert sorted(seen) == [("a", n) for n in range(1, 41)] + [("b", n) for n in range(1, 21)]
+    assert train.label(36) == f"{b}:{train.line(36)}"
+    alone = check_rollout(opd(prompts=a)).held_out
+    assert len(alone) == 4 and not isinstance(alone, Mixture)
+
+
+def test_the_groups_of_a_run_follow_the_weights(opd: NewOpd, sums) -> None:
+    """The problem of each group, over many of them, and as a worker that comes late sees them."""
+    train = check_rollout(opd(prompts=f"{sums('a', 40)}:3,{sums('b', 20)}:1")).train
+    stream = EnvStream(train, group_size=2, seed=3)
+    names = Counter(stream.source(group_id) for group_id in range(4000))
+    assert names == {"a": 3000, "b": 1000}
+    late = pickle.loads(pickle.dumps(EnvStream(train, group_size=2, seed=3)))
+    for group_id in (3999, 5, 1234, 5):
+        assert late.describe(group_id) == stream.describe(group_id)
+        told = f"problem .*{stream.source(group_id)}.jsonl:"
+        assert re.match(told, late.describe(group_id))
+
+
+def test_evaluation_prompts_of_several_sources(opd: NewOpd, sums) -> None:
+    both = f"{sums('c', 30)},{sums('d', 10)}"
+    held_out = check_rollout(opd(eval_prompts=both, eval_size=8)).held_out
+    assert isinstance(held_out, Mixture)
+    assert [(part.name, part.size) for part in held_out.parts] == [("c", 6), ("d", 2)]
+    with pytest.raises(ConfigError, match=r"eval_prompts=.*: weights change nothing"):
+        opd(eval_prompts=f"{sums('c', 3)}:2,{sums('d', 2)}")
+
+
+def test_a_row_without_an_answer_is_named_with_its_source(opd: NewOpd, sums) -> None:
+    both = f"{sums('a', 4)},{sums('b', 3, answer=None)}"
+    with pytest.raises(ConfigError, match=r"an `answer` with every prompt; .*b\.jsonl:1 has none"):
+        check_rollout(opd(prompts=both, reward_coef=1.0, reward="contains"))
+
+
+def test_columns_are_for_environments_that_read_rows(opd: NewOpd) -> None:
+    with pytest.raises(ConfigError, match="answer_key=a changes nothing: env=TicTacToeGames"):
+        opd(env=TicTacToeGames(), prompts=None, answer_key="a")
+
+
+def test_supervised_sources_are_weighed(sft: NewSft, opd: NewOpd, tmp_path: Path) -> None:
+    more = tmp_path / "more.csv"
+    more.write_text("prompt,completion\n2+2=,4\n")
+    both = f"{sft().data}:1,{more}:3"
+    inputs = check_sft(sft(data=both))
+    parts = [(part.name, part.size, part.weight) for part in inputs.parts]
+    assert parts == [("data", 6, 1), ("more", 1, 3)] and len(inputs.rows_D) == 7
+    assert inputs.rows_D[6].source == f"{more}:2"
+    beside = check_rollout(opd(sft_data=both))
+    assert beside.sft_parts == inputs.parts and len(beside.sft_rows_D) == 7
+    assert beside.digests["sft_data"] == inputs.digests["data"]
+
+
+def test_pairs_with_columns_of_their_own(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    data = tmp_path / "pairs.json"
+    data.write_text(json.dumps([{"q": "1+1=", "good": "2", "bad": "3"}] * 2))
+    keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
+    out = str(tmp_path / "out")
+    inputs = check_dpo(DpoConfig(model=tiny_pair.student, data=str(data), out=out, **keys))
+    assert [(part.name, part.size) for part in inputs.parts] == [("pairs", 2)]
+    assert len(inputs.rows_D) == 4
+
+
+@pytest.mark.parametrize("value", ["a.jsonl:0,b.jsonl", "a.jsonl,,b.jsonl"])
+@pytest.mark.parametrize("name", ["prompts", "eval_prompts", "sft_data"])
+def test_sources_are_read_before_files_are(opd: NewOpd, name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}[=:]"):
+        opd(**{name: value})

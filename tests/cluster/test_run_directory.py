@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from cluster.command import parse
 from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.rows import digests_of
 from cluster.early_ends import RunFailed
 from cluster.recipes.common import failed_to_resume
 from cluster.run_files.run_directory import RunDirectory
+from distill.data.row_reader import RowReader
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -55,6 +57,7 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
+    "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}
@@ -85,8 +88,12 @@ MUST_STAY_BESIDE = {
 }
 
 
-def started(config: OpdConfig, resume_from: Checkpoint | None = None) -> RunDirectory:
-    directory = RunDirectory("opd", config)
+def started(
+    config: OpdConfig,
+    resume_from: Checkpoint | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> RunDirectory:
+    directory = RunDirectory("opd", config, digests)
     with directory.locked():
         directory.start(resume_from)
     return directory
@@ -205,29 +212,33 @@ def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") 
     return opd(prompts=str(tmp_path / name))
 
 
+def check(config: OpdConfig) -> Checkpoint | None:
+    return RunDirectory("opd", config, digests_of(config, {"prompts": RowReader()})).check()
+
+
 def test_files_of_rows_must_hold_what_they_held(opd: NewOpd, tmp_path: Path) -> None:
     config = with_file(opd, tmp_path, '{"prompt": "1"}\n')
-    directory = started(config)
-    assert RunDirectory("opd", config).check() is None
+    directory = started(config, digests=digests_of(config, {"prompts": RowReader()}))
+    assert check(config) is None
     was = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
     assert json.loads((directory.path / "config.json").read_text())["data"]["prompts"] == was
 
     moved = with_file(opd, tmp_path, '{"prompt": "1"}\n', "moved.jsonl")
-    assert RunDirectory("opd", moved).check() is None
+    assert check(moved) is None
     other = with_file(opd, tmp_path, '{"prompt": "2"}\n', "other.jsonl")
     with pytest.raises(ConfigError, match="holds another run: prompts was"):
-        RunDirectory("opd", other).check()
+        check(other)
 
     edited = with_file(opd, tmp_path, '{"prompt": "1"}\n{"prompt": "2"}\n')
     now = hashlib.sha256((tmp_path / "rows.jsonl").read_bytes()).hexdigest()
-    with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl is not .* {now} and was {was}"):
-        RunDirectory("opd", edited).check()
+    with pytest.raises(ConfigError, match=rf"prompts=.*rows.jsonl does not .* {now} and was {was}"):
+        check(edited)
 
     path = directory.path / "config.json"  # as an earlier release wrote it
     written = json.loads(path.read_text())
     del written["data"]
     path.write_text(json.dumps(written))
-    assert RunDirectory("opd", edited).check() is None
+    assert check(edited) is None
 
 
 def start_line(run_id: str, **changes: object) -> str:
@@ -429,11 +440,11 @@ def test_the_final_model_is_the_checkpoint_s(opd: NewOpd, tiny_pair) -> None:
 
 def test_responses_of_a_resumed_run_end_where_they_did(opd) -> None:
     ends, more = StopTokens(ids=(1,)), StopTokens(ids=(1, 2), one_event=True)
-    begun = RunDirectory("opd", opd(), ends)
+    begun = RunDirectory("opd", opd(), stops=ends)
     with begun.locked():
         begun.start(None)
-    assert RunDirectory("opd", opd(), ends).check() is None
+    assert RunDirectory("opd", opd(), stops=ends).check() is None
     with pytest.raises(
         ConfigError, match=r"responses end at \{'ids': \[1\].* and now at .*\[1, 2\]"
     ):
-        RunDirectory("opd", opd(), more).check()
+        RunDirectory("opd", opd(), stops=more).check()

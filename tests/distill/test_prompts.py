@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.data.prompts import Prompt, PromptStream, load_prompts
+from distill.data.order import PromptStream
+from distill.data.prompts import Prompt, load_prompts
 from distill.envs.base import EnvStream
 from distill.envs.single_turn import PromptDataset, SingleTurnGroupBuilder
 from distill.errors import ConfigError, DataError

@@ -1,13 +1,20 @@
-"""Rows are read from JSONL or parquet alike, or the file and the row are named."""
+"""Rows are the same from every format, or the file and the row are named."""
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from distill.data.row_files import located, read_rows
 from distill.errors import DataError
@@ -101,3 +108,127 @@ def test_located_speaks_for_data_errors_only() -> None:
         raise DataError("too long")
     with pytest.raises(KeyError, match="too long"), located("file:3"):
         raise KeyError("too long")
+
+
+TEXTS = pyarrow.schema({"prompt": pyarrow.string(), "answer": pyarrow.string()})
+
+
+def json_lines(rows: list[dict], end: str = "\n") -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in rows).encode()
+
+
+def table(rows: list[dict], delimiter: str = ",", end: str = "\n") -> bytes:
+    names = sorted({name for row in rows for name in row})
+    made = io.StringIO()
+    writer = csv.DictWriter(
+        made, names, delimiter=delimiter, lineterminator=end, quoting=csv.QUOTE_ALL
+    )
+    writer.writeheader()
+    writer.writerows(rows)
+    return made.getvalue().encode()
+
+
+def arrow(rows: list[dict], new: Callable = pyarrow.ipc.new_file) -> bytes:
+    made, sink = pyarrow.Table.from_pylist(rows, schema=TEXTS), io.BytesIO()
+    with new(sink, made.schema) as writer:
+        writer.write_table(made)
+    return sink.getvalue()
+
+
+def parquet(rows: list[dict]) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=TEXTS), sink)
+    return sink.getvalue()
+
+
+BOM = "\ufeff".encode()
+# File name -> the bytes of rows of texts.
+FORMATS: dict[str, Callable[[list[dict]], bytes]] = {
+    "a.jsonl": json_lines,
+    "windows.jsonl": lambda rows: BOM + json_lines(rows, "\r\n"),
+    "a.jsonl.gz": lambda rows: gzip.compress(json_lines(rows)),
+    "a.json": lambda rows: json.dumps(rows, indent=1).encode(),
+    "array.jsonl": lambda rows: BOM + json.dumps(rows).encode(),
+    "a.json.gz": lambda rows: gzip.compress(json.dumps(rows).encode()),
+    "lines.json": json_lines,
+    "a.csv": table,
+    "windows.CSV": lambda rows: BOM + table(rows, end="\r\n"),
+    "a.csv.gz": lambda rows: gzip.compress(table(rows)),
+    "a.tsv": lambda rows: table(rows, "\t"),
+    "a.parquet": parquet,
+    "a.arrow": arrow,
+    "stream.arrow": lambda rows: arrow(rows, pyarrow.ipc.new_stream),
+    "a.feather": arrow,
+}
+# Texts that quotes, commas, tabs, line ends and Unicode are in.
+CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+
+
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries({"prompt": CELLS.filter(str.strip)}, optional={"answer": CELLS}),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, rows: list[dict]) -> None:
+    for name, encode in FORMATS.items():
+        path = tmp_path / name
+        path.write_bytes(encode(rows))
+        assert [row for _, row in read_rows(str(path))] == rows, name
+
+
+def test_a_row_of_a_table_is_named_by_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,answer\n\n"two\nlines",4\n ,\nlast,\n')
+    assert read_rows(str(path)) == [
+        (3, {"prompt": "two\nlines", "answer": "4"}),
+        (6, {"prompt": "last"}),
+    ]
+
+
+def test_a_long_cell_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt\n" + "x" * 200_000 + "\n")
+    [(_, row)] = read_rows(str(path))
+    assert len(row["prompt"]) == 200_000 and csv.field_size_limit() == 131_072
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "a,b\n1,2\n1,2,3\n", r"a\.csv:3: 3 cells, but the first row names 2 columns"),
+        ("a.csv", "a,b\n1\n", r"a\.csv:2: 1 cells, but the first row names 2"),
+        ("a.csv", "a, a\n1,2\n", r"a\.csv:1: two columns are called 'a'"),
+        ("a.csv", 'a\n"1', r"a\.csv:2: not valid CSV: unexpected end of data"),
+        ("a.csv", "a,b\n", r"a\.csv holds no rows$"),
+        ("a.json", '[{"a": 1}, 2]', r"a\.json:2: expected a JSON object, got 2"),
+        ("a.json", '[{"a": 1},\n {"a" 1}]', r"a\.json:2: not a valid JSON array"),
+        ("a.json", "[]", r"a\.json holds no rows; write one JSON object"),
+        ("a.json", '{\n "a": [1]\n}', r"a\.json:1: .*The file is one JSON object; write an array"),
+        ("a.jsonl", "question,answer\n1,2\n", r"a\.jsonl:1: .* if it is CSV, name it \.csv"),
+        ("a.jsonl.gz", "no gzip", r"cannot read .*a\.jsonl\.gz"),
+        ("a.arrow", "no arrow", r"cannot read .*a\.arrow' as Arrow"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_rows(str(tmp_path / name))
+
+
+def test_a_gzip_that_was_cut_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json_lines(ROWS))[:-9])
+    with pytest.raises(DataError, match=r"cannot read .*cut\.jsonl\.gz"):
+        read_rows(str(tmp_path / "cut.jsonl.gz"))
+
+
+def test_another_encoding_is_told_how_to_save_it(tmp_path: Path) -> None:
+    (tmp_path / "wide.csv").write_bytes("a\n1\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"wide\.csv.*; save it as UTF-8"):
+        read_rows(str(tmp_path / "wide.csv"))

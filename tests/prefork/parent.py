@@ -74,6 +74,7 @@ def _work(channel: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    os.nice(request["niceness"] - os.nice(0))
     tempfile.tempdir = None
     random.seed()
     sys.argv = request["arguments"]

@@ -1,0 +1,229 @@
+"""Columns of rows: those of any name as the fields that are read, and misspelt fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import chz
+
+from distill.data.row_files import Rows, located
+from distill.errors import ConfigError, DataError
+from distill.settings import Section
+
+# Of each, a row has one: beside the first, no word is a misspelling of the second.
+_EITHER = (("prompt", "messages"), ("teacher_prompt", "teacher_messages"))
+# A shorter name is too near to other words.
+_SHORTEST = 5
+
+
+@chz.chz
+class Columns:
+    """Columns that are read as other fields; no settings of its own."""
+
+    def read_as(self) -> dict[str, tuple[str, str]]:
+        """Setting -> (column, the field that it is read as), of those that are given."""
+        return {}
+
+    def wanted(self) -> dict[str, str]:
+        """`setting=value` -> column without which it changes nothing, of those that are given."""
+        return {f"{setting}={column}": column for setting, (column, _) in self.read_as().items()}
+
+    def as_fields(self, rows: Rows, place: str) -> Rows:
+        """The rows with those columns as fields; chats given as a prompt are `messages`.
+
+        A source without the column is left as it is, if it has the field itself.
+
+        Raises:
+            DataError: a source has neither; it is named, and so are its columns.
+        """
+        found = set().union(*(row for _, row in rows))
+        given = {}
+        for setting, (column, field) in self.read_as().items():
+            own = {field, "messages"} if field == "prompt" else {field}
+            if column in found:
+                given[column] = (field, own)
+            elif not own & found:
+                raise DataError(
+                    f"{setting}={column}: no row of {place} has this column; they have "
+                    f"{', '.join(sorted(found))}"
+                )
+        if not given:
+            return rows
+        return [(number, _renamed(row, given)) for number, row in rows]
+
+
+def _renamed(row: Mapping[str, Any], given: Mapping[str, tuple[str, set[str]]]) -> dict[str, Any]:
+    dropped = set(given).union(*(own for column, (_, own) in given.items() if column in row))
+    made = {name: value for name, value in row.items() if name not in dropped}
+    for column, (field, _) in given.items():
+        if column in row:
+            chat = field == "prompt" and isinstance(row[column], list)
+            made["messages" if chat else field] = row[column]
+    return made
+
+
+@chz.chz
+class PromptKey(Columns):
+    """Column of prompts."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    prompt_key: str | None = chz.field(
+        default=None,
+        doc="column that is read as `prompt`, or as `messages` where it holds chats: question, say",
+    )
+
+    def read_as(self) -> dict[str, tuple[str, str]]:
+        return _given(prompt_key=(self.prompt_key, "prompt"))
+
+
+@chz.chz
+class PromptColumns(PromptKey):
+    """Columns of `prompts` and `eval_prompts`."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    answer_key: str | None = chz.field(
+        default=None, doc="column that is read as `answer`: solution, say"
+    )
+    answer_pattern: str | None = chz.field(
+        default=None,
+        doc="regular expression that finds the answer in its column: the last match, or its first "
+        r"group. '#### (.+)' for GSM8K",
+    )
+
+    @chz.validate
+    def _pattern_compiles(self) -> None:
+        if self.answer_pattern is None:
+            return
+        try:
+            re.compile(self.answer_pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"answer_pattern={self.answer_pattern!r} is no regular expression: {error}"
+            ) from error
+
+    def read_as(self) -> dict[str, tuple[str, str]]:
+        return super().read_as() | _given(answer_key=(self.answer_key, "answer"))
+
+    def wanted(self) -> dict[str, str]:
+        if self.answer_pattern is None:
+            return super().wanted()
+        pattern = {f"answer_pattern={self.answer_pattern!r}": self.answer_key or "answer"}
+        return super().wanted() | pattern
+
+    def as_fields(self, rows: Rows, place: str) -> Rows:
+        """As `Columns` has it; `answer_pattern` then finds the answers.
+
+        Raises:
+            DataError: no row of a source has a column; or an answer lacks the pattern.
+        """
+        rows = super().as_fields(rows, place)
+        if self.answer_pattern is None:
+            return rows
+        pattern = re.compile(self.answer_pattern)
+        found = []
+        for number, row in rows:
+            if row.get("answer") is not None:
+                with located(f"{place}:{number}"):
+                    row = {**row, "answer": _found(pattern, str(row["answer"]))}
+            found.append((number, row))
+        return found
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    matches = list(pattern.finditer(text))
+    if not matches:
+        raise DataError(
+            f"answer_pattern={pattern.pattern!r} finds nothing in the answer, which ends in "
+            f"{text[-60:]!r}"
+        )
+    return str(matches[-1][min(1, pattern.groups)] or "").strip()
+
+
+@chz.chz
+class CompletionColumns(PromptKey):
+    """Columns of supervised rows."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    completion_key: str | None = chz.field(
+        default=None, doc="column that is read as `completion`: answer, say"
+    )
+
+    def read_as(self) -> dict[str, tuple[str, str]]:
+        return super().read_as() | _given(completion_key=(self.completion_key, "completion"))
+
+
+@chz.chz
+class PreferenceColumns(PromptKey):
+    """Columns of preference pairs."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    chosen_key: str | None = chz.field(default=None, doc="column that is read as `chosen`")
+    rejected_key: str | None = chz.field(default=None, doc="column that is read as `rejected`")
+
+    def read_as(self) -> dict[str, tuple[str, str]]:
+        return super().read_as() | _given(
+            chosen_key=(self.chosen_key, "chosen"), rejected_key=(self.rejected_key, "rejected")
+        )
+
+
+def _given(**settings: tuple[str | None, str]) -> dict[str, tuple[str, str]]:
+    return {
+        setting: (column, field)
+        for setting, (column, field) in settings.items()
+        if column is not None
+    }
+
+
+def refuse_misspelt(row: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises DataError for a field that nothing reads and that is nearly the name of a known one.
+
+    Fields of other names are left alone.
+    """
+    slip = _misspelt(frozenset(row), known)
+    if slip is not None:
+        wrong, right = slip
+        raise DataError(
+            f"`{wrong}` is no field that is read; did you mean `{right}`? Rename it (or say which "
+            "column is meant: prompt_key=, answer_key=)"
+        )
+
+
+@cache
+def _misspelt(names: frozenset[str], known: frozenset[str]) -> tuple[str, str] | None:
+    absent = known - names
+    for pair in _EITHER:
+        if names & set(pair):
+            absent -= set(pair)
+    for wrong in sorted(names - known):
+        for right in sorted(absent):
+            if _nearly(wrong.lower(), right):
+                return wrong, right
+    return None
+
+
+def _nearly(word: str, right: str) -> bool:
+    """True if `word` is `right` but for a letter or two: added, lost, another, or two swapped."""
+    if len(right) < _SHORTEST:
+        return word == right
+    return edit_distance(word, right) <= (1 if len(right) < 2 * _SHORTEST else 2)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Letters to add, drop, change, or swap with their neighbour, to make `b` of `a`."""
+    before, last = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i in range(1, len(a) + 1):
+        row = [i]
+        for j in range(1, len(b) + 1):
+            cost = min(last[j] + 1, row[-1] + 1, last[j - 1] + (a[i - 1] != b[j - 1]))
+            if i > 1 and j > 1 and a[i - 1] == b[j - 2] and a[i - 2] == b[j - 1]:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]

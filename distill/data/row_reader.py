@@ -1,0 +1,170 @@
+"""Rows of any source, each read once, and what they were: a digest that a resumed run compares."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distill.data.columns import Columns
+from distill.data.row_files import Rows, read_rows, without_nulls
+from distill.data.sources import Kind, Source, kind_of
+from distill.errors import ConfigError, DataError, IsothermError
+from distill.lookup import resolve_function
+
+
+class RowReader:
+    """Reader of a run's sources; each is read once, so that what is digested is what is trained.
+
+    Args:
+        columns: read as other fields in every source.
+    """
+
+    def __init__(self, columns: Columns | None = None) -> None:
+        self._columns = columns or Columns()
+        self._raw: dict[str, Rows] = {}
+        self._seen: set[str] = set()
+
+    def __call__(self, place: str) -> Rows:
+        """(number from 1, object) of every row of the source at `place`.
+
+        Raises:
+            ConfigError, DataError: it cannot be read, or holds something that is not a row.
+        """
+        rows = self._read(place)
+        self._seen.update(*(row for _, row in rows))
+        return self._columns.as_fields(rows, place)
+
+    def require_columns(self) -> None:
+        """Raises ConfigError for a column that is set, and that no source read so far has."""
+        for setting, column in self._columns.wanted().items():
+            if column not in self._seen:
+                there = ", ".join(sorted(self._seen)) or "none, for no rows were read"
+                raise ConfigError(
+                    f"{setting} changes nothing: no row has a column {column!r}; there are {there}"
+                )
+
+    def digest(self, sources: Sequence[Source]) -> str | None:
+        """SHA-256 of the sources: of a file's bytes, of anything else's rows; with their weights.
+
+        None: one of them is no file, and was not read here: an environment did that by itself.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        digests = [self._digest(source.place) for source in sources]
+        if None in digests or len(digests) == 1:
+            return None if None in digests else digests[0]
+        weighted = zip(digests, sources, strict=True)
+        lines = "".join(f"{digest} {source.weight}\n" for digest, source in weighted)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    def _read(self, place: str) -> Rows:
+        if place not in self._raw:
+            self._raw[place] = _READERS[kind_of(place)](place)
+        return self._raw[place]
+
+    def _digest(self, place: str) -> str | None:
+        if kind_of(place) is Kind.FILE:
+            with _opened(place) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        if place not in self._raw:
+            return None
+        hashed = hashlib.sha256()
+        for _, row in self._raw[place]:
+            hashed.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+        return hashed.hexdigest()
+
+
+def _opened(path: str) -> Any:
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        raise DataError(f"cannot read {path!r}: {error}") from error
+
+
+def _directory_rows(path: str) -> Rows:
+    names = {entry.name for entry in Path(path).iterdir()}
+    if "dataset_dict.json" in names:
+        splits = sorted(each.parent.name for each in Path(path).glob("*/state.json"))
+        raise DataError(
+            f"cannot read {path!r}: it holds the splits {', '.join(splits)}; give one of them, "
+            f"{Path(path) / (splits or ['train'])[0]} for example"
+        )
+    if "state.json" not in names:
+        raise DataError(
+            f"cannot read {path!r}: the directory is no data set that `datasets` saved to disk; "
+            "give a file"
+        )
+    library = _datasets(path)
+    return _table_rows(path, lambda: library.load_from_disk(path))
+
+
+def _hub_rows(place: str) -> Rows:
+    """Rows of OWNER/NAME[:SUBSET[:SPLIT]]."""
+    name, _, rest = place.partition(":")
+    subset, _, split = rest.partition(":")
+    library = _datasets(place)
+    return _table_rows(
+        place, lambda: library.load_dataset(name, subset or None, split=split or "train")
+    )
+
+
+def _datasets(place: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot read {place!r}: there is no such file, and for data sets of the hub and those "
+            "saved to disk the `datasets` library is missing; pip install 'isotherm[data]'"
+        ) from error
+    return datasets
+
+
+def _table_rows(place: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Rows:
+    """Rows of a data set of `datasets`, without nulls, as from a parquet file."""
+    try:
+        rows = [without_nulls(dict(row)) for row in load()]
+    except Exception as error:  # the library, and what it reads with, raise anything
+        line = " ".join(str(error).split())
+        raise DataError(
+            f"cannot read {place!r}: {type(error).__name__}: {line}. OWNER/NAME[:SUBSET[:SPLIT]] "
+            "is a data set of the hub, DIR one on disk"
+        ) from error
+    return _some(place, rows)
+
+
+def _function_rows(place: str) -> Rows:
+    """Rows that a function returns."""
+    function = resolve_function("source", place, ())
+    try:
+        rows = list(function())
+    except IsothermError:
+        raise
+    except Exception as error:  # the function is the user's: it may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{place} makes no rows: {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno}); it is called without arguments and returns rows"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{place}:{number}: expected a dictionary, got {repr(row)[:40]}")
+    return _some(place, [dict(row) for row in rows])
+
+
+def _some(place: str, rows: Sequence[dict[str, Any]]) -> Rows:
+    if not rows:
+        raise DataError(f"{place} holds no rows")
+    return list(enumerate(rows, start=1))
+
+
+_READERS: dict[Kind, Callable[[str], Rows]] = {
+    Kind.FILE: read_rows,
+    Kind.DIRECTORY: _directory_rows,
+    Kind.HUB: _hub_rows,
+    Kind.FUNCTION: _function_rows,
+}

@@ -1,0 +1,139 @@
+"""Sources of rows: what `prompts=` and `data=` name, one or several, each with its weight.
+
+    SOURCE[:WEIGHT],SOURCE[:WEIGHT],...
+
+A source is one of
+
+    FILE                          .jsonl, .json, .csv, .tsv, .parquet, .arrow, as row_files reads it
+    DIR                           a data set that `datasets` saved to disk
+    OWNER/NAME[:SUBSET[:SPLIT]]   a data set of the Hugging Face hub; its split `train` by default
+    package.module:function       called without arguments, returns the rows
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from fractions import Fraction
+from math import gcd, lcm
+from pathlib import Path
+
+from distill.data.row_files import SUFFIXES, suffix_of
+from distill.errors import ConfigError
+
+# Sources are mixed in blocks in which each has its exact share.
+_LONGEST_BLOCK = 10_000
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]*){0,2}")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+
+class Kind(Enum):
+    """What a source is."""
+
+    FILE = auto()
+    DIRECTORY = auto()
+    HUB = auto()
+    FUNCTION = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One source of rows.
+
+    Attributes:
+        place: the file, directory, hub data set or function.
+        name: in metrics; no other source of the setting has it.
+        weight: how many of `sum of weights` rows in a row come from it.
+    """
+
+    place: str
+    name: str
+    weight: int = 1
+
+
+def parse_sources(setting: str, value: str) -> list[Source]:
+    """The sources that the `value` of `setting` names; weights in lowest terms.
+
+    A file or directory of exactly that name is meant, whatever commas and colons are in it.
+
+    Raises:
+        ConfigError: an empty or repeated source, or a weight that is none.
+    """
+    parts = [value] if Path(value).exists() else value.split(",")
+    if not all(part.strip() for part in parts):
+        raise ConfigError(
+            f"{setting}={value}: a source is missing; give files, directories, data sets of the "
+            "hub or module:function, with commas between them"
+        )
+    weighted = [_weighted(setting, part.strip()) for part in parts]
+    places = [place for place, _ in weighted]
+    if repeated := [place for place, count in Counter(places).items() if count > 1]:
+        raise ConfigError(f"{setting}={value} has {repeated[0]} twice; give it a larger weight")
+    weights = _whole(setting, value, [weight for _, weight in weighted])
+    return [
+        Source(place=place, name=name, weight=weight)
+        for place, name, weight in zip(places, _names(places), weights, strict=True)
+    ]
+
+
+def kind_of(place: str) -> Kind:
+    """What `place` is, by what lies there and else by how it is written."""
+    path = Path(place)
+    if path.is_dir():
+        return Kind.DIRECTORY
+    if path.exists() or suffix_of(place) in SUFFIXES:
+        return Kind.FILE
+    if _FUNCTION.fullmatch(place):
+        return Kind.FUNCTION
+    return Kind.HUB if _HUB.fullmatch(place) else Kind.FILE
+
+
+def _weighted(setting: str, part: str) -> tuple[str, Fraction]:
+    """A source and its weight, 1 by default."""
+    place, colon, last = part.rpartition(":")
+    if not colon or Path(part).exists():
+        return part, Fraction(1)
+    if _NUMBER.fullmatch(last):
+        weight = Fraction(last)
+        if weight <= 0:
+            raise ConfigError(
+                f"{setting}: weight {last} of {place} must be above 0; or leave it out"
+            )
+        return place, weight
+    if Path(place).exists() or suffix_of(place) in SUFFIXES:
+        raise ConfigError(f"{setting}: weight {last!r} of {place} is not a number; write {place}:3")
+    return part, Fraction(1)
+
+
+def _whole(setting: str, value: str, weights: Sequence[Fraction]) -> list[int]:
+    """The weights as the smallest whole numbers of their ratios."""
+    scale = lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    common = gcd(*whole)
+    whole = [weight // common for weight in whole]
+    if sum(whole) > _LONGEST_BLOCK:
+        raise ConfigError(
+            f"{setting}={value}: the weights are {':'.join(map(str, whole))} in whole numbers, "
+            f"which add up to more than {_LONGEST_BLOCK}; give rounder ones"
+        )
+    return whole
+
+
+def _names(places: Sequence[str]) -> list[str]:
+    """Of each place its last part, without a suffix; all of it where two would be called alike."""
+    short = [_short_name(place) for place in places]
+    counts = Counter(short)
+    return [name if counts[name] == 1 else place for name, place in zip(short, places, strict=True)]
+
+
+def _short_name(place: str) -> str:
+    if kind_of(place) is Kind.FUNCTION:
+        return place.partition(":")[2]
+    name = Path(place).name
+    if kind_of(place) is Kind.HUB:
+        return name.partition(":")[0]
+    return Path(name.removesuffix(".gz")).stem

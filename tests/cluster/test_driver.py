@@ -1,0 +1,56 @@
+"""Waiting for actors to start, with a supervisor that is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cluster.runtime.driver
+from cluster.runtime.driver import Driver, Signals
+from cluster.supervision.supervise import RunFailed, State
+
+
+class Starting:
+    """Members of two roles; each poll one of them answers, as long as there are polls to come."""
+
+    def __init__(self, answers: int) -> None:
+        self._left = answers
+        self._members = [
+            SimpleNamespace(name=f"{role} {i}", role=role, state=State.STARTING)
+            for role in ("engine", "worker")
+            for i in range(3)
+        ]
+
+    def members(self, role: str, *states: State) -> list[Any]:
+        return [m for m in self._members if m.role == role and (not states or m.state in states)]
+
+    def tick(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            next(m for m in self._members if m.state is State.STARTING).state = State.SERVING
+
+
+def driver(supervisor: Any, deadline_s: float) -> Driver:
+    return Driver(supervisor=supervisor, signals=Signals(), deadline_s=deadline_s)
+
+
+def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.runtime.driver, "_SAY_EVERY_S", 0.0)
+    said: list[str] = []
+    driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
+    assert said[0].startswith("starting: 0 of 6 actors have answered")
+    assert said[0].endswith("waiting for engine 0, engine 1, engine 2, worker 0 and 2 more")
+    assert said[-1].startswith("starting: 5 of 6") and said[-1].endswith("waiting for worker 2")
+
+
+def test_a_quick_start_says_nothing() -> None:
+    said: list[str] = []
+    driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
+    assert said == []
+
+
+def test_who_does_not_start_in_time_is_named() -> None:
+    with pytest.raises(RunFailed, match="for worker 1, worker 2 to start"):
+        driver(Starting(answers=4), 0.3).until_started(["engine", "worker"], print)

@@ -1,0 +1,156 @@
+"""Columns of any name are read as fields; a misspelt field is noticed, any other is left alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.data.columns import (
+    Columns,
+    CompletionColumns,
+    PreferenceColumns,
+    PromptColumns,
+    edit_distance,
+    refuse_misspelt,
+)
+from distill.data.prompts import FIELDS
+from distill.errors import ConfigError, DataError
+
+GSM8K = {"question": "Natalia sold 48 clips. How many?", "answer": "48/2 = 24\n#### 72"}
+
+
+def mapped(columns: Columns, *rows: dict) -> list[dict]:
+    return [row for _, row in columns.as_fields(list(enumerate(rows, 1)), "file")]
+
+
+def test_gsm8k_as_it_comes() -> None:
+    columns = PromptColumns(prompt_key="question", answer_pattern="#### (.+)")
+    assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "answer": "72"}]
+
+
+def test_without_settings_rows_are_as_they_are() -> None:
+    for columns in (Columns(), PromptColumns(), CompletionColumns(), PreferenceColumns()):
+        assert mapped(columns, GSM8K) == [GSM8K]
+
+
+def test_columns_are_read_as_fields_and_others_stay() -> None:
+    columns = PromptColumns(prompt_key="question", answer_key="solution")
+    row = {"question": "a", "solution": 4, "answer": "long", "prompt": "raw", "level": 3}
+    assert mapped(columns, row) == [{"prompt": "a", "answer": 4, "level": 3}]
+
+
+def test_a_chat_in_the_prompt_s_column_is_messages() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert mapped(PromptColumns(prompt_key="prompt"), {"prompt": chat}) == [{"messages": chat}]
+
+
+def test_a_row_that_lacks_an_optional_column_has_no_such_field() -> None:
+    columns = PromptColumns(prompt_key="q", answer_key="a")
+    rows = mapped(columns, {"q": "x", "a": "1"}, {"q": "y"})
+    assert rows == [{"prompt": "x", "answer": "1"}, {"prompt": "y"}]
+
+
+def test_a_source_that_has_the_fields_needs_no_columns() -> None:
+    columns = PromptColumns(prompt_key="question", answer_key="solution")
+    for row in ({"prompt": "a", "answer": "1"}, {"messages": [], "answer": "1"}):
+        assert mapped(columns, row) == [row]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (PromptColumns(prompt_key="questoin"), r"prompt_key=questoin: no row of file .* answer, q"),
+        (
+            PromptColumns(answer_pattern="=> (.+)"),
+            r"file:1: answer_pattern='=> .*ends in .*#### 72",
+        ),
+        (CompletionColumns(completion_key="reply"), "completion_key=reply: no row of file"),
+        (PreferenceColumns(chosen_key="good"), "chosen_key=good: no row of file"),
+        (PreferenceColumns(rejected_key="bad"), "rejected_key=bad: no row of file"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named(columns: Columns, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        mapped(columns, GSM8K)
+
+
+def test_an_answer_key_that_no_row_has_is_named() -> None:
+    with pytest.raises(DataError, match=r"answer_key=anwser: no row of file .* prompt"):
+        mapped(PromptColumns(answer_key="anwser"), {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "found"),
+    [
+        ("#### (.+)", "#### 1,234 \n", "1,234"),
+        (r"\\boxed\{(.*?)\}", r"\boxed{1} so \boxed{2}", "2"),
+        (r"\d+$", "of 3, 14", "14"),
+        (r"(\d+)|none", 17, "17"),
+    ],
+)
+def test_the_last_match_or_its_first_group(pattern: str, answer: object, found: str) -> None:
+    columns = PromptColumns(answer_pattern=pattern)
+    assert mapped(columns, {"prompt": "a", "answer": answer}) == [{"prompt": "a", "answer": found}]
+    assert mapped(columns, {"prompt": "a"}) == [{"prompt": "a"}]
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"answer_pattern='\(' is no regular expression"):
+        PromptColumns(answer_pattern="(")
+
+
+def test_completions_and_pairs() -> None:
+    columns = CompletionColumns(prompt_key="question", completion_key="answer")
+    assert mapped(columns, GSM8K) == [{"prompt": GSM8K["question"], "completion": GSM8K["answer"]}]
+    pairs = PreferenceColumns(prompt_key="q", chosen_key="good", rejected_key="bad")
+    row = {"q": "1", "good": "2", "bad": "3"}
+    assert mapped(pairs, row) == [{"prompt": "1", "chosen": "2", "rejected": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("anwser", "answer"), ("answr", "answer"), ("aswer", "answer"), ("Answer", "answer"),
+        ("answers", "answer"), ("teacher_promt", "teacher_prompt"), ("bonusses", "bonuses"),
+        ("teacher_mesages", "teacher_messages"), ("teachr", "teacher"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_is_noticed(slip: str, meant: str) -> None:
+    with pytest.raises(DataError, match=f"`{slip}` is no field.*did you mean `{meant}`"):
+        refuse_misspelt({"prompt": "a", slip: "b"}, FIELDS)
+
+
+@pytest.mark.parametrize("slip", ["promt", "Prompt", "prompts", "mesages", "message"])
+def test_a_misspelt_prompt_is_noticed(slip: str) -> None:
+    with pytest.raises(DataError, match=f"`{slip}` is no field"):
+        refuse_misspelt({slip: "a"}, FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["id", "level", "tags", "lag", "prompt_id", "answer_type", "message", "promt", "question", ""],
+)
+def test_other_columns_are_left_alone(name: str) -> None:
+    refuse_misspelt({"prompt": "a", "answer": "b", name: "c"}, FIELDS)
+
+
+@given(a=st.text("abc", max_size=5), b=st.text("abc", max_size=5))
+def test_edit_distance_is_a_shortest_path(a: str, b: str) -> None:
+    """Against a search over all words that one edit after another makes; swapped letters stay."""
+    distance = edit_distance(a, b)
+    assert distance == edit_distance(b, a)
+    if distance <= 1:
+        assert b in {a, *edits(a)}
+    else:
+        assert b not in {a, *edits(a)}
+
+
+def edits(word: str) -> set[str]:
+    cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    made = {left + right[1:] for left, right in cuts if right}
+    made |= {left + c + right for (left, right), c in itertools.product(cuts, "abc")}
+    made |= {left + c + right[1:] for (left, right), c in itertools.product(cuts, "abc") if right}
+    return made | {left + right[1] + right[0] + right[2:] for left, right in cuts if len(right) > 1}

@@ -1,0 +1,242 @@
+"""Sources of rows: how they are written, what they are called, read once, known by content."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill.data.columns import PromptColumns
+from distill.data.row_reader import RowReader
+from distill.data.sources import Kind, Source, kind_of, parse_sources
+from distill.errors import ConfigError, DataError
+
+ROWS = [{"prompt": "1+1=", "answer": "2", "bonuses": {"so": 1.0}}, {"prompt": "é"}]
+
+
+def one_by_one() -> Iterator[dict]:
+    """Rows as a user's function makes them."""
+    yield from ROWS
+
+
+def nothing() -> list[dict]:
+    return []
+
+
+def lists() -> list:
+    return [{"prompt": "a"}, ["b"]]
+
+
+def broken() -> list[dict]:
+    raise KeyError("no such shard")
+
+
+def parsed(value: str) -> list[tuple[str, str, int]]:
+    return [(s.place, s.name, s.weight) for s in parse_sources("prompts", value)]
+
+
+def test_one_source() -> None:
+    assert parsed("data/gsm8k.train.jsonl") == [("data/gsm8k.train.jsonl", "gsm8k.train", 1)]
+    assert parsed("a.jsonl.gz") == [("a.jsonl.gz", "a", 1)]
+    assert parsed("a.jsonl:3") == [("a.jsonl", "a", 1)]  # of one, all
+
+
+def test_several_with_weights() -> None:
+    assert parsed("a.jsonl:3,b.parquet:1") == [("a.jsonl", "a", 3), ("b.parquet", "b", 1)]
+    assert parsed("a.csv:0.7, b.csv:0.3") == [("a.csv", "a", 7), ("b.csv", "b", 3)]
+    assert parsed("a.csv,b.csv:1.5") == [("a.csv", "a", 2), ("b.csv", "b", 3)]
+    assert parsed("a.csv:6,b.csv:4") == [("a.csv", "a", 3), ("b.csv", "b", 2)]
+
+
+@given(weights=st.lists(st.integers(1, 999), min_size=2, max_size=5))
+def test_weights_keep_their_ratios(weights: list[int]) -> None:
+    value = ",".join(f"{i}.jsonl:{weight / 100}" for i, weight in enumerate(weights))
+    read = [source.weight for source in parse_sources("prompts", value)]
+    assert all(a * read[0] == b * weights[0] for a, b in zip(weights, read, strict=True)), read
+
+
+def test_functions_and_hub_data_sets_have_colons_of_their_own() -> None:
+    assert parsed("my.module:rows:2,openai/gsm8k:main:test:0.5,o/n") == [
+        ("my.module:rows", "rows", 4),
+        ("openai/gsm8k:main:test", "gsm8k", 1),
+        ("o/n", "n", 2),
+    ]
+
+
+def test_two_of_one_name_are_told_by_their_places() -> None:
+    assert [name for _, name, _ in parsed("x/train.jsonl,y/train.jsonl,z.csv")] == [
+        "x/train.jsonl",
+        "y/train.jsonl",
+        "z",
+    ]
+
+
+def test_a_file_of_exactly_that_name_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "a,b:3"
+    path.write_text(json.dumps(ROWS))
+    assert parsed(str(path)) == [(str(path), "a,b:3", 1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "prompts=: a source is missing"),
+        ("a.jsonl,,b.jsonl", "prompts=a.jsonl,,b.jsonl: a source is missing"),
+        ("a.jsonl:1,a.jsonl:2", "has a.jsonl twice; give it a larger weight"),
+        ("a.jsonl:0,b.jsonl", "weight 0 of a.jsonl must be above 0"),
+        ("a.jsonl:-1", "weight -1 of a.jsonl must be above 0"),
+        ("a.jsonl:x", "weight 'x' of a.jsonl is not a number; write a.jsonl:3"),
+        ("a.jsonl:1.0001,b.jsonl:1", "10001:10000 in whole numbers, .* give rounder ones"),
+    ],
+)
+def test_what_cannot_be_sources_is_refused(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_sources("prompts", value)
+
+
+def test_kinds(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("{}")
+    kinds = {
+        "a/b.jsonl": Kind.FILE, "a/b.json.gz": Kind.FILE, "/no/where": Kind.FILE,
+        "./a/b": Kind.FILE,
+        "openai/gsm8k": Kind.HUB, "openai/gsm8k:main": Kind.HUB, "o/n::test": Kind.HUB,
+        "module:function": Kind.FUNCTION, "a.b.c:d": Kind.FUNCTION,
+        str(tmp_path): Kind.DIRECTORY, str(tmp_path / "plain"): Kind.FILE,
+    }  # fmt: skip
+    assert {place: kind_of(place) for place in kinds} == kinds
+
+
+def test_a_function_s_rows_are_numbered() -> None:
+    assert RowReader()(f"{__name__}:one_by_one") == list(enumerate(ROWS, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "nothing holds no rows"),
+        ("lists", r"lists:2: expected a dictionary, got \['b'\]"),
+        ("broken", r"broken makes no rows: KeyError: 'no such shard' \(.*test_sources.py:\d+\)"),
+        ("absent", "absent' cannot be imported"),
+    ],
+)
+def test_a_function_that_makes_no_rows_is_named(name: str, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        RowReader()(f"{__name__}:{name}")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    return str(tmp_path / "saved")
+
+
+def test_a_saved_data_set_has_the_rows_that_were_saved(saved: str) -> None:
+    assert RowReader()(saved) == list(enumerate(ROWS, 1))
+
+
+def test_a_saved_data_set_of_splits_says_which_there_are(saved: str, tmp_path: Path) -> None:
+    one = datasets.load_from_disk(saved)
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")
+    assert RowReader()(str(tmp_path / "both/train")) == list(enumerate(ROWS, 1))
+    with pytest.raises(
+        DataError, match=r"both'.*splits test, train; give one of them, .*both/test"
+    ):
+        RowReader()(str(tmp_path / "both"))
+
+
+def test_any_other_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is no data set that `datasets` saved to disk"):
+        RowReader()(str(tmp_path))
+
+
+def test_a_hub_data_set_is_asked_for_its_subset_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(path: str, name: str | None, split: str) -> datasets.Dataset:
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for place in ("openai/gsm8k", "openai/gsm8k:main", "openai/gsm8k:main:test", "o/n::test"):
+        assert RowReader()(place) == list(enumerate(ROWS, 1))
+    assert asked == [
+        ("openai/gsm8k", None, "train"),
+        ("openai/gsm8k", "main", "train"),
+        ("openai/gsm8k", "main", "test"),
+        ("o/n", None, "test"),
+    ]
+
+
+def test_what_the_library_complains_of_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise RuntimeError("Config name\n  is missing")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match="'o/n': RuntimeError: Config name is missing"):
+        RowReader()("o/n")
+
+
+def test_a_missing_library_names_the_extra(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for place in (saved, "openai/gsm8k"):
+        with pytest.raises(ConfigError, match=r"pip install 'isotherm\[data\]'"):
+            RowReader()(place)
+
+
+def test_a_source_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(sys.modules[__name__], "nothing", lambda: calls.append(1) or ROWS)
+    reader = RowReader(PromptColumns(prompt_key="prompt"))
+    place = f"{__name__}:nothing"
+    assert reader(place) == reader(place)
+    reader.digest([Source(place=place, name="a")])
+    assert calls == [1]
+
+
+def test_columns_that_no_source_has_are_refused(tmp_path: Path) -> None:
+    """One source may have the field itself; if all do, the setting is a slip."""
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text('[{"question": "1", "answer": "=2"}]')
+    b.write_text('[{"prompt": "1", "answer": "=3"}]')
+    reader = RowReader(PromptColumns(prompt_key="question", answer_pattern="=(.+)"))
+    assert reader(str(b)) == [(1, {"prompt": "1", "answer": "3"})]
+    with pytest.raises(ConfigError, match=r"prompt_key=question changes nothing.*answer, prompt$"):
+        reader.require_columns()
+    assert reader(str(a)) == [(1, {"prompt": "1", "answer": "2"})]
+    reader.require_columns()
+    with pytest.raises(ConfigError, match=r"answer_key=anwser changes nothing.*no rows were read"):
+        RowReader(PromptColumns(answer_key="anwser")).require_columns()
+
+
+def digest(*sources: tuple[str, int]) -> str | None:
+    reader = RowReader()
+    for place, _ in sources:
+        reader(place)
+    return reader.digest([Source(place=p, name=p, weight=w) for p, w in sources])
+
+
+def test_a_digest_is_of_content_and_weights(tmp_path: Path, saved: str) -> None:
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    a.write_text(json.dumps(ROWS))
+    b.write_text(json.dumps(ROWS[:1]))
+    moved = tmp_path / "moved.jsonl"
+    moved.write_text(json.dumps(ROWS))
+    function = f"{__name__}:one_by_one"
+    assert digest((str(a), 1)) == digest((str(moved), 1)) != digest((str(b), 1))
+    assert digest((function, 1)) == digest((saved, 1))  # of the same rows
+    mixed = {
+        digest((str(a), 3), (str(b), 1)), digest((str(a), 1), (str(b), 1)),
+        digest((str(b), 3), (str(a), 1)), digest((str(a), 3), (function, 1)),
+    }  # fmt: skip
+    assert len(mixed) == 4 and None not in mixed
+    assert digest((str(a), 3), (str(b), 1)) == digest((str(moved), 3), (str(b), 1))
+
+
+def test_what_an_environment_reads_by_itself_has_no_digest(tmp_path: Path) -> None:
+    assert RowReader().digest([Source(place=str(tmp_path), name="a")]) is None

@@ -1,0 +1,146 @@
+"""Rows train as they come: GSM8K's columns, sources by weight, functions; edits are noticed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from cluster.audit import main as audit
+from cluster.train import main
+from tests.conftest import TinyPair
+from tests.e2e.harness import metrics
+
+pytestmark = pytest.mark.e2e
+
+
+def gsm8k_rows(first: int, count: int) -> list[dict[str, str]]:
+    """Rows with the columns of GSM8K."""
+    return [
+        {
+            "question": f"Ann has {a} and finds 5.\nHow many?",
+            "answer": f"{a}+5={a + 5}\n#### {a + 5}",
+        }
+        for a in range(first, first + count)
+    ]
+
+
+def pairs() -> list[dict[str, str]]:
+    """Rows of a function, for supervised fine-tuning."""
+    return [{"q": f"{a}+1=", "a": str(a + 1)} for a in range(9)]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A CSV of 30 rows as a spreadsheet writes it."""
+    path = tmp_path / "words.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"], lineterminator="\r\n")
+        writer.writeheader()
+        writer.writerows(gsm8k_rows(0, 30))
+    return path
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    path = tmp_path / "more.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(gsm8k_rows(50, 10)), path)
+    return path
+
+
+def train(pair: TinyPair, out: Path, prompts: str, **settings: object) -> int:
+    given = {
+        "student": pair.student, "teacher": pair.teacher, "prompts": prompts, "out": out,
+        "prompt_key": "question", "answer_pattern": r"#### (.+)", "reward_coef": 0.5,
+        "reward": "contains", "temperature": 0.7, "steps": 4, "prompts_per_step": 8,
+        "group_size": 2, "max_new_tokens": 4, "eval_size": 4, "engine": "embedded", "local": True,
+    } | settings  # fmt: skip
+    return main(["recipe=opd", *(f"{name}={value}" for name, value in given.items())])
+
+
+def test_gsm8k_s_columns_train_as_they_come(
+    tiny_pair: TinyPair, tmp_path: Path, table: Path
+) -> None:
+    out = tmp_path / "run"
+    assert train(tiny_pair, out, str(table)) == 0
+    steps = metrics(out)
+    assert len(steps) == 4
+    assert not [name for step in steps for name in step if "source=" in name]  # there is one
+    config = json.loads((out / "config.json").read_text())
+    assert config["settings"]["answer_pattern"] == "#### (.+)"
+
+
+def test_sources_have_their_shares_and_edits_are_noticed(
+    tiny_pair: TinyPair, tmp_path: Path, table: Path, parquet: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    out, prompts = tmp_path / "run", f"{table}:3,{parquet}:1"
+    assert train(tiny_pair, out, prompts, steps=2) == 0
+    assert "words 27, 75% of groups; more 9, 25% of groups" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert train(tiny_pair, out, prompts, steps=4) == 0  # resumed
+    for step in metrics(out):
+        assert step["rollout/share/source=words"] == 0.75  # blocks of 4 in steps of 8
+        assert step["rollout/share/source=more"] == 0.25
+        for kind in ("opd/reverse_kl", "reward/mean"):
+            parts = [step[f"{kind}/source={name}"] for name in ("words", "more")]
+            assert min(parts) <= step[kind] <= max(parts)
+    assert audit([f"out={out}"]) == 0  # each group exactly once
+
+    assert train(tiny_pair, out, f"{table}:1,{parquet}:1", steps=5) == 2
+    assert "holds another run: prompts was" in capsys.readouterr().err
+    table.write_text(table.read_text().replace("Ann", "Bob"))
+    assert train(tiny_pair, out, prompts, steps=5) == 2
+    assert "does not hold the rows that the run" in capsys.readouterr().err
+
+
+def test_a_function_s_rows_are_fine_tuned_on(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:3]))
+    out = tmp_path / "run"
+    code = main(
+        [
+            "recipe=sft", f"model={tiny_pair.student}", f"data={__name__}:pairs,{lines}:3",
+            "prompt_key=q", "completion_key=a", f"out={out}", "steps=3", "batch_size=8",
+            "local=True",
+        ]
+    )  # fmt: skip
+    assert code == 0
+    shares = Counter(step["train/share/source=lines"] for step in metrics(out))
+    assert shares == {0.75: 3}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a", "anwser": "#### 1"}, r"bad.jsonl:1: `anwser` is no field"),
+        (
+            {"question": "a", "answer": "1"},
+            r"bad.jsonl:1: answer_pattern='#### (.+)' finds nothing",
+        ),
+        ({"text": "a"}, "prompt_key=question: no row of"),
+        ({"prompt": "a", "answer": "#### 1"}, "prompt_key=question changes nothing: no row has"),
+        (
+            {"question": "a"},
+            "answer_pattern='#### (.+)' changes nothing: no row has a column 'answer'",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_before_anything_starts(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    row: dict[str, str],
+    message: str,
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(row))
+    assert train(tiny_pair, tmp_path / "run", str(path)) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
