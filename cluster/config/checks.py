@@ -64,12 +64,14 @@ _INTRODUCTION_DEADLINE_S = 60.0
 class RolloutInputs:
     """A checked opd or rl run: what its actors are built from.
 
-    `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources.
+    `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources;
+    `judged` is False where no problem has anything that a reward could compare with.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train: EnvDataset
     held_out: EnvDataset
+    judged: bool
     sft_rows_D: list[TrainingRow]
     stops: StopTokens
     sft_parts: list[MixedPart]
@@ -154,6 +156,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         tokenizer=tokenizer,
         train=train,
         held_out=held_out,
+        judged=any(train.builder(p, config.group_size).judged for p in range(len(train))),
         sft_rows_D=sft_rows_D,
         sft_parts=sft_parts,
         digests=digests_of(config, readers),

@@ -71,7 +71,8 @@ class EvaluationSettings(DecoderSettings):
         doc="held-out prompts, as prompts= takes them; default: eval_size problems held out",
     )
     eval_size: int = chz.field(
-        default=64, doc="problems evaluated; without eval_prompts at most a tenth is held out"
+        default=64,
+        doc="problems evaluated; without eval_prompts at most a tenth is held out; 0: none at all",
     )
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluation; default: max_new_tokens"
@@ -79,10 +80,15 @@ class EvaluationSettings(DecoderSettings):
 
     @chz.validate
     def _evaluation_in_range(self) -> None:
-        if self.eval_size < 1:
-            raise ConfigError(f"eval_size={self.eval_size} must be at least 1")
-        if self.eval_every < 0:
-            raise ConfigError(f"eval_every={self.eval_every} must not be negative")
+        for name in ("eval_size", "eval_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        idle = {"eval_every": self.eval_every, "eval_prompts": self.eval_prompts}
+        if self.eval_size == 0 and (without := [name for name, value in idle.items() if value]):
+            raise ConfigError(
+                f"{without[0]}={idle[without[0]]} changes nothing with eval_size=0, which runs "
+                "no evaluation; leave one of them out"
+            )
 
     def longest_evaluation(self) -> int:
         if self.eval_max_new_tokens is None:

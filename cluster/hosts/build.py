@@ -130,6 +130,10 @@ class RolloutCast:
         by_ray = not self._config.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
 
+    @property
+    def evaluates(self) -> bool:
+        return len(self._inputs.held_out) > 0
+
     def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
         inside = self._directory.log(EVALUATOR).removesuffix(".log") + ".inside"

@@ -32,6 +32,7 @@ from distill.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_SETUP = logging.getLogger(maybe_enable_token_auth_if_token_available.__module__)
 # A head that is there answers in milliseconds; Ray itself would try for more than a minute.
 _ANSWER_S = 10.0
 # Ray gives its own processes 30 s to find each other, which a machine that is busy may take away.
@@ -100,6 +101,7 @@ def start_here(namespace: str, cpus: int) -> None:
     Raises:
         ConfigError: it cannot start, and what may help.
     """
+    _TOKEN_SETUP.addFilter(_says_more_than_that_it_is_on)
     for start in range(1, _STARTS + 1):
         try:
             with _process_groups_of_their_own():
@@ -120,6 +122,11 @@ def start_here(namespace: str, cpus: int) -> None:
             raise ConfigError(
                 f"Ray cannot start on this machine: {error}. {_remedy(error)}"
             ) from error
+
+
+def _says_more_than_that_it_is_on(record: logging.LogRecord) -> bool:
+    """False for Ray's warning that its tokens are on, where there is nothing for anybody to do."""
+    return not record.getMessage().startswith("Token authentication is enabled")
 
 
 _apart = threading.Event()

@@ -39,6 +39,8 @@ Resources = Mapping[str, float]
 _POLL_S = 0.5
 # Between two of `say`'s lines while nothing changes, seconds.
 _SAY_EVERY_S = 10.0
+# Where there is room, Ray finds it sooner than this.
+_SAY_FROM_S = 1.0
 # Resources are multiples of a ten-thousandth in Ray; sums of floats are not.
 _CLOSE = 1e-4
 
@@ -214,7 +216,8 @@ class Placement:
                     f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
                     "each, add nodes, wait until others have ended, or raise the deadline"
                 )
-            if line != said or waited - said_at >= _SAY_EVERY_S:
+            news = line != said or waited - said_at >= _SAY_EVERY_S
+            if news and waited >= _SAY_FROM_S:
                 say(f"{line}; {waited:.0f} s of {deadline_s:.0f} s")
                 said_at, said = waited, line
             time.sleep(_POLL_S)

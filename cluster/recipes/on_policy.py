@@ -129,6 +129,8 @@ class _Run:
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
         self._has_eval = len(inputs.held_out) > 0
+        if not inputs.judged:
+            running.progress.hidden.add("reward/mean")
         self._warned_of_cut = False
         trained = trained_in(running.resume_from)
         self._watermark = trained.watermark

@@ -32,9 +32,14 @@ _LINE_INTERVAL_S = 1.0
 
 
 class Progression:
-    """Reports steps: a short live line on a terminal, printed lines elsewhere, one per second."""
+    """Reports steps: a printed line at most once a second, and a bar where there is a terminal.
+
+    Attributes:
+        hidden: metrics that say nothing in this run.
+    """
 
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
+        self.hidden: set[str] = set()
         self._console = console
         self._steps = steps
         self._printed = -_LINE_INTERVAL_S
@@ -55,14 +60,16 @@ class Progression:
 
     def step(self, metrics: Mapping[str, float]) -> None:
         shown = [
-            f"{label} {_number(metrics[name])}" for name, label in _SHOWN.items() if name in metrics
+            f"{label} {_number(metrics[name])}"
+            for name, label in _SHOWN.items()
+            if name in metrics and name not in self.hidden
         ]
         step = int(metrics["step"])
         if self._console.is_terminal:
             self._bar.update(
                 self._task, completed=step, description="  ".join([shown[0], *shown[-1:]])
             )
-        elif step == self._steps or time.monotonic() - self._printed >= _LINE_INTERVAL_S:
+        if step == self._steps or time.monotonic() - self._printed >= _LINE_INTERVAL_S:
             self._printed = time.monotonic()
             self._console.print(f"step {step}/{self._steps}  " + "  ".join(shown), highlight=False)
 

@@ -117,7 +117,8 @@ class Fleet:
             say=say,
         )
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
-        self._specs[EVALUATOR] = cast.evaluator_spec()
+        if cast.evaluates:
+            self._specs[EVALUATOR] = cast.evaluator_spec()
         self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
                 checkpoint, self.queue, self._policies(), attempt

@@ -51,9 +51,12 @@ def interval(values_P: Sequence[float]) -> tuple[float, float] | None:
     if n < 2:
         return None
     mean = fmean(values_P)
+    low, high = -math.inf, math.inf
     if set(values_P) <= {0, 1}:
+        low, high = 0.0, 1.0
         centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
         half = _Z * math.sqrt(mean * (1 - mean) / n + (_Z / (2 * n)) ** 2) / (1 + _Z**2 / n)
     else:
         centre, half = mean, _Z * stdev(values_P) / math.sqrt(n)
-    return min(centre - half, mean), max(centre + half, mean)  # rounding must not part them
+    # Rounding must not part them, nor take a share beyond its bounds.
+    return max(low, min(centre - half, mean)), min(high, max(centre + half, mean))

@@ -52,9 +52,11 @@ NewOpd = Callable[..., OpdConfig]
 POSITIVE = [
     "steps", "checkpoint_every", "keep_checkpoints", "token_budget", "threads", "prompts_per_step",
     "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
-    "eval_size", "eval_max_new_tokens",
+    "eval_max_new_tokens",
 ]  # fmt: skip
-NOT_NEGATIVE = ["seed", "max_staleness", "eval_every", "warmup_steps", "eval_top_k"]
+NOT_NEGATIVE = [
+    "seed", "max_staleness", "eval_every", "eval_size", "warmup_steps", "eval_top_k",
+]  # fmt: skip
 ABOVE_ZERO = ["lr", "max_grad_norm", "deadline_s", "gpus_per_actor", "temperature"]
 FINITE = ["lr", "max_grad_norm", "temperature", "kl_coef", "reward_coef", "weight_decay"]
 
@@ -97,6 +99,13 @@ def test_a_setting_out_of_range_is_named(opd: NewOpd, name: str, value: float) -
 @pytest.mark.parametrize("name", NOT_NEGATIVE)
 def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
     assert getattr(opd(**{name: 0}), name) == 0
+
+
+@pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_prompts": "p"}])
+def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
+    [[name, value]] = changes.items()
+    with pytest.raises(ConfigError, match=f"{name}={value} changes nothing with eval_size=0"):
+        opd(eval_size=0, **changes)
 
 
 def test_a_batch_has_rows(sft: Callable[..., SftConfig]) -> None:

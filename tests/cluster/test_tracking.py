@@ -1,15 +1,18 @@
-"""What a run prints where nothing can be written."""
+"""What a run prints: on a terminal, in a pipe, and where nothing can be written."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cluster.console import make_console
+from cluster.run_files.tracking import Progression
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,3 +32,16 @@ def test_a_line_is_never_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console()
     console.print("a line that is long " * 9)
     assert capsys.readouterr().out == "a line that is long " * 9 + "\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_what_a_pipe_does(terminal: bool) -> None:
+    printed = io.StringIO()
+    console = Console(file=printed, force_terminal=terminal, width=200)
+    with Progression(console, 0, 2) as progress:
+        progress.hidden.add("reward/mean")
+        for step in (1, 2):
+            progress.step({"step": step, "opd/reverse_kl": 3 - step, "reward/mean": 0.0, "x": 9.0})
+    lines = [line for line in printed.getvalue().splitlines() if "step 2/2  reverse KL 1" in line]
+    assert len(lines) == 1
+    assert "reward" not in printed.getvalue()

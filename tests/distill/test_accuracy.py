@@ -42,6 +42,7 @@ def test_an_interval_needs_two_prompts_and_never_leaves_the_possible() -> None:
     assert interval([1.0]) is None
     # Agresti and Coull (1998) tabulate Wilson's interval of 0 of 10.
     assert interval([0.0] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert all((interval([0.0] * n) or (-1,))[0] == 0 for n in range(2, 400))
     low, high = interval([1.0] * 10) or (0, 0)
     assert low == pytest.approx(0.7225, abs=1e-4) and high == pytest.approx(1.0)
 

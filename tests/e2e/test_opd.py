@@ -14,7 +14,7 @@ from cluster.config.supervised import SftConfig
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
 from tests.conftest import TinyPair
-from tests.e2e.harness import metrics, trained_groups
+from tests.e2e.harness import evaluations, metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
 
 pytestmark = pytest.mark.e2e
@@ -68,7 +68,9 @@ def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperatur
 
 
 def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    steps = metrics(distil(tiny_pair, tmp_path / "run", max_staleness=0, steps=5))
+    out = distil(tiny_pair, tmp_path / "run", max_staleness=0, steps=5, eval_size=0)
+    steps = metrics(out)
+    assert evaluations(out) == [] and "eval/accuracy" not in steps[-1]
     assert [step["staleness/max"] for step in steps] == [0] * 5
     # On its own weights the learner must find the log-probs that the engine reported.
     assert max(step["train/logprob_gap"] for step in steps) < 1e-4
