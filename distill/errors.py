@@ -1,5 +1,9 @@
 """Errors a user can act on, each with the exit code it ends a program with."""
 
+from __future__ import annotations
+
+import traceback
+
 
 class IsothermError(ValueError):
     """Error that the user can put right. The message names the field, the value and the remedy."""
@@ -41,3 +45,11 @@ class EngineLost(EngineError):
 
 class NonFiniteError(RuntimeError):
     """The learner met a NaN or an infinity. The offending rows are on disk, where it says."""
+
+
+def described(error: BaseException) -> str:
+    """An error of somebody's code and where it was raised: KeyError: 'answer' (my_env.py:14)."""
+    message = (str(error).splitlines() or [""])[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {message}{where}"

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -32,6 +32,7 @@ from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
 from distill.engine import Engine
 from distill.envs.base import EnvDataset, Episode, source_of
+from distill.errors import DataError, EngineError, IsothermError, described
 from distill.rewards.accuracy import interval, majority, pass_at_k
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason
@@ -100,7 +101,26 @@ class Evaluator:
         return [response for made in made_P for response in made]
 
     def _user_code(self, problem: int) -> UserCode:
-        return nullcontext if self._inside is None else partial(self._inside.entered, problem)
+        """Around the code of an environment or a reward: its errors say of which problem and where.
+
+        An evaluation has no group to set aside: one such error ends it.
+        """
+        noted = nullcontext if self._inside is None else partial(self._inside.entered, problem)
+
+        @asynccontextmanager
+        async def entered() -> AsyncIterator[None]:
+            try:
+                async with noted():
+                    yield
+            except (IsothermError, EngineError):
+                raise
+            except Exception as error:  # it is the user's: it may raise anything
+                raise DataError(
+                    f"evaluation: {described(error)}, in the environment or reward of problem "
+                    f"{self._problems.label(problem)}"
+                ) from error
+
+        return entered
 
     def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
         last = episode.turns[-1].sample

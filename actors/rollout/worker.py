@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from actors.rollout.teacher import score_rollout
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvStream
+from distill.errors import described
 from distill.sampling import TrainSampling
 from distill.types import TrajectoryGroup
 
@@ -169,7 +169,7 @@ class RolloutWorker:
                 made = await self._produce(group)
             except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
                 logger.warning("group %d failed", group.lease.group_id, exc_info=error)
-                await self._sink.fail(group.lease, _reason(error))
+                await self._sink.fail(group.lease, described(error))
             else:
                 group.enter("delivery")
                 await self._sink.put(group.lease, made)
@@ -238,11 +238,3 @@ class _Sampled:
             self._group.waits_for_policy -= 1
             if not self._group.waits_for_policy:
                 self._group.enter("environment")
-
-
-def _reason(error: Exception) -> str:
-    """The error and where it was raised, in a line."""
-    message = (str(error).splitlines() or [""])[0]
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {message}{where}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from distill.data.columns import Columns
 from distill.data.row_files import Rows, read_rows, without_nulls
 from distill.data.sources import Kind, Source, kind_of
-from distill.errors import ConfigError, DataError, IsothermError
+from distill.errors import ConfigError, DataError, IsothermError, described
 from distill.lookup import resolve_function
 
 
@@ -145,10 +144,9 @@ def _function_rows(place: str) -> Rows:
     except IsothermError:
         raise
     except Exception as error:  # the function is the user's: it may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise DataError(
-            f"{place} makes no rows: {type(error).__name__}: {error} "
-            f"({frame.filename}:{frame.lineno}); it is called without arguments and returns rows"
+            f"{place} makes no rows: {described(error)}; it is called without arguments and "
+            "returns rows"
         ) from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):

@@ -8,7 +8,6 @@ start alike. A dataset and its builders pickle: workers may be elsewhere.
 
 from __future__ import annotations
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from distill.data.prompts import ChatStyle, Prompt, load_prompts
 from distill.data.row_files import Rows, located, read_rows
 from distill.data.sources import Source
 from distill.engine import Sample, Sampler
-from distill.errors import ConfigError, IsothermError
+from distill.errors import ConfigError, IsothermError, described
 from distill.rewards.registry import RewardFunction, check_answer
 from distill.types import FloatArray, StopReason, TokenArray
 
@@ -238,10 +237,8 @@ def problems_of(env: EnvConfig, path: str | None, setting: EnvContext) -> EnvDat
     except IsothermError:
         raise
     except Exception as error:  # the class is the user's: it may raise anything
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ConfigError(
-            f"env={type(env).__name__} cannot make its problems: {type(error).__name__}: {error} "
-            f"({frame.filename}:{frame.lineno})"
+            f"env={type(env).__name__} cannot make its problems: {described(error)}"
         ) from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distill.errors import ConfigError, DataError
+from distill.errors import ConfigError, DataError, described
 from distill.lookup import resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
@@ -161,10 +160,7 @@ class CheckedReward:
             ) from None
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._error(
-                f"raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})", answer
-            ) from error
+            raise self._error(f"raised {described(error)}", answer) from error
         if not isinstance(reward, Real | np.bool_) or not (
             abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
         ):

@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from actors.rollout.evaluator import Evaluator, Response, summarise
 from distill.data.prompts import Prompt
 from distill.envs.single_turn import PromptDataset
-from distill.errors import ConfigError
+from distill.errors import ConfigError, DataError, EngineLost
 from distill.rewards.registry import RewardFunction, answer_of, exact_match, last_number
 from distill.sampling import EvalSampling, TrainSampling
 from distill.types import StopReason, TokenArray
@@ -65,6 +65,27 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
     assert metrics == asyncio.run(
         evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING)
     )
+
+
+def test_an_error_of_somebodys_code_says_of_which_problem_and_where(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    def reward(_response: str, answer: str) -> float:
+        return {"a": 1.0}[answer]
+
+    with pytest.raises(DataError) as raised:
+        asyncio.run(evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING))
+    line = reward.__code__.co_firstlineno + 1
+    assert f"KeyError: 'bb' ({__file__}:{line})" in str(raised.value)
+    assert str(raised.value).endswith("in the environment or reward of problem 2")
+
+
+def test_an_engine_s_error_stays_one(tokenizer: PreTrainedTokenizerBase) -> None:
+    def lost(_response: str, _answer: str) -> float:
+        raise EngineLost("it is gone")
+
+    with pytest.raises(EngineLost, match="it is gone"):
+        asyncio.run(evaluator_of(PROMPTS, tokenizer, lost).evaluate(POLICY, SERVING))
 
 
 def test_without_a_reward_the_answer_must_be_met_exactly(
