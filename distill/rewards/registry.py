@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
 from collections.abc import Callable, Hashable
@@ -130,7 +131,21 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunctio
             require_sandbox()
         return _BUILT_IN[name]
     function = resolve_function("reward", name, _BUILT_IN)
+    _require_two_arguments(name, function)
     return CheckedReward(name=name, function=function, timeout_s=timeout_s)
+
+
+def _require_two_arguments(name: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not say
+        return
+    try:
+        signature.bind("response", "answer")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward={name!r} is called as (response, answer), and takes {signature}: {error}"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,9 @@ LENGTH = 3
 def length(response, answer):
     return len(response) - len(answer)
 
+def one(response):
+    return 1.0
+
 def right(response, answer):
     return response == answer
 
@@ -205,6 +208,7 @@ def test_a_limit_that_is_none(timeout_s: float) -> None:
         ("house.rewards_of_mine:weight", "cannot be imported: AttributeError: .*'weight'"),
         ("house.fails:f", "cannot be imported: RuntimeError: no licence"),
         ("house.rewards_of_mine:LENGTH", "is a int, not a function"),
+        ("house.rewards_of_mine:one", r"is called as \(response, answer\), and takes \(response\)"),
         ("not a module:f", "cannot be imported: ValueError"),
     ],
 )
