@@ -58,7 +58,7 @@ def exit_code(run: Callable[[Console], Any]) -> int:
             error.exit_code,
         )
     except RunFailed as error:
-        return _complain(f"{error}. The same command resumes from the newest checkpoint", 1)
+        return _complain(f"{error}. {error.remedy}", 1)
     except (EngineError, NonFiniteError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:

@@ -6,7 +6,22 @@ import signal
 
 
 class RunFailed(RuntimeError):
-    """The run ended early. The message says which part failed and what to do."""
+    """The run ended early. The message says which part failed.
+
+    Attributes:
+        remedy: what to do about it, a sentence.
+    """
+
+    remedy = "The same command resumes from the newest checkpoint"
+
+
+class Diverged(RunFailed):
+    """A loss, a gradient or a weight is not finite."""
+
+    remedy = (
+        "The same command would come to the same place: begin another run, with an out= of its "
+        "own and a lower lr or max_grad_norm"
+    )
 
 
 class Interrupted(Exception):

@@ -271,7 +271,7 @@ class Learner:
         np.savez(path, **arrays)
         return NonFiniteError(
             f"{what}; training stops before the weights are touched. The {len(rows)} rows are in "
-            f"{path} (numpy.load); a lower lr or an earlier checkpoint is the usual remedy"
+            f"{path} (numpy.load)"
         )
 
 

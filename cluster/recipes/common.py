@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.early_ends import Interrupted, RunFailed
+from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.placement.connect import connect
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
@@ -128,7 +128,10 @@ def session(
             status = 0
         except BaseException as raised:
             error = raised
-            if resume_from and not running.under_way and isinstance(raised, RunFailed):
+            if isinstance(raised, Diverged):
+                if newest := directory.store.latest():
+                    raised.remedy += f", from {newest.model_dir}, the model of step {newest.step}"
+            elif resume_from and not running.under_way and isinstance(raised, RunFailed):
                 error = failed_to_resume(raised, resume_from)
             interrupted = isinstance(error, Interrupted)
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:

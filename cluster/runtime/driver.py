@@ -32,12 +32,12 @@ from typing import Any, Protocol
 
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-from cluster.early_ends import Interrupted, RunFailed
+from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.handles import calls
 from cluster.queue.group_queue import QueueClosed
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
-from distill.errors import CheckpointError, EngineLost, IsothermError
+from distill.errors import CheckpointError, EngineLost, IsothermError, NonFiniteError
 from learner.checkpoint import Checkpoint
 
 # How often a wait polls signals and actors, seconds.
@@ -205,6 +205,8 @@ class Driver:
         cause = root_cause(error)
         if isinstance(cause, IsothermError):
             return cause
+        if isinstance(cause, NonFiniteError):
+            return Diverged(f"{what} failed: {cause}")
         # What is left of a broken connection is explained by who is at its other end.
         if dead := dead_among(self._supervisor.critical()):
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")

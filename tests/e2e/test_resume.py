@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.inspect.audit import audit
 from cluster.train import main
+from distill.errors import NonFiniteError
+from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     evaluations,
@@ -121,6 +125,29 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_that_diverges_says_how_to_go_on(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, calls = Learner.step, count(1)
+
+    def step_that_diverges(self: Learner, *arguments: Any) -> Any:
+        if next(calls) > 2:
+            raise NonFiniteError("the gradient norm is nan")
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Learner, "step", step_that_diverges)
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, checkpoint_every=1, local=True)
+    assert main(["recipe=opd", *arguments]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "the gradient norm is nan" in last and "a lower lr" in last
+    assert f"from {out}/checkpoints/step-000002/model, the model of step 2" in last
+    assert summary(out)["status"] == "failed"
 
 
 def test_a_finished_run_is_left_alone_and_can_be_prolonged(
