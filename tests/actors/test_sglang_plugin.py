@@ -505,9 +505,13 @@ def _served(truth: Truth, tmp: Path, *flags: str, **environment: str) -> Iterato
 
 @pytest.fixture(scope="module")
 def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from _served(truth, tmp_path_factory.mktemp("served"), "--enable-mixed-chunk")
+
+
+@pytest.fixture
+def served_spawned(truth: Truth, tmp_path: Path) -> Iterator[Served]:
     """With processes that load the plugin by themselves, as all do on CUDA."""
-    tmp, spawned = tmp_path_factory.mktemp("served"), {START_METHOD: "spawn"}
-    yield from _served(truth, tmp, "--enable-mixed-chunk", **spawned)
+    yield from _served(truth, tmp_path, "--enable-mixed-chunk", **{START_METHOD: "spawn"})
 
 
 @pytest.fixture
@@ -570,6 +574,12 @@ def test_a_mixed_batch_is_at_each_requests_own_temperature(served: Served) -> No
     asks = _mixed_asks(0)
     _check_mixed(served, asks)
     _check_mixed(served, [replace(ask, token_ids=[5, 9, 150]) for ask in asks])
+
+
+@needs_sglang
+@pytest.mark.slow
+def test_processes_that_are_spawned_load_the_plugin(served_spawned: Served) -> None:
+    _check_mixed(served_spawned, _mixed_asks(0))
 
 
 @needs_sglang

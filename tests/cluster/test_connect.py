@@ -115,7 +115,8 @@ def test_a_cluster_named_by_the_environment_is_joined(head: Head) -> None:
     }
 
 
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
 def test_an_autoscaler_is_noticed(tmp_path: Path, version: int) -> None:
     arguments, environment = autoscaling(tmp_path, workers=1, version=version)
     with ray_head(*arguments, dashboard=False, cpus=1, environment=environment) as head:

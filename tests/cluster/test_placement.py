@@ -241,6 +241,7 @@ cluster.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_the_bundle_of_a_lost_node_moves_and_its_member_follows() -> None:
     """A cluster of three nodes, in processes of its own. One dies, and a fourth comes."""
     # Where Ray would leave word of this cluster for whoever starts Ray here next.

@@ -55,7 +55,10 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_a_signal_checkpoints_and_exits_with_its_code(
-    tiny_pair: TinyPair, tmp_path: Path, signum: signal.Signals
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    signum: signal.Signals,
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(tiny_pair, out, steps=500, checkpoint_every=1000, eval_size=1)
@@ -73,8 +76,9 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
         "metrics and weights part"
     )
     if signum == signal.SIGTERM:  # what a scheduler sends
-        code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={done + 2}")
-        assert code == 0, output
+        assert main(["recipe=opd", *arguments, f"steps={done + 2}", "local=True"]) == 0, (
+            capsys.readouterr()
+        )
         assert_whole(out, done + 2)
 
 
