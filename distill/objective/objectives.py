@@ -1,11 +1,12 @@
 """The objectives, from top to bottom: terms per token, a divergence, a loss over ratios.
 
 Everything is at the rollout temperature. p is the learner's policy, mu the one that sampled, q the
-teacher, ref the reference; r = p(y_t) / mu(y_t).
+teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y_s) over s >= t,
+with g = kl_discount_factor; at 0 it is x(y_t).
 
     1  terms per token     A_t = reward_coef A_i + bonus_coef b_t            rewards
-                               + reference_kl_coef (mean_kl - (log p - log ref)(y_t))
-                               - kl_coef (log p - log q)(y_t)                teacher: sampled
+                               + reference_kl_coef S(mean_kl - log p + log ref)
+                               - kl_coef S(log p - log q)                    teacher: sampled
     2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
     3  loss over ratios    sum_t  -r A_t  (or a bounded form)  + D_t  - entropy_coef H(p)(y_<t)
 
@@ -72,7 +73,8 @@ class TokenTerms(NamedTuple):
 
     Attributes:
         advantages_T: A_t, in which log p is the behaviour policy's, log mu.
-        sampled_kl_coef_T: weight of log p - log q in `advantages_T`; None: it has no such term.
+        sampled_kl_coef_T: weight of -log p in `advantages_T`, in the terms of teacher and reference
+            together; None: it has none.
         teacher_coef: weight of the divergence from the teacher; 0: there is none.
     """
 
@@ -102,12 +104,20 @@ def policy_terms(
             coef *= teacher_weights[group.teacher]
         advantages_G = trajectory_advantages(group, objective)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
-            of_teacher = _teacher_terms(trajectory, objective, coef, stop_event)
-            terms = []
-            for segment, term in zip(trajectory.segments, of_teacher, strict=True):
-                own_T = own_terms(segment, advantage, mean_kl, objective)
-                terms.append(term._replace(advantages_T=own_T + term.advantages_T))
-            yield group, trajectory, terms
+            terms = _teacher_terms(trajectory, objective, coef, stop_event)
+            if objective.reference_kl_coef:
+                terms = _with_reference(terms, trajectory, objective, mean_kl)
+            rewards = (
+                reward_terms(segment, advantage, objective) for segment in trajectory.segments
+            )
+            yield (
+                group,
+                trajectory,
+                [
+                    term._replace(advantages_T=reward_T + term.advantages_T)
+                    for reward_T, term in zip(rewards, terms, strict=True)
+                ],
+            )
 
 
 def trajectory_advantages(group: TrajectoryGroup, objective: PolicyObjective) -> FloatArray:
@@ -120,24 +130,41 @@ def trajectory_advantages(group: TrajectoryGroup, objective: PolicyObjective) ->
     )
 
 
-def own_terms(
-    segment: Segment, advantage: float, mean_kl: float, objective: PolicyObjective
-) -> FloatArray:
-    """Advantages of a segment's tokens without the teacher's term, shape (T,):
-
-        A_t = advantage + bonus_coef * b_t + reference_kl_coef * (mean_kl - kl_t)
-
-    b_t is the token's own reward, kl_t its log p_T - log ref_T, and `mean_kl` the mean of those
-    over the whole step: centred, the penalty shifts probability between tokens and does not reward
-    or punish length.
-    """
+def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective) -> FloatArray:
+    """advantage + bonus_coef * b_t on a segment's actions, b_t the token's own reward; (T,)."""
     advantages_N = np.full(segment.num_actions, advantage, np.float32)
     if objective.bonus_coef and segment.bonuses_T is not None:
         advantages_N += np.float32(objective.bonus_coef) * segment.bonuses_T[segment.action_mask_T]
-    if objective.reference_kl_coef:
-        penalty_N = mean_kl - reference_gaps(segment)
-        advantages_N += np.float32(objective.reference_kl_coef) * penalty_N
     return on_actions(segment, advantages_N)
+
+
+def _with_reference(
+    terms: Sequence[TokenTerms], trajectory: Trajectory, objective: PolicyObjective, mean_kl: float
+) -> list[TokenTerms]:
+    """The terms with the reference's penalty, discounted to the trajectory's end:
+
+        A_t += reference_kl_coef * sum_{s >= t} g^{s-t} (mean_kl - kl_s)
+
+    kl_t is the token's log p_T - log ref_T and `mean_kl` the mean of those over the whole step:
+    centred, the penalty shifts probability between tokens and does not reward or punish length.
+    """
+    coef = np.float32(objective.reference_kl_coef)
+    penalties = [mean_kl - reference_gaps(segment) for segment in trajectory.segments]
+    summed = _to_the_end(penalties, objective.kl_discount_factor)
+    made = []
+    for segment, term, sum_N in zip(trajectory.segments, terms, summed, strict=True):
+        coef_T = on_actions(segment, np.full(segment.num_actions, coef, np.float32))
+        if term.sampled_kl_coef_T is not None:
+            coef_T = coef_T + term.sampled_kl_coef_T
+        advantages_T = term.advantages_T + on_actions(segment, coef * sum_N)
+        made.append(term._replace(advantages_T=advantages_T, sampled_kl_coef_T=coef_T))
+    return made
+
+
+def _to_the_end(parts: Sequence[FloatArray], discount: float) -> list[FloatArray]:
+    """Discounted sums, each to the end of the last of the arrays; one array for each."""
+    ends = np.cumsum([len(part_N) for part_N in parts])[:-1]
+    return np.split(discounted_future_sum(np.concatenate(parts), discount), ends)
 
 
 def mean_reference_kl(groups_P: Sequence[TrajectoryGroup]) -> float:
@@ -192,11 +219,9 @@ def opd_advantages(
             )
         mask_T = segment.action_mask_T
         gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
-    sums_N = discounted_future_sum(np.concatenate(gaps), kl_discount_factor)
-    ends = np.cumsum([len(gap_N) for gap_N in gaps])[:-1]
     return [
-        on_actions(segment, -kl_coef * part_N)
-        for segment, part_N in zip(segments, np.split(sums_N, ends), strict=True)
+        on_actions(segment, -kl_coef * sum_N)
+        for segment, sum_N in zip(segments, _to_the_end(gaps, kl_discount_factor), strict=True)
     ]
 
 
@@ -280,23 +305,21 @@ def policy_loss(
 def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Tensor:
     """The batch's advantages with the learner's own log pi wherever they have the sampler's log mu.
 
-        A_t - b d_t - sum_{s >= t} g^{s-t} c_s d_s    with    d = log pi - log mu, no gradient
+        A_t - sum_{s >= t} g^{s-t} c_s d_s        with    d = log pi - log mu, no gradient
 
-    b is `reference_kl_coef`, c the weight of the teacher's sampled term and g `kl_discount_factor`;
-    the sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
+    c is the weight of the sampled terms of teacher and reference, and g `kl_discount_factor`; the
+    sum goes on through the following rows of the sequence. Under tokens of mu and the ratio
     pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
     that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
     centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
     """
-    moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
     advantages_N = batch.advantages_N.detach()
-    if how.reference_kl_coef:
-        advantages_N = advantages_N - how.reference_kl_coef * moved_N
-    if (coef_N := batch.sampled_kl_coef_N) is not None:
-        after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
-        moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
-        advantages_N = advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
-    return advantages_N
+    if (coef_N := batch.sampled_kl_coef_N) is None:
+        return advantages_N
+    moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
+    after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
+    moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
+    return advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
 
 
 def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:

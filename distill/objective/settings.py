@@ -103,6 +103,11 @@ class PolicyObjective:
     reference_kl_coef: float = chz.field(
         default=0.0, doc="weight of the centred KL penalty towards the reference model"
     )
+    kl_discount_factor: float = chz.field(
+        default=0.0,
+        doc="discount of future terms of sampled KLs, the teacher's (estimator=sampled) and the "
+        "reference's; 0: the immediate one only",
+    )
 
     @chz.validate
     def _policy_in_range(self) -> None:
@@ -116,6 +121,8 @@ class PolicyObjective:
         )  # fmt: skip
         if self.num_substeps < 1:
             raise ConfigError(f"num_substeps={self.num_substeps} must be at least 1")
+        if not 0 <= self.kl_discount_factor <= 1:
+            raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
         cap = self.correction_cap
         if cap is not None and not 1 <= cap < float("inf"):
             raise ConfigError(f"correction_cap={cap} must be 1 or above, and finite")
@@ -162,9 +169,6 @@ class ObjectiveConfig(PolicyObjective):
     section: ClassVar[Section] = Section.OBJECTIVE
 
     kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="estimator=sampled: discount of future terms; 0: the immediate one only"
-    )
     estimator: str = chz.field(
         default="sampled",
         doc="what is known of the teacher's distribution. sampled: the token that was sampled; "
@@ -197,8 +201,6 @@ class ObjectiveConfig(PolicyObjective):
         check_name("estimator", self.estimator, get_args(EstimatorName))
         check_name("divergence", self.divergence, get_args(DivergenceName))
         check_name("tail", self.tail, get_args(Tail))
-        if not 0 <= self.kl_discount_factor <= 1:
-            raise ConfigError(f"kl_discount_factor={self.kl_discount_factor} must be in [0, 1]")
         self._check_estimator()
         if self.jsd_beta is not None and not 0 < self.jsd_beta < 1:
             raise ConfigError(
@@ -224,11 +226,8 @@ class ObjectiveConfig(PolicyObjective):
                 f"divergence={self.divergence} needs estimator=full or top_k: the log-prob of one "
                 "sampled token does not tell it"
             )
-        if not sampled and self.kl_discount_factor:
-            raise ConfigError(
-                f"kl_discount_factor={self.kl_discount_factor} needs estimator=sampled: a "
-                "divergence of whole distributions has no future terms"
-            )
+        if self.kl_discount_factor:
+            self._check_discount()
         if self.tail == "sampled" and self.divergence != "reverse_kl":
             raise ConfigError("tail=sampled is for divergence=reverse_kl; use tail=bucket")
         for name, needed, belongs in (
@@ -239,6 +238,27 @@ class ObjectiveConfig(PolicyObjective):
                 raise ConfigError(f"{name}={getattr(self, name)} changes nothing without {belongs}")
         if self.tail != "bucket" and not top:
             raise ConfigError(f"tail={self.tail} changes nothing without estimator=top_k")
+
+    def _check_discount(self) -> None:
+        """Raises ConfigError for a discount where no term is sampled, or only a part of one."""
+        given = f"kl_discount_factor={self.kl_discount_factor}"
+        if self.kl_coef and self.tail == "sampled":
+            raise ConfigError(
+                f"{given} needs estimator=sampled: with tail=sampled only a part of the "
+                "teacher's term is sampled, and the rest has no future terms"
+            )
+        if self.reference_kl_coef:
+            return
+        if not self.kl_coef:
+            raise ConfigError(
+                f"{given} changes nothing without a teacher and with reference_kl_coef=0; give a "
+                "reference_kl_coef, or leave it out"
+            )
+        if self.estimator != "sampled":
+            raise ConfigError(
+                f"{given} needs estimator=sampled, or a reference_kl_coef: a divergence of whole "
+                "distributions has no future terms"
+            )
 
     @property
     def asked_of_teacher(self) -> int:

@@ -215,6 +215,7 @@ OBJECTIVES = {
     "leave one out": {"reward_coef": 0.5, "baseline": "leave_one_out", "scale_by_std": True},
     "bonuses": {"bonus_coef": 0.7},
     "reference": {"reference_kl_coef": 0.2},
+    "reference, discounted": {"reference_kl_coef": 0.2, "kl_discount_factor": 0.5},
     "all": {"reward_coef": 2.0, "bonus_coef": 0.3, "reference_kl_coef": 0.4},
 }
 
@@ -248,6 +249,13 @@ def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
         rewards = [member.reward for member in group.trajectories_G]
         for i, member in enumerate(group.trajectories_G):
             reward = advantage_by_hand(rewards, i, objective.baseline, objective.scale_by_std)
+            penalties = [
+                total_kl / tokens - gap(s, t)
+                for s in member.segments
+                for t in range(len(s))
+                if s.action_mask_T[t]
+            ]
+            place = 0  # of the action among all of the trajectory's
             for s in member.segments:
                 of_group, of_segment, advantages = next(rows)
                 assert of_group is group and of_segment is s
@@ -257,8 +265,10 @@ def test_all_terms_add_up_on_actions_alone(settings: dict[str, Any]) -> None:
                         expected += objective.reward_coef * reward
                         if s.bonuses_T is not None:
                             expected += objective.bonus_coef * float(s.bonuses_T[t])
-                        penalty = total_kl / tokens - gap(s, t)
-                        expected += objective.reference_kl_coef * penalty
+                        for later, penalty in enumerate(penalties[place:]):
+                            discount = objective.kl_discount_factor**later
+                            expected += objective.reference_kl_coef * discount * penalty
+                        place += 1
                     assert advantages[t] == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert next(rows, None) is None
 

@@ -32,6 +32,8 @@ REFUSED_OF_POLICIES: list[tuple[dict[str, Any], str]] = [
     ({"loss": "ppo", "clip_high": NAN}, "clip_high=nan must be 0 or above"),
     ({"loss": "dro", "dro_beta": -1.0}, "dro_beta=-1.0 must be 0 or above"),
     ({"loss": "dro", "dro_beta": 0.0}, "dro_beta=0 takes away what keeps dro near the policy"),
+    ({"kl_discount_factor": 1.5}, "kl_discount_factor=1.5 must be in [0, 1]"),
+    ({"kl_discount_factor": NAN}, "kl_discount_factor=nan must be in [0, 1]"),
     ({"num_substeps": 0}, "num_substeps=0 must be at least 1"),
     ({"correction": "mask", "correction_cap": 0.5}, "correction_cap=0.5 must be 1 or above, and"),
     ({"correction": "mask", "correction_cap": NAN}, "correction_cap=nan must be 1 or above, and"),
@@ -63,13 +65,15 @@ REFUSED_OF_TEACHERS: list[tuple[dict[str, Any], str]] = [
      "has the gradient of the forward KL, not of the reverse; say divergence=forward_kl"),
     ({"estimator": "topk"}, "estimator=topk is unknown; did you mean 'top_k'?"),
     ({"estimator": "exact"}, "estimator=exact is unknown; known: full, sampled, top_k"),
-    ({"kl_discount_factor": 1.5}, "kl_discount_factor=1.5 must be in [0, 1]"),
-    ({"kl_discount_factor": NAN}, "kl_discount_factor=nan must be in [0, 1]"),
     ({"divergence": "forward_kl"}, "divergence=forward_kl needs estimator=full or top_k: the "
      "log-prob of one sampled token does not tell it"),
     ({"divergence": "jsd"}, "divergence=jsd needs estimator=full or top_k"),
     ({"estimator": "full", "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 needs "
-     "estimator=sampled: a divergence of whole distributions has no future terms"),
+     "estimator=sampled, or a reference_kl_coef: a divergence of whole distributions has no"),
+    ({"estimator": "top_k", "tail": "sampled", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
+     "kl_discount_factor=0.5 needs estimator=sampled: with tail=sampled only a part of the"),
+    ({"kl_coef": 0.0, "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 changes nothing without "
+     "a teacher and with reference_kl_coef=0"),
     ({"estimator": "top_k", "tail": "sampled", "divergence": "jsd"}, "tail=sampled is for "
      "divergence=reverse_kl; use tail=bucket"),
     ({"tail": "sampled"}, "tail=sampled changes nothing without estimator=top_k"),
@@ -108,6 +112,7 @@ def test_refused_of_a_teacher(settings: dict[str, Any], message: str) -> None:
         {"estimator": "top_k", "teacher_top_k": 1, "divergence": "forward_kl"},
         {"estimator": "top_k", "tail": "sampled"},
         {"kl_discount_factor": 1.0},
+        {"kl_discount_factor": 1.0, "estimator": "full", "reference_kl_coef": 0.1},
         {"correction": "mask", "correction_cap": 1.0},
     ],
 )

@@ -17,21 +17,28 @@ from distill.objective.losses import StepCounts
 from distill.objective.objectives import opd_advantages, policy_loss
 from distill.objective.rows import policy_rows, with_other_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.types import TrajectoryGroup
+from distill.types import Segment, TrajectoryGroup
 from tests.loss_twin import gradient_of, twin
 from tests.samples import segment, trajectory
 
 TURNS = [False, True, True, False, False, True, True, True]
 # Sequences of three, one and two segments; untrained tokens between two turns of one.
+
+
+def made(prompt: int, actions: int, seed: int, **changes: Any) -> Segment:
+    reference_T = np.random.default_rng(seed).normal(-3, 1, prompt + actions).astype(np.float32)
+    return segment(prompt, actions, seed=seed, reference_logprobs_T=reference_T, **changes)
+
+
 GROUP = TrajectoryGroup(
     group_id=3,
     trajectories_G=(
         trajectory(
-            segment(3, 4, seed=1), segment(1, 7, seed=2, action_mask_T=TURNS, versions_T=[0] * 8),
-            segment(2, 2, seed=3), reward=1.0,
+            made(3, 4, 1), made(1, 7, 2, action_mask_T=TURNS, versions_T=[0] * 8), made(2, 2, 3),
+            reward=1.0,
         ),
-        trajectory(segment(4, 5, seed=4)),
-        trajectory(segment(2, 1, seed=5), segment(5, 3, seed=6)),
+        trajectory(made(4, 5, 4)),
+        trajectory(made(2, 1, 5), made(5, 3, 6)),
     ),
 )  # fmt: skip
 SIZES = [[4, 5, 2], [5], [1, 3]]
@@ -40,6 +47,11 @@ HOW: dict[str, dict[str, Any]] = {
     "sequence": {"normalisation": "sequence"},
     "discounted": {"kl_discount_factor": 0.8},
     "undiscounted, sequence": {"kl_discount_factor": 1.0, "normalisation": "sequence"},
+    "reference": {"reference_kl_coef": 0.4},
+    "reference, discounted": {"reference_kl_coef": 0.4, "kl_discount_factor": 0.8},
+    "reference, discounted, beside a divergence": {
+        "reference_kl_coef": 0.4, "kl_discount_factor": 0.8, "estimator": "full",
+    },
     "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     "gspo, sequence, discounted": {
         "loss": "gspo", "clip_low": 10.0, "clip_high": 10.0, "kl_discount_factor": 0.5,
@@ -85,11 +97,17 @@ def written_out(
     rows_D: Sequence[TrainingRow], how: ObjectiveConfig, counts: StepCounts
 ) -> list[float]:
     """Gradients, a sequence and a token at a time."""
-    rows, made = iter(rows_D), []
+    rows, gradients = iter(rows_D), []
+    gaps = [
+        (each.behaviour_logprobs_T - each.reference_logprobs_T)[each.action_mask_T]
+        for each in GROUP.segments()
+        if each.reference_logprobs_T is not None
+    ]
+    mean_kl = np.concatenate(gaps).mean()
     for member, sizes in zip(GROUP.trajectories_G, SIZES, strict=True):
         of_sequence = [next(rows) for _ in sizes]
         log_pi = np.concatenate(present_logprobs(of_sequence)).tolist()
-        log_mu, log_old, log_q = [], [], []
+        log_mu, log_old, log_q, log_ref = [], [], [], []
         for row, each in zip(of_sequence, member.segments, strict=True):
             mask_T = row.loss_mask_T
             mu_N = row.behaviour_logprobs_T[mask_T].tolist()
@@ -97,19 +115,23 @@ def written_out(
             corrected = how.correction != "none"
             log_old += row.proximal_logprobs_T[mask_T].tolist() if corrected else mu_N
             log_q += each.teacher_logprobs_T[mask_T].tolist()
+            log_ref += each.reference_logprobs_T[mask_T].tolist()
         ratio = math.exp(sum(np.subtract(log_pi, log_old)) / sum(sizes))
         for t in range(sum(sizes)):
             A = how.reward_coef * (member.reward - 1 / 3)
             for s in range(t, sum(sizes)):
-                A -= how.kl_coef * how.kl_discount_factor ** (s - t) * (log_pi[s] - log_q[s])
+                discount = how.kl_discount_factor ** (s - t)
+                if how.estimator == "sampled":
+                    A -= how.kl_coef * discount * (log_pi[s] - log_q[s])
+                A += how.reference_kl_coef * discount * (mean_kl - (log_pi[s] - log_ref[s]))
             scale = 1 / counts.tokens
             if how.normalisation == "sequence":
                 scale = 1 / (len(SIZES) * sum(sizes))
             weight = 1.0
             if how.correction == "truncate":
                 weight = min(2.0, math.exp(log_old[t] - log_mu[t]))
-            made.append(scale * weight * twin(how, log_pi[t], log_old[t], A, ratio).gradient)
-    return made
+            gradients.append(scale * weight * twin(how, log_pi[t], log_old[t], A, ratio).gradient)
+    return gradients
 
 
 @pytest.mark.parametrize("settings", HOW.values(), ids=HOW)

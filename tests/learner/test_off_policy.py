@@ -20,8 +20,11 @@ from tests.enumeration import (
     World,
     contexts,
     error,
+    flat_gradient,
+    responses,
     reverse_kl,
     state_logprobs,
+    token_logprobs,
 )
 
 T = 0.7
@@ -54,6 +57,25 @@ def test_off_policy_it_is_the_gradient_of_the_present_policy_s_kl(
     world.move_learner(away)
     made = world.expected_gradient(ObjectiveConfig(**settings), T)
     assert error(made, world.state_gradient(T, reverse_kl)) < 3e-5
+
+
+def test_the_discounted_reference_is_the_sequence_s_kl_centred(world: World) -> None:
+    """E_p[sum_t (kl_t - mean_kl)], the mean held fixed; the reference here is the teacher."""
+    world.move_learner(0.0)
+    objective = ObjectiveConfig(kl_coef=0.0, reference_kl_coef=1.0, kl_discount_factor=1.0)
+    made = world.expected_gradient(objective, T)
+    with torch.no_grad():
+        gaps = [
+            token_logprobs(world.student, each, T) - token_logprobs(world.teacher, each, T)
+            for each in responses()
+        ]
+    length = torch.zeros(())
+    for each in responses():
+        length = length + token_logprobs(world.current, each, T).sum().exp() * len(each)
+    of_length = flat_gradient(length, world.current)
+    claimed = world.sequence_gradient(T, T) - torch.cat(gaps).mean() * of_length
+    assert error(made, claimed) < 3e-5
+    assert error(made, world.state_gradient(T, reverse_kl)) > 0.02  # the immediate terms alone
 
 
 @pytest.mark.parametrize("settings", [{}, TOP], ids=["sampled", "top_k, tail=sampled"])
