@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from cluster.config.arguments import HELP, HelpAsked, key_values, make
+from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.help import help_text
 from cluster.console import make_console
 from cluster.early_ends import Interrupted, RunFailed
@@ -30,13 +30,13 @@ def run_command(
 
 
 def parse(config_class: type[Config], argv: Sequence[str]) -> Config:
-    """Settings from `key=value` arguments.
+    """Settings from `key=value` arguments, and from the file that config= names beneath them.
 
     Raises:
         ConfigError: what is written cannot be meant.
         HelpAsked: --help or --version is among the arguments.
     """
-    given = key_values(argv)
+    given = Arguments.of(argv).settings(config_class)
     if HELP in argv:
         raise HelpAsked(help_text(config_class, given))
     return make(config_class, given)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
-from cluster.command import exit_code, parse
-from cluster.config.arguments import HELP, key_values
+from cluster.command import exit_code
+from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.common import CommonConfig
+from cluster.config.help import help_text
+from cluster.config.learning_rate import with_suggested_lr
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import (
     OpdCondensedConfig,
@@ -22,11 +24,13 @@ from cluster.config.presets import (
 from cluster.config.supervised import DpoConfig, SftConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from learner.learning_rate import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     config: type[CommonConfig]
+    stage: Stage
     run: Callable[[Any, Console], None]
     line: str
 
@@ -51,19 +55,30 @@ def _run_dpo(config: Any, console: Console) -> None:
 
 RECIPES = {
     "opd": _Recipe(
-        OpdConfig, _run_on_policy, "on-policy distillation: student samples, teacher scores"
+        OpdConfig, "opd", _run_on_policy, "on-policy distillation: student samples, teacher scores"
     ),
     "rl": _Recipe(
-        RlConfig, _run_on_policy, "reinforcement learning (GRPO): student samples, a reward judges"
+        RlConfig,
+        "rl",
+        _run_on_policy,
+        "reinforcement learning (GRPO): student samples, a reward judges",
     ),
-    "opd_tools": _Recipe(OpdToolsConfig, _run_on_policy, "opd on questions answered with tools"),
-    "rl_tools": _Recipe(RlToolsConfig, _run_on_policy, "rl on questions answered with tools"),
-    "selfplay": _Recipe(SelfplayConfig, _run_on_policy, "rl on games of two, both seats trained"),
+    "opd_tools": _Recipe(
+        OpdToolsConfig, "opd", _run_on_policy, "opd on questions answered with tools"
+    ),
+    "rl_tools": _Recipe(RlToolsConfig, "rl", _run_on_policy, "rl on questions answered with tools"),
+    "selfplay": _Recipe(
+        SelfplayConfig, "rl", _run_on_policy, "rl on games of two, both seats trained"
+    ),
     "opd_condensed": _Recipe(
-        OpdCondensedConfig, _run_on_policy, "opd on documents longer than the context"
+        OpdCondensedConfig, "opd", _run_on_policy, "opd on documents longer than the context"
     ),
-    "sft": _Recipe(SftConfig, _run_sft, "supervised fine-tuning on completions or assistant turns"),
-    "dpo": _Recipe(DpoConfig, _run_dpo, "direct preference optimisation on chosen and rejected"),
+    "sft": _Recipe(
+        SftConfig, "sft", _run_sft, "supervised fine-tuning on completions or assistant turns"
+    ),
+    "dpo": _Recipe(
+        DpoConfig, "dpo", _run_dpo, "direct preference optimisation on chosen and rejected"
+    ),
 }
 
 _USAGE = """\
@@ -76,6 +91,8 @@ A recipe's settings:  python -m cluster.train recipe=opd --help
 A first run:          python -m cluster.train recipe=opd student=DIR teacher=DIR \\
                           prompts=FILE.jsonl out=runs/first temperature=0.7
 Checked, not started: add dry_run=True
+From a file:          config=run.yaml, .toml or .json, or another run's directory; the command line
+                      is above it: config=runs/first out=runs/second lr=1e-5
 """
 
 
@@ -84,40 +101,42 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
 
     def run(console: Console) -> None:
-        recipe, rest = _recipe_of(arguments)
+        recipe, given = _recipe_of(arguments)
         if recipe is None:
             console.print(_usage(), markup=False, highlight=False)
-        else:
-            _refuse_truncation(rest)
-            recipe.run(parse(recipe.config, rest), console)
+            return
+        _refuse_truncation(given.texts)
+        settings = given.settings(recipe.config)
+        if HELP in arguments:
+            raise HelpAsked(help_text(recipe.config, settings))
+        settings, said = with_suggested_lr(settings, recipe.stage)
+        config = make(recipe.config, settings)
+        if said:
+            console.print(said, markup=False, highlight=False)
+        recipe.run(config, console)
 
     return exit_code(run)
 
 
-def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, list[str]]:
-    """The recipe named on the command line and the other arguments; None asks for the usage."""
-    key_values(argv)  # before `recipe opd` counts as no recipe
-    names = [
-        argument.removeprefix("recipe=") for argument in argv if argument.startswith("recipe=")
-    ]
-    rest = [argument for argument in argv if not argument.startswith("recipe=")]
-    if not names:
-        if not rest or rest == [HELP]:
+def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:
+    """The recipe that is named, and the other arguments; None asks for the usage."""
+    name, rest = Arguments.of(argv).take("recipe")
+    if name is None:
+        if not argv or argv == [HELP]:
             return None, rest
         raise ConfigError(f"no recipe given; add recipe=NAME, one of {', '.join(RECIPES)}")
-    if names[-1] not in RECIPES:
-        raise ConfigError(f"recipe={names[-1]} is unknown; {known_names(names[-1], RECIPES)}")
-    return RECIPES[names[-1]], rest
+    if name not in RECIPES:
+        raise ConfigError(f"recipe={name} is unknown; {known_names(name, RECIPES)}")
+    return RECIPES[name], rest
 
 
-def _refuse_truncation(argv: list[str]) -> None:
-    for argument in argv:
-        name = argument.partition("=")[0]
+def _refuse_truncation(given: Mapping[str, str]) -> None:
+    for name, value in given.items():
         if name in ("top_p", "top_k", "min_p"):
             raise ConfigError(
-                f"{argument}: training does not truncate. Rollouts must be samples of softmax(z/T) "
-                f"over the whole vocabulary, or the reverse KL is another one; leave {name} out "
-                "(the serving decoder of evaluation has eval_top_p and eval_top_k)"
+                f"{name}={value}: training does not truncate. Rollouts must be samples of "
+                "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
+                f"{name} out (the serving decoder of evaluation has eval_top_p and eval_top_k)"
             )
 
 

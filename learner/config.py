@@ -101,9 +101,9 @@ class OptimizerSettings(LoraSettings):
     lr: float = chz.field(
         default=None,
         munger=if_none(lambda config: LORA_LR if config.trains_adapter else FULL_LR),
-        x_type=float | None,
-        doc=f"peak learning rate (tiny models: 3e-4); default: {FULL_LR:g}, and {LORA_LR:g} for an "
-        "adapter",
+        x_type=float | Literal["auto"] | None,
+        doc=f"peak learning rate; auto: by the model's width, what is trained, and the recipe; "
+        f"default: {FULL_LR:g}, and {LORA_LR:g} for an adapter",
         metadata=ESSENTIAL,
     )
     lr_schedule: Schedule = chz.field(
@@ -117,6 +117,11 @@ class OptimizerSettings(LoraSettings):
 
     @chz.validate
     def _optimizer_in_range(self) -> None:
+        if isinstance(self.lr, str):
+            raise ConfigError(
+                f"lr={self.lr} is for the command line of a recipe, which knows the model; give a "
+                "number (learner.learning_rate.suggested_lr)"
+            )
         for name in ("lr", "max_grad_norm"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0, and finite")

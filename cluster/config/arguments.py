@@ -1,9 +1,10 @@
-"""Settings from `key=value`; a slip is refused in one line that says what was meant."""
+"""Settings from `key=value` and `config=FILE`; a slip is refused in a line with what was meant."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -14,6 +15,7 @@ from chz.field import Field
 from chz.tiepin import CastError
 from chz.util import MISSING
 
+from cluster.config.files import CONFIG, as_texts, read_settings
 from cluster.config.help import settings_within
 from distill.errors import ConfigError
 from distill.lookup import known_names
@@ -54,6 +56,51 @@ def key_values(argv: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{argument} has no value; write {key}={meant}, without a space")
         given[key] = value
     return given
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a command was given.
+
+    Attributes:
+        texts: from the command line, by name.
+        file: the file whose settings they come on top of; empty: none.
+        tree: what is in it.
+    """
+
+    texts: Mapping[str, str]
+    file: str
+    tree: Mapping[str, Any]
+
+    @staticmethod
+    def of(argv: Sequence[str]) -> Arguments:
+        """Raises as `key_values` and `read_settings` do."""
+        texts = key_values(argv)
+        file = texts.pop(CONFIG, "")
+        return Arguments(texts, file, read_settings(file) if file else {})
+
+    def take(self, name: str) -> tuple[str | None, Arguments]:
+        """The value of `name`, which is no setting, and the other arguments."""
+        value = self.texts.get(name, self.tree.get(name))
+        texts, tree = (
+            {key: each for key, each in given.items() if key != name}
+            for given in (self.texts, self.tree)
+        )
+        return None if value is None else str(value), Arguments(texts, self.file, tree)
+
+    def settings(self, kind: type) -> dict[str, str]:
+        """All settings of the class `kind`, as texts.
+
+        Raises:
+            ConfigError: the file has a name that is none, or a value that cannot be one.
+        """
+        in_file = as_texts(kind, self.tree)
+        try:
+            for key, value in in_file.items():
+                _check(kind, key, value, in_file)
+        except ConfigError as error:
+            raise ConfigError(f"config={self.file}: {error}") from error
+        return in_file | dict(self.texts)
 
 
 def make(kind: type[Config], given: Mapping[str, str]) -> Config:
@@ -134,8 +181,8 @@ def _check_value(field: Field, key: str, value: str) -> None:
     try:
         field.meta_factory.perform_cast(value)
     except CastError as error:
-        if choices <= _NAMES.keys():
-            kinds = " or ".join(sorted(_NAMES[choice] for choice in choices))
+        if choices & _NAMES.keys():
+            kinds = " or ".join(sorted(_NAMES.get(choice, str(choice)) for choice in choices))
             raise ConfigError(f"{key}={value} is not {kinds}") from error
         raise ConfigError(f"{key}={value} is unknown; {known_names(value, choices)}") from error
 
@@ -144,8 +191,10 @@ def _choices(kind: Any) -> set[Any]:
     """The types, or the texts, of which a plain value is one; empty for an object's type."""
     if get_origin(kind) is Literal:
         return {str(option) for option in get_args(kind)}
-    options = set(get_args(kind)) - {NoneType} if get_origin(kind) in (Union, UnionType) else {kind}
-    return options if options <= _NAMES.keys() else set()
+    if get_origin(kind) in (Union, UnionType):
+        options = [_choices(option) for option in get_args(kind) if option is not NoneType]
+        return set().union(*options) if all(options) else set()
+    return {kind} & _NAMES.keys()
 
 
 def _check_complete(kind: type, given: Mapping[str, str]) -> None:

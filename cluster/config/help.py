@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import chz
 from chz.field import Field
@@ -16,6 +16,10 @@ from distill.settings import ESSENTIAL, Section, flagged, section_of
 _WIDTH = 100
 # Where docs begin; a longer name has its doc on the lines beneath.
 _INDENT = 26
+_ABOVE_ALL = [
+    "Settings are key=value. config=FILE takes them from YAML, TOML or JSON, or from another run",
+    "by its directory; the command line is above it.",
+]
 
 
 def help_text(kind: type, given: Mapping[str, str]) -> str:
@@ -32,7 +36,7 @@ def help_text(kind: type, given: Mapping[str, str]) -> str:
     parts = {"the settings that matter first": sorted(first, key=lambda n: _optional(fields[n]))}
     for section, names in sections.items():
         parts[section or "settings"] = [name for name in names if name not in essential]
-    lines = [(kind.__doc__ or kind.__name__).strip()]
+    lines = [(kind.__doc__ or kind.__name__).strip(), "", *_ABOVE_ALL]
     for title, names in parts.items():
         if names:
             lines += ["", f"{title}:"]
@@ -52,12 +56,15 @@ def settings_within(field: Field, given: str | None) -> dict[str, Field]:
 
 def type_text(field: Field) -> str:
     """A setting's type for people to read: choices, or a number's kind; none of an object's."""
-    kind = field.x_type
-    options = [option for option in get_args(kind) if option is not NoneType]
+    return _kind_text(field.x_type)
+
+
+def _kind_text(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return "|".join(map(str, options))
-    if len(options) == 1 and get_origin(kind) not in (list, tuple):
-        kind = options[0]
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, UnionType):
+        texts = [_kind_text(option) for option in get_args(kind) if option is not NoneType]
+        return "|".join(texts) if all(texts) else ""
     return kind.__name__ if kind in (int, float, str, bool) else ""
 
 

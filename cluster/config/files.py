@@ -1,0 +1,141 @@
+"""`config=FILE`: settings from YAML, TOML or JSON, a run's own config.json among them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+import chz
+import yaml
+from chz.field import Field
+
+from cluster.config.help import settings_within
+from distill.errors import ConfigError
+from distill.lookup import current_name
+
+CONFIG = "config"
+_CLASS = "class"
+# The key that chz writes an object's class under, in a run's config.json.
+_WRITTEN_CLASS = "__chz_type__"
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """The settings in a file, `recipe` among them; of a run's directory, those of its config.json.
+
+    Values are texts, numbers, booleans, None, lists, or mappings of them.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file /= "config.json"
+    read = _READERS.get(file.suffix)
+    if read is None:
+        raise ConfigError(
+            f"config={path} is not named {', '.join(_READERS)}, nor a run's directory"
+        )
+    try:
+        tree = read(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"config={path} is no {file.suffix[1:]}: {error}") from error
+    if isinstance(tree, dict) and tree.keys() >= {"recipe", "run_id", "settings"}:  # of a run
+        tree = {"recipe": tree["recipe"], **tree["settings"]}
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise ConfigError(f"config={path} holds no settings; write `name: value` lines in it")
+    if CONFIG in tree:
+        raise ConfigError(f"config={path} names another file; give all settings in one")
+    return tree
+
+
+def as_texts(kind: type, tree: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of the class `kind` as the command line has them, name=text.
+
+    A mapping is the fields of an object, whose class is under `class`; of a text that is JSON
+    itself, its value. A list is joined by commas. None is a setting that is not given.
+    """
+    return dict(_texts(chz.chz_fields(kind), tree, ""))
+
+
+def _texts(
+    fields: Mapping[str, Field], tree: Mapping[str, Any], within: str
+) -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        field, path = fields.get(name), within + name
+        if not isinstance(value, Mapping):
+            if value is not None:
+                yield path, _text(value)
+            elif field is not None and field._default is not None:
+                yield path, "None"
+        elif field is not None and get_origin(field.x_type) is Mapping:
+            for key, each in value.items():
+                inner = {k: v for k, v in each.items() if k != _WRITTEN_CLASS}
+                yield from _texts({}, inner, f"{path}.{key}.")
+        elif field is not None and not settings_within(field, None):
+            yield path, json.dumps(_plain(value))
+        else:
+            yield from _object(field, value, path)
+
+
+def _object(field: Field | None, value: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """The class, if it is given, and the fields of it."""
+    given = dict(value)
+    names = [given.pop(key) for key in (_CLASS, _WRITTEN_CLASS) if key in given]
+    named = current_name(str(names[0])) if names else None
+    if named is not None:
+        yield path, named
+    fields = {} if field is None else settings_within(field, named)
+    yield from _texts(fields, given, f"{path}.")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return value if isinstance(value, str) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A mapping that is one setting's value: the texts of YAML as JSON reads them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str):
+        try:
+            return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        except ValueError:
+            return value
+    return value
+
+
+class _Texts(yaml.BaseLoader):
+    """Scalars as they are written, as on the command line: `wandb: off` is no False."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS:
+            return None
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if isinstance(key, str) and keys.count(key) > 1}:
+            raise yaml.YAMLError(f"{', '.join(sorted(twice))} is given twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Texts)
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    ".yaml": _yaml,
+    ".yml": _yaml,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}

@@ -1,0 +1,225 @@
+"""`config=FILE`: the same settings as on the command line, whatever they are written in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import chz
+import pytest
+
+from cluster.command import parse
+from cluster.config.files import as_texts, read_settings
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.supervised import DpoConfig
+from cluster.evaluate import EvaluateConfig
+from cluster.run_files.run_directory import RunDirectory
+from cluster.train import main
+from distill.envs.tool_use import ToolUse
+from distill.errors import ConfigError
+from learner.learning_rate import Stage, suggested_lr
+
+NewOpd = Callable[..., OpdConfig]
+
+YAML = """\
+# what we ran on Monday
+recipe: opd
+student: models/student
+teachers:
+  maths: {model: models/maths, weight: 0.5}
+  code:
+    model: models/code
+prompts:
+  - a.jsonl:3
+  - b.parquet
+out: runs/monday
+temperature: 0.7
+lr: 3e-4
+wandb: off
+reference: ~
+compile: true
+env:
+  class: ToolUse
+  max_turns: 3
+chat_template_kwargs:
+  enable_thinking: false
+  style: no
+"""
+
+TOML = """\
+recipe = "opd"
+student = "models/student"
+prompts = ["a.jsonl:3", "b.parquet"]
+out = "runs/monday"
+temperature = 0.7
+lr = 3e-4
+wandb = "off"
+compile = true
+chat_template_kwargs = {enable_thinking = false, style = "no"}
+
+[teachers.maths]
+model = "models/maths"
+weight = 0.5
+[teachers.code]
+model = "models/code"
+
+[env]
+class = "ToolUse"
+max_turns = 3
+"""
+
+
+def expected() -> OpdConfig:
+    return parse(
+        OpdConfig,
+        [
+            "student=models/student", "teachers.maths.model=models/maths",
+            "teachers.maths.weight=0.5", "teachers.code.model=models/code",
+            "prompts=a.jsonl:3,b.parquet", "out=runs/monday", "temperature=0.7", "lr=3e-4",
+            "wandb=off", "compile=True", "env=ToolUse", "env.max_turns=3",
+            'chat_template_kwargs={"enable_thinking": false, "style": "no"}',
+        ],
+    )  # fmt: skip
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", YAML),
+        ("run.yml", YAML.replace("\n", "\r\n")),
+        ("run.yaml", "\ufeff" + YAML),
+        ("run.toml", TOML),
+        ("run.json", None),
+    ],
+)
+def test_a_file_is_the_command_line(tmp_path: Path, name: str, text: str | None) -> None:
+    if text is None:
+        import tomllib
+
+        text = json.dumps(tomllib.loads(TOML))
+    tree = read_settings(written(tmp_path / name, text))
+    assert tree.pop("recipe") == "opd"
+    given = [f"{key}={value}" for key, value in as_texts(OpdConfig, tree).items()]
+    assert parse(OpdConfig, given) == expected()
+
+
+def test_the_command_line_is_above_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "run.yaml", YAML.replace("recipe: opd\n", ""))
+    assert parse(OpdConfig, [f"config={file}"]) == expected()
+    changed = parse(OpdConfig, ["lr=1e-6", f"config={file}", "env.max_turns=9"])
+    assert (changed.lr, changed.env) == (1e-6, ToolUse(max_turns=9))
+    assert changed.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"env": ToolUse(max_turns=3, tools="calculator"), "lora_rank": 4, "eval_size": 0},
+        {"teacher": None, "teachers": {"a": TeacherConfig(model="m", weight=0.5)}},
+        {"chat_template_kwargs": '{"enable_thinking": false}', "stop_tokens": "<eos>,7"},
+        {"estimator": "top_k", "teacher_top_k": 4, "reference": "r", "reference_kl_coef": 0.1},
+    ],
+    ids=["plain", "env", "teachers", "texts", "objective"],
+)
+def test_a_run_s_own_config_repeats_it(
+    opd: NewOpd, tmp_path: Path, changes: Mapping[str, object]
+) -> None:
+    config = opd(**changes)
+    directory = RunDirectory("opd", config)
+    directory.path.mkdir()
+    directory.start(None)
+    for named in (directory.path, directory.path / "config.json"):
+        tree = read_settings(str(named))
+        assert tree.pop("recipe") == "opd"
+        file = written(tmp_path / "again.json", json.dumps(tree))
+        assert parse(OpdConfig, [f"config={file}"]) == config
+        elsewhere = parse(OpdConfig, [f"config={file}", "out=elsewhere"])
+        assert elsewhere == chz.replace(config, out="elsewhere")
+
+
+def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -> None:
+    config = opd()
+    directory = RunDirectory("opd", config)
+    directory.path.mkdir()
+    directory.start(None)
+    again = [f"config={directory.path}", f"out={tmp_path / 'again'}", "dry_run=True", "steps=3"]
+    assert main(again) == 0
+    assert "run 3 steps into" in " ".join(capsys.readouterr().out.split())
+    assert main([*again, "recipe=dpo"]) == 2  # of other settings
+    assert "no such setting" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.yaml", "lr: abc", "run.yaml: lr=abc is not a number or auto"),
+        ("run.yaml", "studnet: a", "run.yaml: studnet=a: no such setting; did you mean 'student'?"),
+        ("run.yaml", "env: {class: ToolUse, max_turn: 3}", "run.yaml: env.max_turn=3: no such"),
+        ("run.yaml", "teachers: {a: {modell: m}}", "run.yaml: teachers.a.modell=m: no such"),
+        ("run.yaml", "steps: [1, 2]", "run.yaml: steps=1,2 is not a whole number"),
+        ("run.yaml", "steps: 1\nsteps: 2", "run.yaml is no yaml: steps is given twice"),
+        ("run.yaml", "student: [", "run.yaml is no yaml: while parsing"),
+        ("run.yaml", "a sentence", "run.yaml holds no settings; write `name: value` lines in it"),
+        ("run.yaml", "- a\n- b", "run.yaml holds no settings"),
+        ("run.yaml", "config: other.yaml", "run.yaml names another file; give all settings in one"),
+        ("run.toml", "steps = ", "run.toml is no toml: Invalid value"),
+        ("run.json", "{", "run.json is no json: Expecting"),
+        ("run.txt", "steps: 1", "run.txt is not named .yaml, .yml, .toml, .json, nor a run's"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    file = written(tmp_path / name, text)
+    with pytest.raises(ConfigError) as refused:
+        parse(OpdConfig, [f"config={file}"])
+    assert message in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for name in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read: No such file"):
+            parse(OpdConfig, [f"config={name}"])
+
+
+def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
+    file = written(tmp_path / "dpo.yaml", "model: m\ndata: d.jsonl\nout: o\nbeta: 0.2\n")
+    assert parse(DpoConfig, [f"config={file}"]).beta == 0.2
+    file = written(tmp_path / "evaluate.toml", 'model = "m"\nprompts = "p"\neval_top_p = 0.9\n')
+    assert parse(EvaluateConfig, [f"config={file}"]).eval_top_p == 0.9
+
+
+def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
+    stages: list[Stage] = ["sft", "opd", "rl", "dpo"]
+    for stage in stages:
+        rates = [suggested_lr(stage, width, adapter=False) for width in (512, 4096, 8192)]
+        assert rates == sorted(rates, reverse=True)
+        adapted = suggested_lr(stage, 4096, adapter=True)
+        assert adapted == pytest.approx(10 * rates[1], rel=0.05)
+        assert suggested_lr(stage, 1, adapter=True) == 1e-3
+    assert [suggested_lr(stage, 4096, adapter=False) for stage in stages] == [
+        2e-5, 1e-5, 1e-6, 5e-7,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [[], ["lora_rank=4"]])
+def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) -> None:
+    config = opd()
+    names = ("student", "teacher", "prompts", "out", "temperature", "max_new_tokens")
+    given = [f"{name}={getattr(config, name)}" for name in names]
+    assert main(["recipe=opd", *given, "lr=auto", "dry_run=True", *more]) == 0
+    lr = suggested_lr("opd", 32, adapter=bool(more))
+    trained = "an adapter" if more else "all weights"
+    said = capsys.readouterr().out
+    assert f"lr=auto: {lr:g}, for opd of {trained}, hidden size 32" in said
+    assert f"lr {lr:g}" in " ".join(said.split())
+
+
+def test_auto_needs_a_model_to_look_at() -> None:
+    with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
+        DpoConfig(model="m", data="d.jsonl", out="o", lr="auto").learner("m", "cpu")
