@@ -50,6 +50,7 @@ class Response:
 
     Attributes:
         line: the problem's row in its source, or its number.
+        prompt: what the policy saw before its first turn, special tokens included.
         sample: which of the problem's responses, from 0.
         text: of its last turn.
         num_tokens: that were sampled, in all turns.
@@ -59,6 +60,7 @@ class Response:
     """
 
     line: int
+    prompt: str
     sample: int
     text: str
     stop_reason: StopReason
@@ -67,6 +69,14 @@ class Response:
     correct: float | None
     metrics: Mapping[str, float]
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`eval/*` metrics, and those of the responses that are kept for people to look at."""
+
+    metrics: dict[str, float]
+    responses: list[Response]
 
 
 class Evaluator:
@@ -123,9 +133,10 @@ class Evaluator:
         return entered
 
     def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
-        last = episode.turns[-1].sample
+        first, last = episode.turns[0], episode.turns[-1].sample
         return Response(
             line=self._problems.line(problem),
+            prompt=str(self._tokenizer.decode(first.observation_T.tolist())),
             sample=number,
             text=str(self._tokenizer.decode(last.tokens_T.tolist(), skip_special_tokens=True)),
             stop_reason=episode.stop_reason,
@@ -136,9 +147,14 @@ class Evaluator:
             source=source_of(self._problems, problem),
         )
 
-    async def evaluate(self, engine: Engine, sampling: EvalSampling) -> dict[str, float]:
-        """`eval/*` metrics of the responses."""
-        return self.summarise(await self.respond(engine, sampling))
+    async def evaluate(
+        self, engine: Engine, sampling: EvalSampling, keep: int | None = 0
+    ) -> Evaluation:
+        """Metrics of all responses, and those to the first `keep` problems; None: to all."""
+        responses = await self.respond(engine, sampling)
+        problems = list(dict.fromkeys((each.source, each.line) for each in responses))[:keep]
+        kept = [each for each in responses if (each.source, each.line) in problems]
+        return Evaluation(self.summarise(responses), kept)
 
     def summarise(self, responses: Sequence[Response]) -> dict[str, float]:
         """`eval/*` metrics of some responses."""

@@ -18,6 +18,7 @@ from actors.config import (
     choose_engine,
 )
 from distill.errors import ConfigError
+from distill.lookup import known_names
 from distill.settings import (
     ESSENTIAL,
     MAY_CHANGE,
@@ -31,6 +32,11 @@ from learner.config import LearnerConfig, LearnerSettings
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
+
+
+# What track= may name; each is an extra of the package, by the same name.
+TRACKERS = ("wandb", "tensorboard", "mlflow")
+WandbMode = Literal["off", "offline", "online"]
 
 
 @chz.chz
@@ -161,8 +167,16 @@ class OutputSettings:
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
     keep_checkpoints: int = chz.field(default=2, doc="newest checkpoints kept", metadata=MAY_CHANGE)
-    wandb: Literal["off", "offline", "online"] = chz.field(
-        default="off", doc="Weights & Biases; offline needs no network", metadata=MAY_CHANGE
+    track: str = chz.field(
+        default="",
+        doc=f"who gets the metrics besides out=: {', '.join(TRACKERS)}; several with commas "
+        "(docs/tracking.md)",
+        metadata=MAY_CHANGE,
+    )
+    wandb: WandbMode = chz.field(
+        default="off",
+        doc="Weights & Biases, as track=wandb; offline needs no network",
+        metadata=MAY_CHANGE,
     )
     trace_step: int | None = chz.field(
         default=None,
@@ -180,6 +194,20 @@ class OutputSettings:
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise ConfigError(f"track={self.track}: {known_names(name, TRACKERS)}")
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers, each once."""
+        named = [name.strip() for name in self.track.split(",")] if self.track else []
+        return list(dict.fromkeys(named + ["wandb"] * (self.wandb != "off")))
+
+    @property
+    def wandb_mode(self) -> str:
+        """Mode of W&B where it is a tracker: WANDB_MODE or online, if wandb= does not say."""
+        return self.wandb if self.wandb != "off" else os.environ.get("WANDB_MODE", "online")
 
 
 @chz.chz

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import chz
 
@@ -31,6 +31,8 @@ from distill.objective.settings import (
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
+
+KeepRollouts = Literal["every", "all", "none"]
 
 
 @chz.chz
@@ -154,10 +156,17 @@ class RolloutConfig(
 
     section: ClassVar[Section] = Section.OUTPUT
 
+    keep_rollouts: KeepRollouts = chz.field(
+        default="every",
+        doc="for cluster.report. every: the first group of every few steps, in out/rollouts.jsonl, "
+        "and the responses of evaluations to their first 8 problems, in out/evaluations.jsonl; "
+        "all: all groups of all steps, and all responses; none",
+        metadata=MAY_CHANGE,
+    )
     keep_rollouts_every: int = chz.field(
         default=10,
-        doc="steps between two from which the first group is kept in out/rollouts.jsonl, for "
-        "cluster.report; the first step's always is. 0 keeps none",
+        doc="keep_rollouts=every: steps between two that are kept; the first always is. 0 keeps "
+        "no groups",
         metadata=MAY_CHANGE,
     )
 
@@ -183,9 +192,14 @@ class RolloutConfig(
             self.prompts_per_step * self.group_size,
             f"prompts_per_step={self.prompts_per_step} x group_size={self.group_size}",
         )
-        if self.keep_rollouts_every < 0:
+        every = self.keep_rollouts_every
+        if every < 0:
+            raise ConfigError(f"keep_rollouts_every={every} must not be negative")
+        default = chz.chz_fields(type(self))["keep_rollouts_every"]._default
+        if self.keep_rollouts != "every" and every != default:
             raise ConfigError(
-                f"keep_rollouts_every={self.keep_rollouts_every} must not be negative"
+                f"keep_rollouts_every={every} changes nothing with "
+                f"keep_rollouts={self.keep_rollouts}; leave one of them out"
             )
         self._check_env()
 

@@ -290,12 +290,17 @@ class RolloutCast:
             resume_from=resume_from,
             dump_dir=str(directory.path / "failed"),
             trace_path=directory.trace,
-            rollouts=RolloutLog(directory.rollouts, config.keep_rollouts_every),
+            rollouts=_rollout_log(config, directory),
         )
         losses = partial(policy_losses, config, device, self._inputs.stops)
         return make_learners(
             config, learner_config, build, losses, directory, self._placement, attempt
         )
+
+
+def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
+    every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
+    return RolloutLog(directory.rollouts, every, whole=config.keep_rollouts == "all")
 
 
 def _anywhere(_index: int) -> bool:

@@ -29,7 +29,8 @@ from cluster.placement.roles import (
 )
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
 from cluster.run_files.run_directory import RunDirectory
-from cluster.run_files.tracking import Progression, WandbTracker, check_wandb
+from cluster.run_files.trackers import Trackers, check_trackers
+from cluster.run_files.tracking import Progression
 from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ class RunSession:
     console: Console
     signals: Signals
     progress: Progression
-    tracker: WandbTracker
+    trackers: Trackers
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
 
@@ -60,13 +61,13 @@ class RunSession:
         self.under_way = True
         self.directory.append_metrics(metrics)
         self.progress.step(metrics)
-        self.tracker.log(metrics)
+        self.trackers.log(metrics)
 
     def record_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
         """An evaluation outside of a step, of the weights after `step`: a line of its own."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
-        self.tracker.log(line)
+        self.trackers.log(line)
 
     def unsaved(self, error: CheckpointError) -> None:
         """A checkpoint could not be written: the run goes on, for now."""
@@ -78,15 +79,19 @@ class RunSession:
         self.directory.finish(checkpoint)
         steps = self.directory.read_steps()
         seconds = [step["time/step"] for step in steps]
-        self.summary |= {
-            "steps": checkpoint.step,
-            "checkpoint": {"path": str(checkpoint.path), "seal": checkpoint.seal},
-            "final": str(self.directory.final),
-            "train_tokens": int(sum(step["train/tokens"] for step in steps)),
-            "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
-            "time/step": fmean(seconds),
-        }
-        self.directory.write_json("summary.json", {"status": "finished", **self.summary})
+        self.summary = (
+            {"status": "finished"}
+            | self.summary
+            | {
+                "steps": checkpoint.step,
+                "checkpoint": {"path": str(checkpoint.path), "seal": checkpoint.seal},
+                "final": str(self.directory.final),
+                "train_tokens": int(sum(step["train/tokens"] for step in steps)),
+                "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
+                "time/step": fmean(seconds),
+            }
+        )
+        self.directory.write_json("summary.json", self.summary)
         self.console.print(
             f"finished {checkpoint.step} steps; the model is in {self.directory.final}"
         )
@@ -108,18 +113,19 @@ def session(
     console: Console,
 ) -> Iterator[RunSession]:
     """All that a run needs besides its actors. However it ends, summary.json records it."""
-    check_wandb(config.wandb)
+    check_trackers(config)
     signals = Signals()
     started = time.time()
     with directory.locked(), connected(config), signals.installed():
         directory.start(resume_from)
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
-        tracker = WandbTracker(config.wandb, directory, chz.asdict(config))
-        progress = Progression(console, resume_from.step if resume_from else 0, config.steps)
+        first_step = resume_from.step if resume_from else 0
+        progress = Progression(console, first_step, config.steps)
+        trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
-            signals=signals, progress=progress, tracker=tracker,
+            signals=signals, progress=progress, trackers=trackers,
         )  # fmt: skip
         status = 1
         try:
@@ -136,20 +142,18 @@ def session(
             interrupted = isinstance(error, Interrupted)
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
                 error.exit_code = 1  # 2 promises that nothing was started
-            directory.write_json(
-                "summary.json",
-                {
-                    "status": "interrupted" if interrupted else "failed",
-                    "reason": f"{type(error).__name__}: {error}",
-                    "seconds": time.time() - started,
-                    **running.summary,
-                },
-            )
+            running.summary = {
+                "status": "interrupted" if interrupted else "failed",
+                "reason": f"{type(error).__name__}: {error}",
+                "seconds": time.time() - started,
+                **running.summary,
+            }
+            directory.write_json("summary.json", running.summary)
             if error is not raised:
                 raise error from raised
             raise
         finally:
-            tracker.finish(status)
+            trackers.finish(running.summary, status)
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:
@@ -221,7 +225,7 @@ def learner_line(config: CommonConfig, model: str) -> str:
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"
     if not config.trains_adapter:
-        return str(estimate)
+        return f"{estimate}, lr {config.lr:g}"
     share = check_lora(config, model)
     adapter = f"LoRA rank {config.lora_rank}"
     if config.lora_adapter is not None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
-from cluster.config.on_policy import RolloutConfig
+from cluster.config.on_policy import KeepRollouts, RolloutConfig
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
@@ -32,6 +32,9 @@ from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
+
+# Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.
+_KEPT_PROBLEMS: dict[KeepRollouts, int | None] = {"every": 8, "all": None, "none": 0}
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -124,6 +127,7 @@ class _Run:
     ) -> None:
         self._config = config
         self._running = running
+        self._tokenizer = inputs.tokenizer
         self._fingerprint = fingerprint(inputs.tokenizer)
         self._stops = inputs.stops
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
@@ -197,7 +201,7 @@ class _Run:
         )
         try:
             if self._has_eval and every and step % every == 0 and step < self._config.steps:
-                metrics = metrics | self._evaluate(f"step {step}")
+                metrics = metrics | self._evaluate(f"step {step}", step)
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
 
@@ -215,6 +219,7 @@ class _Run:
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
+        self._running.trackers.show_rollouts(self._tokenizer)
 
     def on_unsaved(self, error: CheckpointError) -> None:
         self._running.unsaved(error)
@@ -299,7 +304,7 @@ class _Run:
     def _evaluate_teachers(self) -> None:
         """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
         for name, role in teacher_roles(self._config).items():
-            metrics = self._decoded(role, f"evaluating the {role}")
+            metrics = self._decoded(role, role, self._running.first_step)
             self._note_evaluation(role, metrics)
             family = f"eval/teacher={name}/" if name else "eval/teacher/"
             self._running.record_evaluation(
@@ -309,7 +314,7 @@ class _Run:
 
     def _evaluate_apart(self, when: str, step: int) -> None:
         """An evaluation that no step's line has."""
-        self._running.record_evaluation(self._evaluate(when), step)
+        self._running.record_evaluation(self._evaluate(when, step), step)
 
     def _recall_before(self) -> None:
         """The evaluation before the first step, from an earlier attempt's line of it."""
@@ -318,10 +323,10 @@ class _Run:
                 metrics = {name: value for name, value in line.items() if name != "step"}
                 self._running.summary["eval before"] = metrics
 
-    def _evaluate(self, when: str) -> dict[str, float]:
+    def _evaluate(self, when: str, step: int) -> dict[str, float]:
         """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
         started = time.perf_counter()
-        metrics = self._decoded(POLICY, "evaluation")
+        metrics = self._decoded(POLICY, when, step)
         if teachers := teacher_roles(self._config):
             metrics["eval/reverse_kl"] = self.fleet.persist(
                 "evaluation",
@@ -335,11 +340,16 @@ class _Run:
         self._note_evaluation(when, metrics)
         return metrics
 
-    def _decoded(self, role: str, what: str) -> dict[str, float]:
-        sampling = self._config.eval_sampling()
-        return self.fleet.persist(
-            what, lambda: self.fleet.evaluator.evaluate.remote(self._pool(role), sampling)
+    def _decoded(self, role: str, when: str, step: int) -> dict[str, float]:
+        """Metrics of the role's responses, some of which are kept."""
+        sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
+        evaluation = self.fleet.persist(
+            f"evaluation, {when}",
+            lambda: self.fleet.evaluator.evaluate.remote(self._pool(role), sampling, keep),
         )
+        if evaluation.responses:
+            self._running.directory.append_evaluation(step, when, evaluation.responses)
+        return evaluation.metrics
 
     def _pool(self, role: str) -> EnginePool:
         return self.fleet.pool(role, patience_s=self._config.hang_after_s)

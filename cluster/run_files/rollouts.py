@@ -20,6 +20,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
 
 
 class RolloutLog:
-    """Keeps the first group of the first step and of every `every`th step after it; 0 keeps none.
+    """Keeps groups of the first step and of every `every`th step after it; 0 keeps none.
 
-    A step whose groups were all filtered out trained on none, and keeps none.
+    The first group of such a step, or with `whole` all of them. A step whose groups were all
+    filtered out trained on none, and keeps none.
     """
 
-    def __init__(self, path: str | Path, every: int) -> None:
+    def __init__(self, path: str | Path, every: int, *, whole: bool = False) -> None:
         self._lines = LineFile(path)
-        self._every = every
+        self._every, self._whole = every, whole
 
     def keep(
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
@@ -51,8 +53,10 @@ class RolloutLog:
             return
         from distill.objective.rows import rows_by_group  # torch; readers of the file need none
 
-        group, rows = next(rows_by_group(groups_P, rows_D))
-        self._lines.append(json.dumps(_group(step, group, rows), separators=(",", ":")).encode())
+        for group, rows in islice(rows_by_group(groups_P, rows_D), None if self._whole else 1):
+            line = json.dumps(_group(step, group, rows), separators=(",", ":"))
+            self._lines.append(line.encode(), later=True)
+        self._lines.flush()
 
     def rewind(self, step: int) -> None:
         """Drops the groups of later steps, which are done again. Takes no room on the disk.
@@ -204,16 +208,38 @@ def read_rollouts(path: Path) -> list[KeptGroup]:
     Raises:
         DataError: names the line that is no group.
     """
+    rows = read_lines(path, {"step", "group_id", "trajectories"})
+    return [_checked_group(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]
+
+
+def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
+    """The groups that were kept after the first `start` bytes, and the bytes that there are now.
+
+    Raises:
+        DataError: names the line that is no group.
+    """
+    if not path.exists():
+        return [], 0
     groups = []
-    for number, row in enumerate(read_lines(path, {"step", "group_id", "trajectories"}), 1):
-        try:
-            groups.append(_kept_group(row))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{path}:{number} is no kept group ({type(error).__name__}: {error}); remove the "
-                "line"
-            ) from error
-    return groups
+    # Of a file that was rewound, what is new begins nobody knows where: all of it is read.
+    end = start if start <= path.stat().st_size else 0
+    with path.open("rb") as file:
+        file.seek(end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            groups.append(_checked_group(str(path), line))
+            end += len(line)
+    return groups, end
+
+
+def _checked_group(where: str, row: Mapping[str, Any] | bytes) -> KeptGroup:
+    try:
+        return _kept_group(json.loads(row) if isinstance(row, bytes) else row)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{where} is no kept group ({type(error).__name__}: {error}); remove the line"
+        ) from error
 
 
 def _kept_group(row: Mapping[str, Any]) -> KeptGroup:

@@ -4,8 +4,9 @@ out/config.json      settings, data, versions     out/metrics.jsonl   a line per
 out/summary.json     how the run ended           out/checkpoints/    see learner/checkpoint.py
 out/calibration.json the handshake               out/final/          the trained model
 out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, restarts, pool sizes
-out/rollouts.jsonl   a group every few steps     (written by the learner;
+out/rollouts.jsonl   groups that are kept        (written by the learner;
                      cluster/run_files/rollouts.py)
+out/evaluations.jsonl responses of evaluations that are kept
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chz
 
@@ -35,13 +37,16 @@ from distill.stops import StopTokens
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 
+if TYPE_CHECKING:
+    from actors.rollout.evaluator import Response
+
 logger = logging.getLogger(__name__)
 
 # What a run writes into its directory.
 _DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs")
 _FILES = (
     "config.json", "summary.json", "calibration.json", "metrics.jsonl", "events.jsonl",
-    "ledger.jsonl", "rollouts.jsonl", ".lock",
+    "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
 )  # fmt: skip
 
 
@@ -69,6 +74,9 @@ class RunDirectory:
         self.store = CheckpointStore(self.path / "checkpoints", config.keep_checkpoints)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
+        self._evaluations = LineFile(self.path / "evaluations.jsonl")
+        # Told of each event, as it is written.
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda _event, _fields: None
 
     def actor_name(self, role: str) -> str:
         """A name no other run on the cluster uses, this directory's earlier runs included."""
@@ -224,12 +232,13 @@ class RunDirectory:
     def rewind_metrics(self, step: int) -> None:
         """Drops the metrics of later steps, and sets aside their checkpoints, which are damaged."""
         self.store.set_aside_after(step)
-        self._metrics.flush()
-        self._metrics.close()
-        path = self._metrics.path
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        _replace(path, "".join(line + "\n" for line in kept))
+        for file in (self._metrics, self._evaluations):
+            file.flush()
+            file.close()
+            lines = file.path.read_text().splitlines() if file.path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= step]
+            if kept or lines or file is self._metrics:
+                _replace(file.path, "".join(line + "\n" for line in kept))
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
         self._metrics.append(json.dumps(dict(metrics)).encode())
@@ -238,6 +247,12 @@ class RunDirectory:
         """A line of events.jsonl: what happened, when (unix seconds), and to whom."""
         line = {"t": time.time(), "event": event, **fields}
         self._events.append(json.dumps(line).encode())
+        self.on_event(event, fields)
+
+    def append_evaluation(self, step: int, who: str, responses: Sequence[Response]) -> None:
+        """A line of evaluations.jsonl: responses of the evaluation of `who` after `step`."""
+        line = {"step": step, "who": who, "responses": [asdict(each) for each in responses]}
+        self._evaluations.append(json.dumps(line).encode())
 
     def read_metrics(self) -> list[dict[str, float]]:
         """Lines of metrics.jsonl, of steps and of evaluations between them."""

@@ -1,17 +1,14 @@
-"""Progress and metrics of a running job: a bar on a terminal, plain lines in a log, W&B."""
+"""Progress of a running job: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cluster.run_files.run_directory import RunDirectory
-from distill.errors import ConfigError
 from distill.handshake.comparison import CalibrationReport
 
 # Shown in progress lines, in this order, where a step has them.
@@ -100,45 +97,3 @@ def agreement_table(report: CalibrationReport) -> Table:
     for difference in report.differences:
         table.add_row(difference, *[""] * 6, "[red]DIFFERS[/]")
     return table
-
-
-class WandbTracker:
-    """Weights & Biases, or nothing at all when `mode` is off."""
-
-    def __init__(self, mode: str, run: RunDirectory, settings: Mapping[str, Any]) -> None:
-        self._run = None
-        if mode == "off":
-            return
-        wandb = _import_wandb(mode)
-        self._run = wandb.init(
-            project="isotherm",
-            id=run.run_id,
-            resume="allow",
-            dir=str(run.path),
-            mode=mode,
-            config=dict(settings),
-        )
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        if self._run is not None:
-            self._run.log(dict(metrics), step=int(metrics["step"]))
-
-    def finish(self, exit_code: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)
-
-
-def _import_wandb(mode: str) -> Any:
-    try:
-        import wandb  # optional, and slow to import
-    except ImportError as error:
-        raise ConfigError(
-            f"wandb={mode} needs the wandb package: pip install 'isotherm[wandb]', or wandb=off"
-        ) from error
-    return wandb
-
-
-def check_wandb(mode: str) -> None:
-    """Raises ConfigError if tracking was asked for and cannot be had; before anything starts."""
-    if mode != "off":
-        _import_wandb(mode)

@@ -62,9 +62,11 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
         "eval/accuracy_low": pytest.approx(0.375 - 0.245, abs=1e-3),
         "eval/accuracy_high": pytest.approx(0.375 + 0.245, abs=1e-3),
     }
-    assert metrics == asyncio.run(
-        evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING)
-    )
+    evaluator = evaluator_of(PROMPTS, tokenizer, reward)
+    evaluation = asyncio.run(evaluator.evaluate(POLICY, SERVING, keep=2))
+    assert evaluation.metrics == metrics and evaluation.responses == responses[:2]
+    assert asyncio.run(evaluator.evaluate(POLICY, SERVING)).responses == []
+    assert asyncio.run(evaluator.evaluate(POLICY, SERVING, keep=None)).responses == responses
 
 
 def test_an_error_of_somebodys_code_says_of_which_problem_and_where(
@@ -103,6 +105,7 @@ def test_several_responses_give_pass_at_k_and_a_vote() -> None:
     right = {1: "3", 2: "9", 3: "1"}
     responses = [
         Response(
+            prompt="",
             line=line, sample=i, text=text, stop_reason=StopReason.EOS, num_tokens=1,
             num_turns=1, metrics={}, correct=last_number(text, right[line]),
         )

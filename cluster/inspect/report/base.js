@@ -63,5 +63,27 @@ function evaluationCell(cell) {
   return [number(cell[0]), make("span", { class: "interval" }, interval)];
 }
 
+// What was answered to each held-out problem, evaluation by evaluation.
+function showResponses() {
+  const blocks = data.responses.map((problem) => {
+    const rows = problem.answers.map((answer) => make("tr", {},
+      make("th", { scope: "row" }, answer.who), make("td", {}, number(answer.reward)),
+      make("td", {}, `${answer.stop}, ${answer.tokens}`),
+      make("td", { class: "said" }, answer.text)));
+    const head = ["evaluation", "reward", "stop, tokens", "response"].map((name) =>
+      make("th", { scope: "col" }, name));
+    const source = problem.source ? `${problem.source}:` : "problem ";
+    const summary = make("summary", {}, `${source}${problem.line} `,
+      make("span", { class: "hint" }, problem.prompt.slice(0, 120)));
+    return make("details", { class: "problem" }, summary,
+      make("pre", { class: "asked" }, problem.prompt),
+      make("div", { class: "scroll" }, make("table", {},
+        make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))));
+  });
+  byId("responses").append(...blocks);
+  byId("evaluations").hidden = false;
+}
+
 showHead();
 if (data.evaluations) showEvaluations();
+if (data.responses.length) showResponses();

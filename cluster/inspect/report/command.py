@@ -1,8 +1,9 @@
 """`python -m cluster.report out=DIR`: a run's curves, its events and its rollouts, on one page.
 
-The page, out/report.html, is a file to open, keep or send: nothing else belongs to it. It shows
+The page, out/report.html, is a file to open, keep or send: nothing else belongs to it. With
+serve=8080 it is served instead, to this machine alone, and follows a running run. It shows
 
-    the run         what was run, how it ended, and its evaluations
+    the run         what was run, how it ended, its evaluations, and what was answered in them
     the curves      of metrics.jsonl, each with a read-out
     the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
     the rollouts    that the run kept (keep_rollouts_every): what was observed and what was
@@ -12,6 +13,8 @@ The page, out/report.html, is a file to open, keep or send: nothing else belongs
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,10 @@ class ReportConfig:
 
     out: str = chz.field(doc="the run's directory")
     html: str | None = chz.field(default=None, doc="the page; out/report.html without it")
+    serve: int | None = chz.field(
+        default=None,
+        doc="port at which the page is served, live, on the loopback address; 0: any that is free",
+    )
     groups: int = chz.field(
         default=20, doc="kept groups that are shown, spread evenly over the run"
     )
@@ -40,13 +47,21 @@ class ReportConfig:
     def _in_range(self) -> None:
         if self.groups < 1:
             raise ConfigError(f"groups={self.groups} must be at least 1")
+        if self.serve is not None and not 0 <= self.serve < 1 << 16:
+            raise ConfigError(f"serve={self.serve} is no port; give 0 to 65535")
+        if self.serve is not None and self.html is not None:
+            raise ConfigError(
+                f"html={self.html} changes nothing with serve=; leave one of them out"
+            )
 
 
 def report(config: ReportConfig, console: Console) -> None:
-    """Reads the run and writes the page."""
+    """Reads the run and writes the page, or serves it."""
     out = Path(config.out)
-    run = read_run(out)
-    data: dict[str, Any] = {**report_data(run, config.groups), "timeline": timeline(run)}
+    if config.serve is not None:
+        _serve(config, config.serve, console)
+        return
+    data = _data(config)
     page = Path(config.html) if config.html else out / "report.html"
     try:
         page.write_text(report_page(data), encoding="utf-8")
@@ -57,6 +72,29 @@ def report(config: ReportConfig, console: Console) -> None:
     console.print(f"the report of {out} is in {page}: {kept}", highlight=False, markup=False)
     if data["note"]:
         console.print(data["note"], highlight=False, markup=False)
+
+
+def _data(config: ReportConfig) -> dict[str, Any]:
+    run = read_run(Path(config.out))
+    return {**report_data(run, config.groups), "timeline": timeline(run)}
+
+
+def _serve(config: ReportConfig, port: int, console: Console) -> None:
+    """Until Ctrl-C, which is how it ends."""
+    from cluster.inspect.report.serve import HOST, LiveReport  # aiohttp: not for --help
+
+    def started(port: int) -> None:
+        console.print(
+            f"the report of {config.out} is at http://{HOST}:{port}; Ctrl-C ends it",
+            highlight=False,
+            markup=False,
+        )
+
+    if not Path(config.out).is_dir():
+        raise ConfigError(f"out={config.out} is not a directory; give a run's directory")
+    live = LiveReport(Path(config.out), lambda: _data(config))
+    with suppress(KeyboardInterrupt):
+        asyncio.run(live.serve(port, started))
 
 
 def main(argv: list[str] | None = None) -> int:

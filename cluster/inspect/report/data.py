@@ -53,6 +53,8 @@ _OWN = "env/"
 _LOW, _HIGH = "_low", "_high"
 # Longer runs are drawn by means of as many steps as it takes.
 _MAX_POINTS = 1000
+# Problems of evaluations that are shown.
+_MAX_PROBLEMS = 64
 
 
 def report_data(run: Run, groups: int) -> dict[str, Any]:
@@ -62,6 +64,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
         "title": f"{run.recipe} {run.out.resolve().name}",
         "facts": facts(run),
         "evaluations": evaluations(run),
+        "responses": responses(run),
         "charts": charts(run),
         "kept": len(run.groups),
         "note": complaint if run.groups else why_no_rollouts(run),
@@ -126,6 +129,27 @@ def evaluations(run: Run) -> dict[str, Any] | None:
         for metric in metrics
     ]
     return {"columns": columns, "rows": rows}
+
+
+def responses(run: Run) -> list[dict[str, Any]]:
+    """Held-out problems with what was answered in each evaluation that kept it."""
+    by_problem: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in run.evaluations:
+        for each in row["responses"]:
+            key = str(each.get("source", "")), int(each["line"])
+            problem = by_problem.setdefault(
+                key, {"source": key[0], "line": key[1], "prompt": each["prompt"], "answers": []}
+            )
+            problem["answers"].append(
+                {
+                    "who": str(row["who"]),
+                    "text": str(each["text"]),
+                    "reward": _number(each, "correct"),
+                    "stop": str(each["stop_reason"]),
+                    "tokens": int(each["num_tokens"]),
+                }
+            )
+    return list(by_problem.values())[:_MAX_PROBLEMS]
 
 
 def _cell(values: Mapping[str, Any], metric: str) -> list[float] | None:

@@ -15,19 +15,25 @@ from pathlib import Path
 from typing import Any
 
 # In this order they are one script.
-_SCRIPTS = ("base", "curves", "timeline", "groups", "tokens", "reader")
+_SCRIPTS = ("base", "curves", "timeline", "groups", "tokens", "reader", "links")
 # The only characters that mean something to an HTML parser within a script.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The page that shows `data`, which is what `report_data` returns."""
+    """The page that shows `data`, which is what `report_data` returns.
+
+    With `live`, the version of what a server shows, the page asks that server for newer ones.
+    """
     style = _part("page.css")
-    script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
+    live = "live" in data
+    script = "\n".join(_part(f"{name}.js") for name in (*_SCRIPTS, *["live"] * live))
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
+    if live:
+        policy += "; connect-src 'self'"
     # The data comes last: it may hold whatever the others are marked by.
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": as_json(data)}
     page = _part("page.html")

@@ -28,6 +28,7 @@ class Run:
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     groups: Sequence[KeptGroup]
+    evaluations: Sequence[Mapping[str, Any]]
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -66,7 +67,22 @@ def read_run(out: Path) -> Run:
         metrics=metrics,
         events=events,
         groups=read_rollouts(out / "rollouts.jsonl"),
+        evaluations=_evaluations(out / "evaluations.jsonl"),
     )
+
+
+_RESPONSE = {"line", "prompt", "text", "stop_reason", "num_tokens"}
+
+
+def _evaluations(path: Path) -> list[dict[str, Any]]:
+    found = read_lines(path, {"step", "who", "responses"})
+    for number, row in enumerate(found, 1):
+        each = row["responses"]
+        if not isinstance(each, list) or not all(
+            isinstance(one, dict) and one.keys() >= _RESPONSE for one in each
+        ):
+            raise DataError(f"{path}:{number} holds no responses; remove the line")
+    return found
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -104,10 +120,12 @@ def why_no_rollouts(run: Run) -> str:
     """Explanation for a reader why there are no rollouts."""
     if run.recipe in ("sft", "dpo"):
         return f"recipe={run.recipe} samples nothing, so there are no rollouts to show."
-    if run.settings.get("keep_rollouts_every") == 0:
+    settings = run.settings
+    if settings.get("keep_rollouts_every") == 0 or settings.get("keep_rollouts") == "none":
+        name = "keep_rollouts" if settings.get("keep_rollouts") == "none" else "keep_rollouts_every"
         return (
-            "This run kept no rollouts: keep_rollouts_every=0. Give keep_rollouts_every=10, say: "
-            "the same command resumes a run with another value."
+            f"This run kept no rollouts: {name}={settings[name]}. The same command resumes a run "
+            "with another value."
         )
     return (
         "This run kept no rollouts: there is no rollouts.jsonl in its directory, or nothing in it. "

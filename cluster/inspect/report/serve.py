@@ -1,0 +1,89 @@
+"""The report of a run, live: made anew for whoever loads it, on the loopback address only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from cluster.inspect.report.page import report_page
+from distill.errors import ConfigError, IsothermError
+
+HOST = "127.0.0.1"
+_FILES = (
+    "config.json", "metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl",
+    "summary.json",
+)  # fmt: skip
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+# Of a run that has nothing to show yet; the browser asks again by itself.
+_NOT_YET = '<!DOCTYPE html><meta http-equiv="refresh" content="2"><title>isotherm</title><p>'
+
+
+class LiveReport:
+    """Serves the pages of one run.
+
+    Args:
+        out: the run's directory.
+        read: its data, as `report_page` takes them.
+    """
+
+    def __init__(self, out: Path, read: Callable[[], Mapping[str, Any]]) -> None:
+        self._out, self._read = out, read
+        self._made: tuple[str, str] = "", ""
+        self._reading = asyncio.Lock()
+
+    async def serve(self, port: int, started: Callable[[int], None]) -> None:
+        """Serves until it is cancelled; `started` is told of the port, chosen where it was 0.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        app = web.Application(middlewares=[_refuse_other_hosts])
+        app.add_routes([web.get("/", self._page), web.get("/version", self._version)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            try:
+                await web.TCPSite(runner, HOST, port).start()
+            except OSError as error:
+                raise ConfigError(
+                    f"serve={port} cannot be had: {error.strerror}; give another port, or 0"
+                ) from error
+            started(runner.addresses[0][1])
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    def version(self) -> str:
+        """Changes when the run has written something."""
+        stats = [(self._out / name).stat() for name in _FILES if (self._out / name).exists()]
+        seen = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+        return sha256(repr(seen).encode()).hexdigest()[:16]
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": self.version()}, headers=_HEADERS)
+
+    async def _page(self, _request: web.Request) -> web.Response:
+        async with self._reading:
+            version = self.version()
+            if self._made[0] != version:
+                try:
+                    data = await asyncio.to_thread(self._read)
+                except IsothermError as error:
+                    text = _NOT_YET + escape(str(error))
+                    return web.Response(text=text, content_type="text/html", headers=_HEADERS)
+                self._made = version, report_page({**data, "live": version})
+        return web.Response(text=self._made[1], content_type="text/html", headers=_HEADERS)
+
+
+@web.middleware
+async def _refuse_other_hosts(request: web.Request, handler: Any) -> web.StreamResponse:
+    """No page of elsewhere may read this one by a name that it has pointed at this machine."""
+    if request.url.host not in (HOST, "localhost"):
+        raise web.HTTPForbidden(text=f"ask for http://{HOST}")
+    return await handler(request)

@@ -1,0 +1,311 @@
+"""Trackers: who gets a run's metrics besides `out/`: Weights & Biases, TensorBoard, MLflow.
+
+Each is its library's own writer, told of the same: the metrics of steps and evaluations with the
+sizes of pools and the count of restarts beside them, kept rollouts as text, deaths as alerts, and
+the end. Resuming goes on in the same run of theirs. One that fails is named and left out: what it
+would have shown is in `out/` all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from cluster.run_files.rollouts import KeptGroup, KeptSegment, read_rollouts_from
+from distill.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from cluster.config.common import OutputSettings
+    from cluster.run_files.run_directory import RunDirectory
+
+# Of kept rollouts, so many are shown at a time.
+_SHOWN = 64
+# Events of which people want to know at once, with what their line says.
+_ALERTS = {
+    "death": "{who} died: {why}",
+    "rewind": "the learner goes on from step {step}",
+    "unsaved": "a checkpoint could not be written: {why}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutText:
+    """A kept trajectory for people to read."""
+
+    step: int
+    group: int
+    prompt: str
+    response: str
+    reward: float
+    stop_reason: str
+
+
+class Tracker(Protocol):
+    """One tracker's writer, of one run."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def show(self, rollouts: Sequence[RolloutText], step: int) -> None: ...
+    def alert(self, text: str, step: int) -> None: ...
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None: ...
+
+
+class Trackers:
+    """All trackers of a run, or none.
+
+    Args:
+        run: started, with its config.json written.
+        first_step: the steps that are done.
+        say: is told of one that fails.
+    """
+
+    def __init__(
+        self,
+        chosen: OutputSettings,
+        run: RunDirectory,
+        settings: Mapping[str, Any],
+        first_step: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say, self._step = say, first_step
+        self._beside: dict[str, float] = {"restarts": 0.0}
+        self._rollouts_at = 0
+        self._rollouts = run.rollouts
+        started = _Started(run, run.run_id, settings, first_step, chosen.wandb_mode)
+        self._trackers = {name: _KINDS[name](started) for name in chosen.trackers}
+        run.on_event = self.event
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step, or of an evaluation; `step` is among them."""
+        self._step = int(metrics["step"])
+        values = {**metrics, **self._beside}
+        del values["step"]
+        self._each(lambda tracker: tracker.log(values, self._step))
+
+    def event(self, event: str, given: Mapping[str, Any]) -> None:
+        """An event of the run, as events.jsonl has it."""
+        if event == "size":
+            self._beside[f"pool/{given['pool']}"] = float(given["ready"])
+        self._beside["restarts"] += event == "restart"
+        if event in _ALERTS:
+            text = _ALERTS[event].format_map(given)
+            self._each(lambda tracker: tracker.alert(text, self._step))
+
+    def show_rollouts(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Shows the rollouts that were kept since the last call."""
+        if not self._trackers:
+            return
+        try:
+            groups, self._rollouts_at = read_rollouts_from(self._rollouts, self._rollouts_at)
+        except DataError as error:
+            self._say(f"WARNING: kept rollouts are not shown to trackers: {error}")
+            return
+        texts = [text for group in groups for text in _texts(group, tokenizer)][-_SHOWN:]
+        if texts:
+            self._each(lambda tracker: tracker.show(texts, self._step))
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._each(lambda tracker: tracker.finish(summary, exit_code))
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tell(tracker)
+            except Exception as error:  # a tracker's network, disk or library: not the run's end
+                del self._trackers[name]
+                self._say(
+                    f"WARNING: {name} failed ({type(error).__name__}: {error}) and gets nothing "
+                    "more of this run; out/metrics.jsonl has all of it"
+                )
+
+
+def _texts(group: KeptGroup, tokenizer: PreTrainedTokenizerBase) -> Iterator[RolloutText]:
+    for member in group.trajectories_G:
+        first = member.segments[0]
+        start = first.actions[0][0] if first.actions else len(first.tokens_T)
+        parts = [tokenizer.decode(list(first.tokens_T[start:]))]
+        parts += [tokenizer.decode(_whole(segment)) for segment in member.segments[1:]]
+        yield RolloutText(
+            step=group.step,
+            group=group.group_id,
+            prompt=str(tokenizer.decode(list(first.tokens_T[:start]))),
+            response="\n[a new segment]\n".join(map(str, parts)),
+            reward=member.reward,
+            stop_reason=member.stop_reason,
+        )
+
+
+def _whole(segment: KeptSegment) -> list[int]:
+    return list(segment.tokens_T)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What a tracker begins with."""
+
+    run: RunDirectory
+    run_id: str
+    settings: Mapping[str, Any]
+    first_step: int
+    wandb_mode: str
+
+    @property
+    def name(self) -> str:
+        return self.run.path.name
+
+
+class _Wandb:
+    """Weights & Biases. WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY and the rest have the last word."""
+
+    def __init__(self, started: _Started) -> None:
+        import wandb  # optional, and slow to import
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "isotherm"),
+            name=os.environ.get("WANDB_NAME", started.name),
+            id=started.run_id,
+            resume="allow",
+            dir=str(started.run.path),
+            mode=started.wandb_mode,  # type: ignore[arg-type]  # checked in the settings
+            config=dict(started.settings),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def show(self, rollouts: Sequence[RolloutText], step: int) -> None:
+        table = self._wandb.Table(
+            columns=[field.name for field in fields(RolloutText)],
+            data=[list(astuple(rollout)) for rollout in rollouts],
+        )
+        self._run.log({"rollouts": table}, step=step)
+
+    def alert(self, text: str, step: int) -> None:
+        self._run.alert(title=f"{self._run.name}, step {step}", text=text)
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        if exit_code:
+            self.alert(f"{summary.get('status')}: {summary.get('reason')}", 0)
+        self._run.summary.update(dict(summary))
+        self._run.finish(exit_code=exit_code)
+
+
+class _TensorBoard:
+    """TensorBoard's event files in out/tensorboard."""
+
+    def __init__(self, started: _Started) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = started.run.path / "tensorboard"
+        self._writer = SummaryWriter(str(directory), purge_step=started.first_step + 1)
+        self._writer.add_text("settings", _as_code(started.settings), started.first_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def show(self, rollouts: Sequence[RolloutText], step: int) -> None:
+        for rollout in rollouts:
+            title = f"group {rollout.group}, reward {rollout.reward:g}, {rollout.stop_reason}"
+            text = f"{title}\n\n{_quoted(rollout.prompt)}\n\n{_quoted(rollout.response)}"
+            self._writer.add_text("rollouts", text, rollout.step)
+
+    def alert(self, text: str, step: int) -> None:
+        self._writer.add_text("alerts", text, step)
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._writer.add_text("summary", _as_code(summary))
+        self._writer.close()
+
+
+class _Mlflow:
+    """MLflow: the server of MLFLOW_TRACKING_URI, or files in out/mlflow."""
+
+    _TAG = "isotherm.run_id"
+
+    def __init__(self, started: _Started) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._metric = Metric
+        self._out = started.run.path
+        local = f"sqlite:///{self._out / 'mlflow.db'}"
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", local))
+        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "isotherm"))
+        known = self._client.search_runs(
+            [experiment], f"tags.`{self._TAG}` = '{started.run_id}'", max_results=1
+        )
+        if known:
+            self._id = known[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_RUN_NAME", started.name)
+        run = self._client.create_run(experiment, tags={self._TAG: started.run_id}, run_name=name)
+        self._id = run.info.run_id
+        for key, value in started.settings.items():
+            self._client.log_param(self._id, key, str(value)[:500])
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        return self._client.create_experiment(name, f"file://{self._out / 'mlflow'}")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        self._client.log_batch(
+            self._id,
+            metrics=[
+                self._metric(re.sub(r"[^\w\-./ ]", "_", name), value, now, step)
+                for name, value in metrics.items()
+            ],
+        )
+
+    def show(self, rollouts: Sequence[RolloutText], step: int) -> None:
+        lines = [
+            json.dumps(dict(zip((f.name for f in fields(RolloutText)), astuple(each), strict=True)))
+            for each in rollouts
+        ]
+        self._client.log_text(self._id, "\n".join(lines) + "\n", f"rollouts/step_{step}.jsonl")
+
+    def alert(self, text: str, step: int) -> None:
+        self._client.set_tag(self._id, f"alert.step_{step}", text[:5000])
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        self._client.log_dict(self._id, dict(summary), "summary.json")
+        self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")
+
+
+def _as_code(values: Mapping[str, Any]) -> str:
+    """As a block of code in Markdown."""
+    return _quoted(json.dumps(values, indent=1, default=str))
+
+
+def _quoted(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+_KINDS: Mapping[str, Callable[[_Started], Tracker]] = {
+    "wandb": _Wandb,
+    "tensorboard": _TensorBoard,
+    "mlflow": _Mlflow,
+}
+
+
+def check_trackers(chosen: OutputSettings) -> None:
+    """Raises ConfigError for a tracker that is not installed; before anything starts."""
+    for name in chosen.trackers:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"{name} is not installed: pip install 'isotherm[{name}]', or leave it out of "
+                "track= (and wandb=off)"
+            )

@@ -1,0 +1,213 @@
+"""Trackers, with their own libraries: what they were told is what the run wrote, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.config.on_policy import OpdConfig
+from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.run_directory import RunDirectory
+from cluster.run_files.trackers import Trackers, check_trackers
+from distill.errors import ConfigError
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig
+from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+
+NewOpd = Callable[..., OpdConfig]
+NAMES = {"step": 3, "opd/reverse_kl": 0.5, "eval/pass@4": 0.25, "reward/mean/source=a.jsonl": 1.0}
+
+
+def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
+    prompt, answer = (tokenizer.encode(text) for text in ("1+1=", "2"))
+    mask_T = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    segment = Segment(
+        tokens_T=np.array(prompt + answer, np.int32),
+        action_mask_T=mask_T,
+        behaviour_logprobs_T=np.where(mask_T, -0.5, 0),
+        teacher_logprobs_T=np.where(mask_T, -0.25, 0),
+        versions_T=np.where(mask_T, step - 1, -1),
+        temperature=0.7,
+    )
+    one = Trajectory(segments=(segment,), reward=1.0, stop_reason=StopReason.EOS)
+    return TrajectoryGroup(group_id=8 * step, trajectories_G=(one, one))
+
+
+class Run:
+    """A run's directory and its trackers, told of some steps."""
+
+    def __init__(self, config: OpdConfig, first_step: int = 0) -> None:
+        self.directory = RunDirectory("opd", config)
+        self.directory.path.mkdir(exist_ok=True)
+        if not (self.directory.path / "config.json").exists():
+            self.directory.start(None)
+        self.said: list[str] = []
+        settings = {"temperature": config.temperature, "student": config.student}
+        self.trackers = Trackers(config, self.directory, settings, first_step, self.said.append)
+
+    def steps(self, tokenizer: PreTrainedTokenizerBase, first: int, last: int) -> None:
+        log = RolloutLog(self.directory.rollouts, 1)
+        self.directory.append_event("size", pool="policy", ready=2, starting=0, draining=0)
+        for step in range(first, last + 1):
+            self.trackers.log(NAMES | {"step": step})
+            groups = [a_group(tokenizer, step)]
+            log.keep(step, groups, policy_rows(groups, ObjectiveConfig()))
+            self.trackers.show_rollouts(tokenizer)
+        self.directory.append_event("death", who="policy 0", why="killed")
+        self.directory.append_event("restart", who="policy 0", seconds=1.0)
+        self.trackers.log(NAMES | {"step": last + 1})
+
+    def finish(self, code: int = 0) -> None:
+        self.trackers.finish({"status": "finished", "eval after": {"eval/accuracy": 0.5}}, code)
+
+
+def test_tensorboard_gets_steps_rollouts_and_alerts(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = opd(track="tensorboard")
+    first = Run(config)
+    first.steps(tokenizer, 1, 4)
+    first.finish(1)
+    again = Run(config, first_step=2)  # it rewinds to step 2
+    again.steps(tokenizer, 3, 4)
+    again.finish()
+    read = EventAccumulator(str(first.directory.path / "tensorboard"))
+    read.Reload()
+    told = [(each.step, each.value) for each in read.Scalars("opd/reverse_kl")]
+    assert told == [(step, 0.5) for step in (1, 2, 3, 4, 5)]
+    assert read.Scalars("pool/policy")[-1].value == 2
+    assert [each.value for each in read.Scalars("restarts")] == [0, 0, 0, 0, 1]
+    texts = {tag: read.Tensors(tag) for tag in read.Tags()["tensors"]}
+    shown = texts["rollouts/text_summary"][-1].tensor_proto.string_val[0].decode()
+    assert "1+1=" in shown and "reward 1" in shown
+    alert = texts["alerts/text_summary"][-1].tensor_proto.string_val[0].decode()
+    assert alert == "policy 0 died: killed"
+    assert not first.said and not again.said
+
+
+def test_mlflow_goes_on_in_the_same_run(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of my own")
+    config = opd(track="mlflow")
+    first = Run(config)
+    first.steps(tokenizer, 1, 2)
+    first.finish(1)
+    again = Run(config, first_step=3)
+    again.trackers.log(NAMES | {"step": 4})
+    again.finish()
+    assert not first.said and not again.said
+    client = MlflowClient(f"sqlite:///{first.directory.path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("of my own")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.info.run_name == first.directory.path.name
+    history = client.get_metric_history(run.info.run_id, "eval/pass_4")
+    assert [(each.step, each.value) for each in history] == [(s, 0.25) for s in (1, 2, 3, 4)]
+    assert run.data.metrics["reward/mean/source_a.jsonl"] == 1.0
+    assert run.data.params["temperature"] == "0.7"
+    assert run.data.tags["alert.step_2"] == "policy 0 died: killed"
+    shown = client.list_artifacts(run.info.run_id, "rollouts")[-1]
+    assert shown.path == "rollouts/step_2.jsonl"
+
+
+def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "my-project")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = Run(opd(wandb="offline"))
+    run.steps(tokenizer, 1, 2)
+    run.finish()
+    assert not run.said
+    [written] = run.directory.path.glob("wandb/offline-run-*/run-*.wandb")
+    records = wandb_records(written)
+    [started] = [each.run for each in records if each.WhichOneof("record_type") == "run"][:1]
+    assert (started.project, started.display_name) == ("my-project", run.directory.path.name)
+    history = [each.history for each in records if each.WhichOneof("record_type") == "history"]
+    names = {"/".join(item.nested_key) or item.key for row in history for item in row.item}
+    assert {"opd/reverse_kl", "pool/policy", "restarts"} <= names
+    assert any(name.startswith("rollouts") for name in names)
+    summary = [each.summary for each in records if each.WhichOneof("record_type") == "summary"]
+    assert any("eval after" in str(each) for each in summary)
+    alerts = [each.alert for each in records if each.WhichOneof("record_type") == "alert"]
+    assert [each.text for each in alerts] == ["policy 0 died: killed"]
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """W&B's file: a header of 7 bytes, then LevelDB's log format, of blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, records = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # too little for another header: filled with zeros
+            at += left
+            continue
+        _checksum, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = Record()
+            record.ParseFromString(whole)
+            records.append(record)
+            whole = b""
+    return records
+
+
+def test_a_tracker_that_fails_is_named_once_and_left_out(opd: NewOpd) -> None:
+    run = Run(opd(track="tensorboard"))
+    run.trackers.log({"step": 1, "opd/reverse_kl": 0.5})
+    [written] = (run.directory.path / "tensorboard").iterdir()
+    assert written.stat().st_size > 0
+    for step in (2, 3):
+        run.trackers.log({"step": step, "opd/reverse_kl": "no number"})  # type: ignore[dict-item]
+    run.finish()
+    assert len(run.said) == 1 and "WARNING: tensorboard failed" in run.said[0]
+
+
+def test_without_trackers_nothing_is_written(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    run = Run(opd())
+    run.steps(tokenizer, 1, 1)
+    run.finish()
+    names = {"config.json", "events.jsonl", "metrics.jsonl", "rollouts.jsonl"}
+    assert set(os.listdir(run.directory.path)) <= names
+
+
+def test_trackers_are_named_and_installed(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opd(track="wandb, tensorboard", wandb="offline").trackers == ["wandb", "tensorboard"]
+    with pytest.raises(ConfigError, match="track=tensorbord: did you mean 'tensorboard'"):
+        opd(track="tensorbord")
+    with pytest.raises(ConfigError, match="track=wandb,: known: mlflow"):
+        opd(track="wandb,")
+    monkeypatch.setattr("cluster.run_files.trackers.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'isotherm\[mlflow\]'"):
+        check_trackers(opd(track="mlflow"))
+
+
+def test_kept_rollouts_are_all_or_the_first(
+    opd: NewOpd, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    groups = [a_group(tokenizer, 1), a_group(tokenizer, 2)]
+    rows = policy_rows(groups, ObjectiveConfig())
+    for whole, kept in ((False, [8]), (True, [8, 16])):
+        path = tmp_path / f"{whole}.jsonl"
+        RolloutLog(path, 1, whole=whole).keep(1, groups, rows)
+        assert [json.loads(line)["group_id"] for line in path.read_text().splitlines()] == kept
+    with pytest.raises(ConfigError, match="keep_rollouts_every=3 changes nothing with keep_rollou"):
+        opd(keep_rollouts="all", keep_rollouts_every=3)
