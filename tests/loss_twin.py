@@ -70,11 +70,14 @@ def in_float64(batch: Batch) -> Batch:
 
 
 class Twin(NamedTuple):
-    """One token's loss, its gradient by that token's log-prob, and whether a bound took it."""
+    """One token's loss, its gradient by that token's log-prob, and the side of the bound on it.
+
+    -1: the ratio is below 1; 1: above; 0: none did.
+    """
 
     loss: float
     gradient: float
-    clipped: bool
+    side: int
 
 
 def bounds(how: PolicyObjective) -> tuple[float, float]:
@@ -90,15 +93,16 @@ def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence
     low, high = bounds(how)
     ratio = sequence if how.loss == "gspo" else math.exp(log_pi - log_old)
     if how.loss == "importance_sampling":
-        return Twin(-ratio * A, -ratio * A, False)
+        return Twin(-ratio * A, -ratio * A, 0)
     if how.loss == "dro":
         beta = DRO_BETA if how.dro_beta is None else how.dro_beta
         gap = log_pi - log_old
-        return Twin(-(A * log_pi - beta / 2 * gap**2), -(A - beta * gap), False)
+        return Twin(-(A * log_pi - beta / 2 * gap**2), -(A - beta * gap), 0)
+    of_ratio = -1 if ratio < 1 else 1
     clipped_ratio = low if ratio < low else high if ratio > high else ratio
     if how.loss == "cispo":
         weight = clipped_ratio * A
-        return Twin(-weight * log_pi, -weight, clipped_ratio != ratio)
+        return Twin(-weight * log_pi, -weight, of_ratio if clipped_ratio != ratio else 0)
     value, clipped = ratio * A, False
     if clipped_ratio * A < value:
         value, clipped = clipped_ratio * A, True
@@ -106,7 +110,7 @@ def twin(how: PolicyObjective, log_pi: float, log_old: float, A: float, sequence
         least = (DUAL_CLIP if how.dual_clip is None else how.dual_clip) * A
         if value < least:
             value, clipped = least, True
-    return Twin(-value, 0.0 if clipped else -ratio * A, clipped)
+    return Twin(-value, 0.0 if clipped else -ratio * A, of_ratio if clipped else 0)
 
 
 def tokens_of(batch: Batch) -> list[list[int]]:
@@ -121,12 +125,13 @@ class Written(NamedTuple):
     loss: float
     gradients: list[float]
     clip_share: float
+    clip_low_share: float
 
 
 def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Written:
     """The whole policy loss, without corrections, by loops over rows and tokens."""
     batch, stats, counts = made
-    loss, clipped, gradients = 0.0, 0, [0.0] * len(batch.tokens_N)
+    loss, sides, gradients = 0.0, [], [0.0] * len(batch.tokens_N)
     for tokens in tokens_of(batch):
         mean = 0.0
         for n in tokens:
@@ -142,8 +147,9 @@ def written_out(how: PolicyObjective, made: Drawn, old: Sequence[float]) -> Writ
                 total += batch.teacher_coef_N[n].item() * stats.divergence_N[n].item()
             loss += scale * total
             gradients[n] = scale * one.gradient
-            clipped += one.clipped
-    return Written(loss, gradients, clipped / counts.tokens)
+            sides.append(one.side)
+    clipped = sum(map(abs, sides)) / counts.tokens
+    return Written(loss, gradients, clipped, sides.count(-1) / counts.tokens)
 
 
 def gradient_of(loss: Tensor, values_N: Tensor) -> list[float]:

@@ -25,6 +25,7 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
 from cluster.runtime.fleet import Fleet, trained_in
+from cluster.runtime.turn import KlTurn
 from cluster.supervision.supervise import LearnerLost
 from distill.envs.base import EnvDataset, Mixture
 from distill.errors import CheckpointError
@@ -136,6 +137,7 @@ class _Run:
         if not inputs.judged:
             running.progress.hidden.add("reward/mean")
         self._warned_of_cut = False
+        self._kl_turn = KlTurn()
         trained = trained_in(running.resume_from)
         self._watermark = trained.watermark
         resume_from = running.resume_from
@@ -193,6 +195,8 @@ class _Run:
         every = self._config.eval_every
         self._watermark = int(metrics["groups/last"]) + 1
         self._warn_of_cut(metrics)
+        if (turned := self._kl_turn.see(metrics)) is not None:
+            self._running.progress.note(turned)
         self._running.directory.append_event(
             "step",
             step=step,

@@ -39,10 +39,13 @@ class StepCounts(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Losses per token, shape (N,), before weighing, and whether a bound took the gradient."""
+    """Losses per token, shape (N,), before weighing, and where a bound acts on the gradient.
+
+    `side_N` is -1 where it took or weakened that of a ratio below 1, 1 above, and 0 elsewhere.
+    """
 
     loss_N: Tensor
-    clipped_N: Tensor
+    side_N: Tensor
 
 
 def importance_sampling(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> TokenLoss:
@@ -52,7 +55,7 @@ def importance_sampling(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor)
     is reweighted by its ratio (Degris et al. 2012, per token).
     """
     ratio_N = _ratio(logprobs_N, old_N)
-    return TokenLoss(-ratio_N * advantages_N, torch.zeros_like(ratio_N, dtype=torch.bool))
+    return TokenLoss(-ratio_N * advantages_N, torch.zeros_like(ratio_N))
 
 
 def ppo(
@@ -75,7 +78,7 @@ def ppo(
     least_N = torch.where(advantages_N < 0, dual_clip * advantages_N, -math.inf)
     value_N = torch.minimum(free_N, bounded_N)
     clipped_N = (bounded_N < free_N) | (value_N < least_N)
-    return TokenLoss(-torch.maximum(value_N, least_N), clipped_N)
+    return TokenLoss(-torch.maximum(value_N, least_N), _side(ratio_N, clipped_N))
 
 
 def cispo(
@@ -87,14 +90,15 @@ def cispo(
     """
     ratio_N = _ratio(logprobs_N, old_N).detach()
     weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    return TokenLoss(-weight_N * advantages_N * logprobs_N, weight_N != ratio_N)
+    side_N = _side(ratio_N, weight_N != ratio_N)
+    return TokenLoss(-weight_N * advantages_N * logprobs_N, side_N)
 
 
 def dro(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, *, beta: float) -> TokenLoss:
     """-(A log pi - beta / 2 (log pi - log old)^2): Richemond et al. 2024, per token, no ratio."""
     penalty_N = 0.5 * beta * (logprobs_N - old_N).square()
     loss_N = penalty_N - advantages_N * logprobs_N
-    return TokenLoss(loss_N, torch.zeros_like(loss_N, dtype=torch.bool))
+    return TokenLoss(loss_N, torch.zeros_like(loss_N))
 
 
 def gspo(
@@ -117,7 +121,7 @@ def gspo(
     ratio_N = sequence_N * (logprobs_N - logprobs_N.detach()).exp()
     free_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    return TokenLoss(-torch.minimum(free_N, bounded_N), bounded_N < free_N)
+    return TokenLoss(-torch.minimum(free_N, bounded_N), _side(ratio_N, bounded_N < free_N))
 
 
 def token_losses(
@@ -223,6 +227,10 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
     if squared:
         metrics["train/ess"] = metrics["train/ratio"] ** 2 / squared
     return metrics
+
+
+def _side(ratio_N: Tensor, clipped_N: Tensor) -> Tensor:
+    return torch.where(clipped_N, torch.sign(ratio_N.detach() - 1), 0.0)
 
 
 def _ratio(logprobs_N: Tensor, old_N: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ from distill.objective.losses import (
     token_losses,
 )
 from distill.objective.settings import (
+    CLIP,
     DEFAULT_JSD_BETA,
     Normalisation,
     ObjectiveConfig,
@@ -271,7 +272,8 @@ def policy_loss(
 
     Metrics: `train/ratio` and its extremes, against the server's log-probs; `train/logprob_gap`;
     `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
-    sample size; `train/clip_share`, `train/correction_share`; `train/entropy`;
+    sample size; `train/clip_share`, and by side where the loss has bounds on the ratio;
+    `train/correction_share`; `train/entropy`;
     `opd/divergence` where there is one.
     """
     logprobs_N, behaviour_N = stats.logprobs_N, batch.behaviour_logprobs_N
@@ -293,7 +295,10 @@ def policy_loss(
     if stats.divergence_N is not None:
         per_token_N = per_token_N + batch.teacher_coef_N * stats.divergence_N
     metrics = ratio_metrics(logprobs_N.detach(), behaviour_N, counts)
-    metrics["train/clip_share"] = made.clipped_N.sum() / counts.tokens
+    metrics["train/clip_share"] = made.side_N.abs().sum() / counts.tokens
+    if how.loss in CLIP:
+        metrics["train/clip_low_share"] = (made.side_N < 0).sum() / counts.tokens
+        metrics["train/clip_high_share"] = (made.side_N > 0).sum() / counts.tokens
     metrics["train/entropy"] = stats.entropy_N.detach().sum() / counts.tokens
     if corrected_N is not None:
         metrics["train/correction_share"] = corrected_N.sum() / counts.tokens

@@ -14,7 +14,7 @@ from distill.models.logprobs import TokenStats
 from distill.objective.batching import collate
 from distill.objective.losses import StepCounts, finish_metrics, mismatch_weights, ppo
 from distill.objective.objectives import cross_entropy, dpo, policy_loss
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.settings import CLIP, ObjectiveConfig
 from tests.loss_twin import bounds, drawn, gradient_of, in_float64, slope, written_out
 
 SEEDS = range(4)
@@ -48,6 +48,11 @@ def test_the_loss_and_its_gradient_written_out(
     assert value.item() == pytest.approx(expected.loss, rel=1e-9)
     assert gradient_of(value, stats.logprobs_N) == pytest.approx(expected.gradients, rel=1e-9)
     assert metrics["train/clip_share"].item() == pytest.approx(expected.clip_share)
+    assert ("train/clip_low_share" in metrics) == (how.loss in CLIP)
+    if how.loss in CLIP:
+        low, high = (metrics[f"train/clip_{side}_share"].item() for side in ("low", "high"))
+        assert low == pytest.approx(expected.clip_low_share)
+        assert low + high == pytest.approx(expected.clip_share)
     assert metrics["opd/divergence"].item() == pytest.approx(
         sum(stats.divergence_N.tolist()) / counts.tokens  # pyright: ignore[reportOptionalMemberAccess]
     )
@@ -113,7 +118,7 @@ def test_ppo_s_known_values() -> None:
         clip_low=0.2, clip_high=0.3, dual_clip=3.0,
     )  # fmt: skip
     assert (-made.loss_N).tolist() == pytest.approx(list(values))
-    assert made.clipped_N.tolist() == list(clipped)
+    assert (made.side_N != 0).tolist() == list(clipped)
 
 
 @every_loss

@@ -138,6 +138,8 @@ def test_metrics_are_means_per_trained_token(
     moved_N = np.exp(logprobs_N - proximal_N)
     clipped_N = np.where(advantages_N > 0, moved_N > 2, (moved_N < 0.5) | (moved_N > 3))
     expected["train/clip_share"] = clipped_N.mean()
+    expected["train/clip_low_share"] = (clipped_N & (moved_N < 1)).mean()
+    expected["train/clip_high_share"] = (clipped_N & (moved_N > 1)).mean()
     assert 0 < expected["train/clip_share"] < 1 and 0 < expected["train/correction_share"] < 1
 
     metrics = learner.step(Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=how)))
