@@ -1,4 +1,4 @@
-"""Notices a run whose reverse KL fell, and rises again: its steps are too large."""
+"""Notices a run whose reverse KL rises, from the start or after a fall: its steps are too large."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 # Steps that are averaged, about; how many are its beginning; and before which nothing is said.
 _SPAN, _BEGINNING, _FIRST = 8, 3, 24
-# It fell to less than this share of its first average, and has risen by this factor from its least.
+# It fell to less than this share of its start, and has risen by this factor.
 _FALLEN, _RISEN = 0.7, 1.6
-# What goes with it when it is no chance: gradients that have grown by this factor, or an entropy
-# that has moved by so many nats.
+# What goes with it when it is no chance, unless it is that much above its start: gradients that
+# have grown by this factor, or an entropy that has moved by so many nats.
 _GROWN, _MOVED = 3.0, 0.5
 _WATCHED = _KL, _GRADIENT, _ENTROPY = "opd/reverse_kl", "train/grad_norm", "train/entropy"
 
@@ -45,16 +45,18 @@ class KlTurn:
         grown = self._means[_GRADIENT] / max(self._then[_GRADIENT], 1e-12)
         moved = self._means[_ENTROPY] - self._then[_ENTROPY]
         return (
-            f"step {step}: the reverse KL rises again, to {kl:.3g} from {self._least:.3g} at step "
-            f"{self._least_step} (means of {_SPAN} steps; gradient norm x {grown:.1f}, entropy "
-            f"{moved:+.2f} nats): the updates are too large. Begin another out= with a third of the "
-            "lr, with larger steps (prompts_per_step), or with estimator=full or top_k, whose "
-            "gradients have less noise"
+            f"step {step}: the reverse KL has risen to {kl:.3g}, from {self._first:.3g} at the "
+            f"start and {self._least:.3g} at step {self._least_step} (means of {_SPAN} steps; since "
+            f"then gradient norm x {grown:.1f}, entropy {moved:+.2f} nats): the updates are too large. "
+            "Begin another out= with a third of the lr, with larger steps (prompts_per_step), or "
+            "with estimator=full or top_k, whose gradients have less noise"
         )
 
     def _has_turned(self, kl: float) -> bool:
-        fell = self._least < _FALLEN * self._first
-        rises = kl > _RISEN * self._least
+        if kl <= _RISEN * self._least:
+            return False
+        if kl > _RISEN * self._first:
+            return True
         grown = self._means[_GRADIENT] > _GROWN * self._then[_GRADIENT]
         moved = abs(self._means[_ENTROPY] - self._then[_ENTROPY]) > _MOVED
-        return fell and rises and (grown or moved)
+        return self._least < _FALLEN * self._first and (grown or moved)

@@ -26,7 +26,13 @@ from distill.envs.base import (
 from distill.envs.chat import ChatEnv, ChatLimits, ChatSetting, Condensing, MessageEnv
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling
-from distill.text.condense import Condenser, KeywordCondenser, ModelCondenser, load_condenser
+from distill.text.condense import (
+    INSTRUCTION,
+    Condenser,
+    KeywordCondenser,
+    ModelCondenser,
+    load_condenser,
+)
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
 from distill.types import TokenArray
@@ -42,12 +48,14 @@ Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
 class MessageProblem:
     """One problem: `make` makes a single-use environment of it, and pickles.
 
+    `make_group`, where there is one, makes those of a whole group instead, which share something.
     `compare`, which pickles too, rewards the members of a group once all have ended: see
     `EnvGroupBuilder.group_rewards`. `line` is the problem's row in a file, `num_tokens` the length
     of its first observation, where they are known; the other fields are those of `EnvGroupBuilder`.
     """
 
     make: Callable[[], MessageEnv]
+    make_group: Callable[[int], Sequence[MessageEnv]] | None = None
     compare: Compare | None = None
     line: int | None = None
     num_tokens: int | None = None
@@ -67,16 +75,13 @@ class ChatGroupBuilder(EnvGroupBuilder):
     group_size: int
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
-        hint_T = self.problem.teacher_tokens_T
-        return [
-            ChatEnv(
-                self.problem.make(),
-                self.setting,
-                models,
-                teacher_context=None if hint_T is None else len(hint_T),
-            )
-            for _ in range(self.group_size)
-        ]
+        problem, hint_T = self.problem, self.problem.teacher_tokens_T
+        if problem.make_group is None:
+            envs_G = [problem.make() for _ in range(self.group_size)]
+        else:
+            envs_G = problem.make_group(self.group_size)
+        context = None if hint_T is None else len(hint_T)
+        return [ChatEnv(env, self.setting, models, teacher_context=context) for env in envs_G]
 
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
@@ -166,6 +171,18 @@ class ChatConfig(EnvConfig):
         default=None, doc="tokens of a condensed history; default: half of max_tokens"
     )
     keep_last: int = chz.field(default=_KEEP_LAST, doc="last messages that are never condensed")
+    condenser_tokens: int | None = chz.field(
+        default=None,
+        doc="condenser=model: most tokens of an answer, thinking and all; default: max_new_tokens",
+    )
+    condenser_temperature: float = chz.field(
+        default=0.0, doc="condenser=model: temperature of its answers; 0: greedy"
+    )
+    condenser_prompt: str | None = chz.field(
+        default=None,
+        doc="condenser=model: what it is asked, before the latest message and the text; default: "
+        "to summarise",
+    )
 
     @chz.validate
     def _chat_in_range(self) -> None:
@@ -185,7 +202,23 @@ class ChatConfig(EnvConfig):
                         f"env.{name}={getattr(self, name)} changes nothing without env.condenser; "
                         "give one, keywords for example"
                     )
+        if self.condenser != BY_POLICY:
+            for name in ("condenser_tokens", "condenser_temperature", "condenser_prompt"):
+                if value := getattr(self, name):
+                    raise ConfigError(
+                        f"env.{name}={value} changes nothing without env.condenser={BY_POLICY}; "
+                        "leave it out"
+                    )
+        if self.condenser_tokens is not None and self.condenser_tokens < 1:
+            raise ConfigError(f"env.condenser_tokens={self.condenser_tokens} must be at least 1")
+        self._condenser_sampling(1)
         self._tool_limits()
+
+    def _condenser_sampling(self, max_new_tokens: int) -> EvalSampling:
+        return EvalSampling(
+            temperature=self.condenser_temperature,
+            max_new_tokens=self.condenser_tokens or max_new_tokens,
+        )
 
     def _tool_limits(self) -> ToolLimits:
         return ToolLimits(timeout_s=self.tool_timeout_s, max_tokens=self.tool_max_tokens)
@@ -263,9 +296,20 @@ class ChatConfig(EnvConfig):
         assert self.condenser is not None
         if self.condenser != BY_POLICY:
             return partial(_given, load_condenser(self.condenser, setting.tokenizer))
-        sampling = EvalSampling(temperature=0.0, max_new_tokens=setting.max_new_tokens)
-        room = setting.context_length - setting.max_new_tokens
-        return partial(_by_policy, setting.tokenizer, sampling, max(1, min(target, room // 2)))
+        sampling = self._condenser_sampling(setting.max_new_tokens)
+        room = setting.context_length - sampling.max_new_tokens
+        if room < 2:
+            raise ConfigError(
+                f"env.condenser_tokens={sampling.max_new_tokens} leaves nothing of the models' "
+                f"context of {setting.context_length} for the text; lower it"
+            )
+        return partial(
+            _by_policy,
+            setting.tokenizer,
+            sampling,
+            max(1, min(target, room // 2)),
+            self.condenser_prompt or INSTRUCTION,
+        )
 
 
 def _given(condenser: Condenser, _models: Mapping[str, Sampler]) -> Condenser:
@@ -276,10 +320,15 @@ def _by_policy(
     tokenizer: PreTrainedTokenizerBase,
     sampling: EvalSampling,
     chunk_tokens: int,
+    instruction: str,
     models: Mapping[str, Sampler],
 ) -> Condenser:
     return ModelCondenser(
-        sampler=models["policy"], tokenizer=tokenizer, sampling=sampling, chunk_tokens=chunk_tokens
+        sampler=models["policy"],
+        tokenizer=tokenizer,
+        sampling=sampling,
+        instruction=instruction,
+        chunk_tokens=chunk_tokens,
     )
 
 

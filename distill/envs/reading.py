@@ -10,9 +10,12 @@ by=module:f     the same by your own function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -120,18 +123,13 @@ class Condensed(MessageEnv):
         document: Document,
         wording: Wording,
         reward: RewardFunction,
-        condenser: Condenser,
-        max_tokens: int,
+        condense: Callable[[], Awaitable[str]],
     ) -> None:
         self._document, self._wording, self._reward = document, wording, reward
-        self._condenser, self._max_tokens = condenser, max_tokens
-        self._notes = ""
+        self._condense, self._notes = condense, ""
 
     async def start(self, models: Mapping[str, Sampler]) -> None:
-        document = self._document
-        self._notes = await self._condenser(
-            "\n\n".join(document.parts), focus=document.question, max_tokens=self._max_tokens
-        )
+        self._notes = await self._condense()
 
     def initial_messages(self) -> Sequence[Message]:
         text = self._wording.answer.format(question=self._document.question, notes=self._notes)
@@ -140,6 +138,37 @@ class Condensed(MessageEnv):
     async def step(self, message: Message) -> MessageStep:
         said = str(message.get("content") or "")
         return MessageStep(reward=await judge(self._reward, said, self._document.answer))
+
+
+class _Once:
+    """What is left of a document, condensed when it is first asked for, and only then."""
+
+    def __init__(self, document: Document, condenser: Condenser, max_tokens: int) -> None:
+        self._document, self._condenser, self._max_tokens = document, condenser, max_tokens
+        self._condensing: asyncio.Future[str] | None = None
+
+    async def __call__(self) -> str:
+        if self._condensing is None:
+            self._condensing = asyncio.ensure_future(
+                self._condenser(
+                    "\n\n".join(self._document.parts),
+                    focus=self._document.question,
+                    max_tokens=self._max_tokens,
+                )
+            )
+        return await asyncio.shield(self._condensing)  # one that gives up ends nobody else's
+
+
+def _condensed_group(
+    document: Document,
+    wording: Wording,
+    reward: RewardFunction,
+    condenser: Condenser,
+    max_tokens: int,
+    group_size: int,
+) -> list[MessageEnv]:
+    condense = _Once(document, condenser, max_tokens)
+    return [Condensed(document, wording, reward, condense) for _ in range(group_size)]
 
 
 _FIELDS = frozenset(("document", "question", "answer", "facts", "tag"))
@@ -159,6 +188,11 @@ class Reading(ChatEnvConfig):
     part_tokens: int | None = chz.field(
         default=None, doc="tokens of a part, or of what a condenser leaves; default: what fits"
     )
+    passage_boundary: str | None = chz.field(
+        default=None,
+        doc="regular expression of what begins a passage, (?m)^## for example: no part has text of "
+        "two of them; default: parts end where a reader would pause",
+    )
     fact_bonus: float = chz.field(
         default=0.0,
         doc="paid to the tokens of the notes that first write one of the row's `facts`; weighed by "
@@ -173,6 +207,19 @@ class Reading(ChatEnvConfig):
     def _reading_in_range(self) -> None:
         if self.part_tokens is not None and self.part_tokens < 1:
             raise ConfigError(f"env.part_tokens={self.part_tokens} must be at least 1")
+        if self.passage_boundary is not None:
+            try:
+                matches_nothing = re.compile(self.passage_boundary).fullmatch("") is not None
+            except re.error as error:
+                raise ConfigError(
+                    f"env.passage_boundary={self.passage_boundary!r} is no regular expression: "
+                    f"{error}"
+                ) from error
+            if matches_nothing:
+                raise ConfigError(
+                    f"env.passage_boundary={self.passage_boundary!r} matches the empty text, which "
+                    "is everywhere; give what a passage begins with"
+                )
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
@@ -191,7 +238,8 @@ class Reading(ChatEnvConfig):
         document = Document(
             parts=tuple(
                 chunk.text
-                for chunk in chunk_text(text, tokenizer=setting.tokenizer, max_tokens=room)
+                for passage in _passages(text, self.passage_boundary)
+                for chunk in chunk_text(passage, tokenizer=setting.tokenizer, max_tokens=room)
             ),
             question=question,
             answer=check_text(row, "answer"),
@@ -201,6 +249,7 @@ class Reading(ChatEnvConfig):
         )
         if not document.parts:
             raise DataError("`document` is blank; give a text")
+        make_group = None
         if self.by == MODEL:
             make = partial(Reader, document, wording, setting.reward, self.fact_bonus)
             if len(document.parts) >= self.max_turns:
@@ -210,9 +259,13 @@ class Reading(ChatEnvConfig):
                 )
         else:
             condenser = load_condenser(self.by, setting.tokenizer)
-            make = partial(Condensed, document, wording, setting.reward, condenser, room)
+            make_group = partial(
+                _condensed_group, document, wording, setting.reward, condenser, room
+            )
+            make = partial(_alone, make_group)
         return MessageProblem(
             make=make,
+            make_group=make_group,
             line=number,
             tag=document.tag,
             pays_bonuses=bool(self.fact_bonus and document.facts),
@@ -239,6 +292,18 @@ class Reading(ChatEnvConfig):
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:
         return answer_of(setting.reward)
+
+
+def _alone(make_group: Callable[[int], Sequence[MessageEnv]]) -> MessageEnv:
+    [env] = make_group(1)
+    return env
+
+
+def _passages(text: str, boundary: str | None) -> list[str]:
+    """The text, cut before each match of the boundary."""
+    starts = [] if boundary is None else [found.start() for found in re.finditer(boundary, text)]
+    edges = sorted({0, *starts, len(text)})
+    return [text[start:stop] for start, stop in pairwise(edges)] or [text]
 
 
 def _facts(row: Mapping[str, Any]) -> tuple[str, ...]:

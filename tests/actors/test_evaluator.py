@@ -11,6 +11,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.rollout.evaluator import Evaluator, Response, summarise
 from distill.data.prompts import Prompt
+from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.envs.single_turn import PromptDataset
 from distill.errors import ConfigError, DataError, EngineLost
 from distill.rewards.registry import RewardFunction, answer_of, exact_match, last_number
@@ -67,6 +68,34 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
     assert evaluation.metrics == metrics and evaluation.responses == responses[:2]
     assert asyncio.run(evaluator.evaluate(POLICY, SERVING)).responses == []
     assert asyncio.run(evaluator.evaluate(POLICY, SERVING, keep=None)).responses == responses
+
+
+class Recorder:
+    """An engine that notes what each of its samples was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, float, int]] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        sampling = request.sampling
+        top_p = sampling.top_p if isinstance(sampling, EvalSampling) else 1.0
+        self.asked.append((sampling.temperature, top_p, sampling.max_new_tokens))
+        return await POLICY.generate(request)
+
+    async def score(self, request: ScoreRequest) -> list[Score]:
+        return await POLICY.score(request)
+
+
+def test_the_engine_is_asked_at_the_evaluation_s_own_temperature(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    evaluator, policy = evaluator_of(PROMPTS, tokenizer), Recorder()
+    serving = EvalSampling(temperature=0.25, top_p=0.9, max_new_tokens=5)
+    asyncio.run(evaluator.evaluate(policy, serving))  # pyright: ignore[reportArgumentType]
+    assert policy.asked == [(0.25, 0.9, 5)] * len(PROMPTS)
+    policy.asked.clear()
+    asyncio.run(evaluator.reverse_kl(policy, {"": POLICY}, SAMPLING))  # pyright: ignore
+    assert policy.asked == [(TEMPERATURE, 1.0, 6)] * len(PROMPTS)
 
 
 def test_an_error_of_somebodys_code_says_of_which_problem_and_where(

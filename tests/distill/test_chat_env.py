@@ -359,6 +359,27 @@ def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> N
     assert turns < len(policy.seen)
 
 
+def test_a_condenser_has_a_budget_a_temperature_and_a_prompt_of_its_own(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    dataset = Echoes(
+        words="1" * 20, condenser="model", max_tokens=100, condense_to=80, keep_last=1,
+        condenser_tokens=33, condenser_temperature=0.5, condenser_prompt="Say it shorter.",
+    )(None, setting(tokenizer, max_new_tokens=20))  # fmt: skip
+
+    def script(_turn: int, seen: str) -> str:
+        return "12" if "Say it shorter." in seen else "7" * 14
+
+    policy = Scripted(tokenizer, script)
+    trajectory(dataset, policy)
+    asked = [
+        (request.sampling.max_new_tokens, request.sampling.temperature)
+        for request, seen in zip(policy.requests, policy.seen, strict=True)
+        if "Say it shorter." in seen
+    ]
+    assert asked and set(asked) == {(33, 0.5)}
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError, match=r"problem 2 begins with \d+ tokens, and max_new_tokens"):
         Echoes(words="a " + "1" * 99, max_tokens=60)(None, setting(tokenizer))
@@ -389,6 +410,19 @@ def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
         ({"malformed_penalty": -1}, r"env\.malformed_penalty=-1 must not be negative"),
         ({"condense_to": 9}, r"env\.condense_to=9 changes nothing without env\.condenser"),
         ({"keep_last": 3}, r"env\.keep_last=3 changes nothing without env\.condenser"),
+        (
+            {"condenser_tokens": 3},
+            r"env\.condenser_tokens=3 changes nothing without env\.condenser=m",
+        ),
+        (
+            {"condenser": "keywords", "condenser_prompt": "Go on."},
+            r"env\.condenser_prompt=Go on\. changes nothing without env\.condenser=model",
+        ),
+        (
+            {"condenser": "model", "condenser_tokens": 0},
+            r"env\.condenser_tokens=0 must be at least 1",
+        ),
+        ({"condenser": "model", "condenser_temperature": -1.0}, "temperature=-1.0"),
         ({"tool_timeout_s": 0}, "tool_timeout_s must be positive"),
         ({"tool_max_tokens": 0}, "tool_max_tokens must be positive"),
     ],

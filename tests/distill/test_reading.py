@@ -106,6 +106,48 @@ def test_a_document_is_condensed_first(
         assert f"{ROWS[0]['question']} {ROWS[0]['answer']}" in policy.seen[0]
 
 
+def test_a_document_is_condensed_once_for_its_group(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    problems = dataset(
+        tokenizer, tmp_path, by="tests.distill.test_reading:counted_lines", part_tokens=30
+    )
+    for _ in range(2):
+        COUNTED.clear()
+        policy = Scripted(tokenizer, ["42", "42", "42"])
+        rolled = rollout_group(policy, problems.builder(0, 3), SAMPLING, group_id=0, seed=0)
+        assert len(asyncio.run(rolled).trajectories_G) == 3
+        assert len(COUNTED) == 1
+
+
+COUNTED: list[str] = []
+
+
+def counted_lines(text: str, focus: str, max_tokens: int) -> str:
+    COUNTED.append(focus)
+    return last_lines(text, focus, max_tokens)
+
+
+def test_no_part_has_text_of_two_passages(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    document = "1 2 3\n## 4\n5 6\n## 7\n8 9"
+    row = {"document": document, "question": "5", "answer": "6"}
+    whole, parted = (
+        played(
+            dataset(tokenizer, tmp_path, [row], 128, **boundary),
+            Scripted(tokenizer, lambda _turn, _seen: "6"),
+        )
+        for boundary in ({}, {"passage_boundary": "(?m)^##"})
+    )
+    assert (len(whole.segments), len(parted.segments)) == (2, 4)
+    seen = [tokenizer.decode(each.tokens_T.tolist()) for each in parted.segments]
+    assert "## 4\n5 6" in seen[1] and "7" not in seen[1] and "3" not in seen[1]
+    for boundary, message in (("(", "is no regular expression"), ("a*", "matches the empty text")):
+        with pytest.raises(ConfigError, match=message):
+            Reading(passage_boundary=boundary)
+
+
 def last_lines(text: str, focus: str, max_tokens: int) -> str:
     return "\n".join(text.split("\n")[-2:])
 
