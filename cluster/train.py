@@ -19,7 +19,7 @@ from cluster.config.presets import (
     RlToolsConfig,
     SelfplayConfig,
 )
-from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
 
@@ -49,6 +49,12 @@ def _run_dpo(config: Any, console: Console) -> None:
     run_dpo(config, console)
 
 
+def _run_reward_model(config: Any, console: Console) -> None:
+    from cluster.recipes.supervised import run_reward_model
+
+    run_reward_model(config, console)
+
+
 RECIPES = {
     "opd": _Recipe(
         OpdConfig, _run_on_policy, "on-policy distillation: student samples, teacher scores"
@@ -64,6 +70,9 @@ RECIPES = {
     ),
     "sft": _Recipe(SftConfig, _run_sft, "supervised fine-tuning on completions or assistant turns"),
     "dpo": _Recipe(DpoConfig, _run_dpo, "direct preference optimisation on chosen and rejected"),
+    "reward_model": _Recipe(
+        RewardModelConfig, _run_reward_model, "a scalar head that scores chosen above rejected"
+    ),
 }
 
 _USAGE = """\

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import chz
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
@@ -311,9 +312,10 @@ def supervised_learners(
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
-    """The learner's workers of an sft or dpo run."""
-    learner_config = config.learner(
-        config.model, device, resume_from=resume_from, stops=inputs.stops
+    """The learner's workers of an sft, dpo or reward_model run."""
+    learner_config = chz.replace(
+        config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
+        reward_padding=inputs.padding,
     )
     build = partial(
         build_supervised_loop,
