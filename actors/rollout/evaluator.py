@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -83,13 +83,25 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._inside = None if inside is None else InsideFile(inside, len(problems))
 
-    async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
-        """`sampling.num_samples` episodes per problem, in order."""
+    async def respond(
+        self, engine: Engine, sampling: EvalSampling, models: Mapping[str, Any] | None = None
+    ) -> list[Response]:
+        """`sampling.num_samples` episodes per problem, in order.
+
+        Args:
+            models: what environments may ask besides the engine, by name.
+        """
 
         async def one(p: int) -> list[Response]:
             builder = self._problems.builder(p, sampling.num_samples)
             episodes = await play_group(
-                engine, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+                engine,
+                builder,
+                sampling,
+                group_id=p,
+                seed=_SEED,
+                models=models,
+                user_code=self._user_code(p),
             )
             return [
                 self._response(p, number, episode, builder.judged)
@@ -136,9 +148,11 @@ class Evaluator:
             source=source_of(self._problems, problem),
         )
 
-    async def evaluate(self, engine: Engine, sampling: EvalSampling) -> dict[str, float]:
+    async def evaluate(
+        self, engine: Engine, sampling: EvalSampling, models: Mapping[str, Any] | None = None
+    ) -> dict[str, float]:
         """`eval/*` metrics of the responses."""
-        return self.summarise(await self.respond(engine, sampling))
+        return self.summarise(await self.respond(engine, sampling, models))
 
     def summarise(self, responses: Sequence[Response]) -> dict[str, float]:
         """`eval/*` metrics of some responses."""
@@ -150,6 +164,7 @@ class Evaluator:
         teachers: Mapping[str, Engine],
         sampling: TrainSampling,
         num_samples: int = 1,
+        models: Mapping[str, Any] | None = None,
     ) -> float:
         """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes per problem.
 
@@ -162,7 +177,13 @@ class Evaluator:
         async def one(p: int) -> np.ndarray:
             builder = self._problems.builder(p, num_samples)
             group = await rollout_group(
-                policy, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+                policy,
+                builder,
+                sampling,
+                group_id=p,
+                seed=_SEED,
+                models=models,
+                user_code=self._user_code(p),
             )
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(

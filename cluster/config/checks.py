@@ -55,7 +55,12 @@ from distill.models.loading import (
     train_time_noise,
     vocab_size,
 )
-from distill.models.reward import HEAD_WEIGHT, meta_reward_model, padding_token
+from distill.models.reward import (
+    HEAD_WEIGHT,
+    check_reward_config,
+    meta_reward_model,
+    padding_token,
+)
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from distill.settings import values_of
@@ -145,6 +150,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
         for name in config.teacher_models()
     }
+    if config.reward_model is not None:
+        _check_model(config.reward_model)
+        check_reward_config(config.reward_model)
     read, read_sft = _reader(PromptColumns, config), RowReader()
     train, held_out = _load_problems(
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read

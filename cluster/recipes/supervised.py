@@ -73,7 +73,8 @@ def _run(
     console.print(
         f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} steps{epochs} "
         f"of {config.batch_size}, into {directory.path} (learner: "
-        f"{learner_line(config, config.model)}); stops at {inputs.stops.described(inputs.tokenizer)}"
+        f"{learner_line(config, config.model)}); stops at "
+        f"{inputs.stops.described(inputs.tokenizer)}"
     )
     if inputs.warning is not None:
         console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)

@@ -202,7 +202,7 @@ class Reading(ChatEnvConfig):
         if not document.parts:
             raise DataError("`document` is blank; give a text")
         if self.by == MODEL:
-            make = partial(Reader, document, wording, setting.reward, self.fact_bonus)
+            make = partial(Reader, document, wording, setting.reward_function(), self.fact_bonus)
             if len(document.parts) >= self.max_turns:
                 raise DataError(
                     f"`document` has {len(document.parts)} parts of {room} tokens and needs a turn "
@@ -210,7 +210,7 @@ class Reading(ChatEnvConfig):
                 )
         else:
             condenser = load_condenser(self.by, setting.tokenizer)
-            make = partial(Condensed, document, wording, setting.reward, condenser, room)
+            make = partial(Condensed, document, wording, setting.reward_function(), condenser, room)
         return MessageProblem(
             make=make,
             line=number,

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from actors.envs.judge_env import Judged
+from cluster.config.on_policy import RlConfig
 from cluster.config.supervised import RewardModelConfig
+from cluster.evaluate import main as evaluate
+from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_reward_model
 from distill.chat.template import chat_text
 from distill.tokenizer import load_tokenizer
 from tests.conftest import TinyPair
-from tests.e2e.harness import lines, metrics
-from tests.e2e.test_recipes import QUIET, write
+from tests.e2e.harness import events, lines, metrics, process_of, trained_groups
+from tests.e2e.test_recipes import QUIET, SMALL, write
 
 pytestmark = pytest.mark.e2e
 
@@ -111,3 +119,79 @@ def test_it_resumes(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
     for when in ("validation before", "validation after"):
         for name in ("validation/loss", "validation/accuracy"):
             assert before[when][name] == pytest.approx(after[when][name], abs=1e-6)
+
+
+# As a reward
+
+
+def rl(pair: TinyPair, out: Path, rows: list[dict], **settings: object) -> list[dict[str, float]]:
+    prompts = write(out.parent / "prompts.jsonl", *rows)
+    given = {"student": pair.student, "prompts": prompts, "out": str(out)}
+    run_on_policy(RlConfig(**given | SMALL | {"group_size": 8, "lr": 2e-3} | settings), QUIET)
+    return metrics(out)
+
+
+def rose(steps: list[dict[str, float]], name: str = "reward/mean") -> float:
+    values = [step[name] for step in steps]
+    return sum(values[-5:]) / 5 - sum(values[:5]) / 5
+
+
+def test_a_policy_earns_more_of_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Text and chats; and the reward is not empty: the letter that it is for is written."""
+    rows: list[dict] = [{"prompt": f"{a}+1="} for a in range(6)]
+    rows += [{"messages": [{"role": "user", "content": f"{a}+1?"}]} for a in range(6)]
+    steps = rl(tiny_pair, tmp_path / "run", rows, reward=f"model:{trained / 'final'}")
+    assert rose(steps) > 0.3
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    gained = [summary[f"eval {when}"]["eval/accuracy"] for when in ("before", "after")]
+    assert gained[1] > gained[0]
+
+
+def test_groups_are_judged_by_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    env = Judged(reward_model=str(trained / "final"), mode="pairs")
+    rows = [{"prompt": f"{a}+1?"} for a in range(12)]
+    steps = rl(tiny_pair, tmp_path / "run", rows, env=env, steps=3, eval_size=0)
+    # A preference of one over another is one less that of the other over the one.
+    assert [step["reward/mean"] for step in steps] == pytest.approx([0.5] * 3, abs=1e-5)
+    assert all(step["advantage/std"] > 1e-3 for step in steps)
+
+
+def test_a_checkpoint_is_evaluated_by_it(
+    trained: Path, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"{a}+1="} for a in range(4)))
+    arguments = [
+        f"model={tiny_pair.student}", f"prompts={prompts}", f"out={tmp_path / 'eval.json'}",
+        f"reward=model:{trained / 'final'}", "max_new_tokens=8", "engine=embedded",
+    ]  # fmt: skip
+    assert evaluate(arguments) == 0
+    report = json.loads((tmp_path / "eval.json").read_text())
+    [made] = report["data sets"].values()
+    rows = [{"prompt": f"{a}+1="} for a in range(4)]
+    responses = [each["text"] for each in made["responses"]]
+    both = [
+        {**row, "chosen": text, "rejected": "?"} for row, text in zip(rows, responses, strict=True)
+    ]
+    expected = [chosen for chosen, _ in scores(trained / "final", both)]
+    assert [each["correct"] for each in made["responses"]] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def kill() -> None:
+        while not metrics(out):
+            time.sleep(0.05)
+        os.kill(process_of("reward model", out), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    rows = [{"prompt": f"{a}+1="} for a in range(12)]
+    reward = f"model:{trained / 'final'}"
+    steps = rl(tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4)
+    killer.join()
+    assert len(steps) == 12
+    assert [event["who"] for event in events(out, "death")] == ["reward model"]
+    assert len([event for event in events(out, "start") if event["who"] == "reward model"]) == 2
+    assert trained_groups(out) == list(range(12 * 8)), "a group was lost with it"
