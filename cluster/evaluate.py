@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import choose_engine, running_engines
+from actors.config import choose_dtype, choose_engine, running_engines
 from actors.rollout.evaluator import Evaluator, Response
 from actors.sglang.address import is_url
 from cluster.command import run_command
@@ -28,6 +28,7 @@ from distill.data.row_reader import RowReader
 from distill.envs.base import EnvContext, EnvDataset, Subset, problems_of
 from distill.errors import ConfigError
 from distill.rewards.accuracy import CONFIDENCE
+from distill.rewards.model_reward import REWARD_MODEL
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings, StopTokens
@@ -162,17 +163,32 @@ async def _measure(
     """Metrics and responses of each data set, on one set of engines."""
     models = [config.model] if config.teacher is None else [config.model, config.teacher]
     results: Results = {}
+    asked = _models_to_ask(config)
     engines = [config.engine_config(model, stops) for model in models]
     async with running_engines(*engines) as (engine, *teachers):
         for name, evaluator in evaluators.items():
-            responses = await evaluator.respond(engine, config.eval_sampling())
+            responses = await evaluator.respond(engine, config.eval_sampling(), asked)
             metrics = evaluator.summarise(responses)
             for teacher in teachers:
                 metrics["eval/reverse_kl"] = await evaluator.reverse_kl(
-                    engine, {"": teacher}, config.train_sampling(), config.num_samples
+                    engine, {"": teacher}, config.train_sampling(), config.num_samples, asked
                 )
             results[name] = metrics, responses
     return results
+
+
+def _models_to_ask(config: EvaluateConfig) -> dict[str, Any]:
+    """What environments may ask besides the model: the reward model, loaded here."""
+    if config.reward_model is None:
+        return {}
+    from actors.embedded.reward_model import EmbeddedRewardModel
+
+    dtype = choose_dtype(config.dtype, config.device)
+    return {
+        REWARD_MODEL: EmbeddedRewardModel(
+            model_path=config.reward_model, dtype=dtype, device=config.device
+        )
+    }
 
 
 def _table(config: EvaluateConfig, results: Results) -> Table:

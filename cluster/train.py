@@ -21,7 +21,7 @@ from cluster.config.presets import (
     RlToolsConfig,
     SelfplayConfig,
 )
-from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from learner.learning_rate import Stage
@@ -53,6 +53,12 @@ def _run_dpo(config: Any, console: Console) -> None:
     run_dpo(config, console)
 
 
+def _run_reward_model(config: Any, console: Console) -> None:
+    from cluster.recipes.supervised import run_reward_model
+
+    run_reward_model(config, console)
+
+
 RECIPES = {
     "opd": _Recipe(
         OpdConfig, "opd", _run_on_policy, "on-policy distillation: student samples, teacher scores"
@@ -78,6 +84,12 @@ RECIPES = {
     ),
     "dpo": _Recipe(
         DpoConfig, "dpo", _run_dpo, "direct preference optimisation on chosen and rejected"
+    ),
+    "reward_model": _Recipe(
+        RewardModelConfig,
+        "reward_model",
+        _run_reward_model,
+        "a scalar head that scores chosen above rejected",
     ),
 }
 

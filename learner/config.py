@@ -219,6 +219,10 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     stops: StopTokens | None = chz.field(
         default=None, doc="where responses end; saved with the model. None: as it was, no event"
     )
+    reward_padding: int | None = chz.field(
+        default=None,
+        doc="the padding token of a reward model that is trained; None: a language model is",
+    )
 
     @chz.validate
     def _in_range(self) -> None:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
 from distill.models.loading import meta_causal_lm, tensor_shapes
 from learner.sharding import stored
 
 
-def check_export(path: str) -> None:
+def check_export(
+    path: str,
+    meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
+    fresh: Collection[str] = (),
+) -> None:
     """Refuses a model whose weights would be pushed and saved under names that no server reads.
 
     transformers renames, fuses and splits some checkpoints' tensors as it loads them (the experts
     of a mixture, the parts of a multimodal model), and the learner has its tensors as they are in
     memory. A checkpoint whose headers cannot be read here (a hub name, pytorch_model.bin) passes.
 
+    Args:
+        meta_model: makes the model that is trained, without its values.
+        fresh: names of tensors that the checkpoint need not have.
+
     Raises:
-        CheckpointError: there is no causal language model at `path`.
+        CheckpointError: there is no such model at `path`.
         ConfigError: with the first tensor that differs on either side.
     """
     if not list(Path(path).glob("*.safetensors")):
         return
-    model = meta_causal_lm(path)
-    here = {name: tuple(tensor.shape) for name, tensor in stored(model)}
+    model = meta_model(path)
+    here = {name: tuple(tensor.shape) for name, tensor in stored(model) if name not in fresh}
     there = tensor_shapes(path)
     aliases = _tied_names(model)
     # A checkpoint of the base model alone has its names without this, and servers read either.

@@ -44,7 +44,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of a causal LM, by part.
+    """FLOPs of a causal LM, or of a reward model, by part.
 
     Attributes:
         decoder: of every token.
@@ -68,8 +68,10 @@ class ModelFlops:
         attention = _attention(model.config.get_text_config())
         if decoder is None or attention is None:
             return None
-        weight: Tensor = getattr(model.get_output_embeddings(), "weight")  # noqa: B009
-        projection = Products.by(weight.numel(), trained=weight.requires_grad)
+        weight: Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
+        projection = Products()  # a reward model's is one number of one token
+        if weight is not None:
+            projection = Products.by(weight.numel(), trained=weight.requires_grad)
         return cls(decoder=decoder, projection=projection, attention=attention)
 
     def forward(self, rows_D: Iterable[TrainingRow]) -> float:

@@ -1,4 +1,4 @@
-"""The learner's own log-probs: one forward pass over a batch, projected at trained tokens only.
+"""The learner's own log-probs, or scores: one forward pass over a batch, for trained tokens only.
 
 The samples of a group continue one prompt. Where that saves enough, the prompt is run once for all
 of them, forward and backward: their gradients meet in its keys and values.
@@ -13,19 +13,24 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
+from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
 from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyHead
+from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
 from learner.sharding import Root
 
 
 class Forward:
-    """`Batch` -> log p_T and entropy of its trained tokens, at each row's own temperature."""
+    """`Batch` -> log p_T and entropy of its trained tokens, at each row's own temperature.
+
+    Of a reward model, which has no vocabulary projection: the score of each row.
+    """
 
     def __init__(
         self,
@@ -60,7 +65,10 @@ class Forward:
         model.eval()
         self._root = root
         self._longest = rope_length(model.config)
-        self.head: VocabularyHead = self._run(lambda: VocabularyHead(model, event))
+        self._score = score_head(model)
+        self._head: VocabularyHead | None = None
+        if self._score is None:
+            self._head = self._run(lambda: VocabularyHead(model, event))
         shares = shares_prefixes(model) if shares is None else shares
         # Our attention has no dropout; a model that trains with any keeps its own.
         noisy = dropout and train_time_noise(model.config)
@@ -83,6 +91,12 @@ class Forward:
             elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 silence(module)
                 module.training = True
+
+    @property
+    def head(self) -> VocabularyHead:
+        """The vocabulary projection."""
+        assert self._head is not None, "a reward model has no distribution of tokens"
+        return self._head
 
     @property
     def most_mask(self) -> int:
@@ -109,6 +123,24 @@ class Forward:
 
         with self._autocast():
             return self._run(stats)
+
+    def scores(self, batch: Batch) -> Tensor:
+        """A reward model's scores, fp32 (rows,), before each row's last trained token.
+
+        That is a token of no meaning behind the row (`distill.data.preferences.scored_row`).
+        """
+        score = self._score
+        assert score is not None, "a language model has no score"
+
+        def read() -> Tensor:
+            last_B = batch.sum_by_row(torch.ones_like(batch.temperature_N)).long().cumsum(0) - 1
+            hidden_BH = self.hidden(batch).index_select(0, last_B)
+            bias = None if score.bias is None else score.bias.float()
+            with torch.autocast(hidden_BH.device.type, enabled=False):
+                return functional.linear(hidden_BH.float(), score.weight.float(), bias)[:, 0]
+
+        with self._autocast():
+            return self._run(read)
 
     def _run(self, use: Callable[[], Any]) -> Any:
         return use() if self._root is None else self._root(use)

@@ -125,6 +125,13 @@ class Learner:
             "train/padding_share": 1 - sum(map(len, rows_D)) / padded,
         }
 
+    def evaluate(self, part: Part) -> dict[str, float]:
+        """Metrics of the part's loss on its rows, `train/loss` among them; nothing is trained."""
+        made: dict[str, float] = defaultdict(float)
+        for metrics in self._on_each("evaluate", self._deal(part)):
+            add_metrics(made, metrics)
+        return finish_metrics(dict(made))
+
     def skip_update(self) -> None:
         """Skips an update that the schedule counts: nothing but the lr changes."""
         self._on_all("skip_update")

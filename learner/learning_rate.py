@@ -7,17 +7,23 @@ Llama, and ten times the rate of all weights for an adapter.
 
 At a width of 4096 (models of 8 B parameters) the rates are those of the field's own recipes: sft
 2e-5 (Alpaca, Llama 2), opd 1e-5 (Thinking Machines' recipe: 1e-4 with LoRA), rl 1e-6 (verl, TRL),
-dpo 5e-7 (Zephyr).
+dpo 5e-7 (Zephyr), reward_model 1e-5 (InstructGPT, and TRL's 1e-4 with LoRA).
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-Stage = Literal["sft", "opd", "rl", "dpo"]
+Stage = Literal["sft", "opd", "rl", "dpo", "reward_model"]
 
 _WIDTH, _POWER = 4096, -0.78
-_AT_WIDTH: dict[Stage, float] = {"sft": 2e-5, "opd": 1e-5, "rl": 1e-6, "dpo": 5e-7}
+_AT_WIDTH: dict[Stage, float] = {
+    "sft": 2e-5,
+    "opd": 1e-5,
+    "rl": 1e-6,
+    "dpo": 5e-7,
+    "reward_model": 1e-5,
+}
 _ADAPTER = 10.0
 # Past it AdamW tends to diverge, whatever the width.
 _LARGEST = 1e-3

@@ -1,4 +1,4 @@
-"""The losses of rollouts and of supervised rows: a forward pass, and the objective on it."""
+"""The losses of rollouts, supervised rows and scores: a forward pass, and the objective on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from torch import Tensor
 
 from distill.objective.batching import Batch
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.objectives import cross_entropy, policy_loss, teacher_divergence
+from distill.objective.objectives import (
+    bradley_terry,
+    cross_entropy,
+    policy_loss,
+    teacher_divergence,
+)
 from distill.objective.settings import ObjectiveConfig
 from learner.forward import Forward
 from learner.teachers import LocalTeachers
@@ -49,3 +54,8 @@ def cross_entropy_loss(
     loss, metrics = cross_entropy(stats.logprobs_N, batch.advantages_N, counts)
     metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
     return loss, metrics
+
+
+def reward_model_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+    """The `LossFunction` of a reward model. Rows come in pairs, the chosen one first."""
+    return bradley_terry(forward.scores(batch), counts)

@@ -1,4 +1,4 @@
-"""Training on data that is there already: SFT and DPO, one optimizer step per call."""
+"""Training on data that is there already: SFT, DPO, reward models; one optimizer step per call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.held_out import HeldOut
 from distill.data.order import MixedPart, MixedStream
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
@@ -73,15 +74,18 @@ class SupervisedLoop:
         stream: RowStream,
         loss: LossFunction,
         store: CheckpointStore,
+        held_out: Sequence[HeldOut] = (),
         trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
     ) -> None:
+        """`held_out` are rows that `evaluate` looks at, by source; they are not trained."""
         self.step_count = 0
         self.learner = learner
         self._tokenizer = tokenizer
         self._stream = stream
         self._loss = loss
         self._store = store
+        self._held_out = held_out
         self._trace = trace
         if resume_from:
             trained_on = resume_from.delivery.get("num_rows")
@@ -107,12 +111,28 @@ class SupervisedLoop:
             "tokens_per_s": metrics["train/tokens"] / seconds,
         }
 
+    def evaluate(self) -> dict[str, float]:
+        """`validation/*`: the loss's metrics on the held-out rows, under the present weights.
+
+        Where these are of several sources, those of each as well: `validation/*/source=NAME`.
+        """
+        started = time.perf_counter()
+        made = self._validated([row for source in self._held_out for row in source.rows_D])
+        if len(self._held_out) > 1:
+            for source in self._held_out:
+                of_source = self._validated(source.rows_D)
+                made |= {f"{name}/source={source.name}": of_source[name] for name in of_source}
+        return made | {"time/validation": time.perf_counter() - started}
+
+    def _validated(self, rows_D: Sequence[TrainingRow]) -> dict[str, float]:
+        metrics = self.learner.evaluate(self._part(rows_D))
+        return {f"validation/{name.partition('/')[2]}": metrics[name] for name in sorted(metrics)}
+
     def _next(self) -> Part:
-        return Part(
-            rows_D=self._stream.batch(self.step_count),
-            loss=self._loss,
-            rows_per_unit=self._stream.rows_per_unit,
-        )
+        return self._part(self._stream.batch(self.step_count))
+
+    def _part(self, rows_D: Sequence[TrainingRow]) -> Part:
+        return Part(rows_D=rows_D, loss=self._loss, rows_per_unit=self._stream.rows_per_unit)
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state."""

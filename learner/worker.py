@@ -21,6 +21,7 @@ from torch import Tensor
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
+from distill.models.reward import empty_reward_model, start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
@@ -132,8 +133,9 @@ class LearnerWorker:
         check_fits(config.model, self.device, holding, share)
         self.passes = self._plan_passes(share)
         self.model = self._load()
-        if config.stops is not None and self.model.generation_config is not None:
-            self.model.generation_config.eos_token_id = list(config.stops.ids)
+        generation = self.model.generation_config if self.model.can_generate() else None
+        if config.stops is not None and generation is not None:
+            generation.eos_token_id = list(config.stops.ids)
         # The others hold no values yet that could be probed.
         shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
         if config.liger:
@@ -204,11 +206,16 @@ class LearnerWorker:
         return self._forward.most_mask
 
     def _load(self) -> Any:
-        if self._group.size == 1:
-            return load_causal_lm(self._config.model, dtype=torch.float32, device=self.device)
-        if self._group.rank == 0:
-            return load_causal_lm(self._config.model, dtype=torch.float32, device="cpu")
-        return empty_causal_lm(self._config.model, dtype=torch.float32)
+        """The model; with several workers its values are the leader's alone, in main memory."""
+        path, padding = self._config.model, self._config.reward_padding
+        if self._group.rank > 0:
+            if padding is not None:
+                return empty_reward_model(path, padding=padding)
+            return empty_causal_lm(path, dtype=torch.float32)
+        device = self.device if self._group.size == 1 else "cpu"
+        if padding is not None:
+            return start_reward_model(path, padding=padding, device=device)
+        return load_causal_lm(path, dtype=torch.float32, device=device)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
         """Accumulates the gradients of its micro-batches, and updates its share of the weights.
@@ -252,6 +259,21 @@ class LearnerWorker:
         with self._update_check(self.optimizer, self.model):
             self.optimizer.step()
         self.schedule.step()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Metrics of its micro-batches, `train/loss` among them; trains nothing."""
+        self.model.eval()
+        made: dict[str, float] = defaultdict(float)
+        for micro in micro_batches:
+            batch = collate(micro.rows_B, self.device)
+            loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+            if micro.counted:
+                metrics["train/loss"] = loss
+                add_metrics(made, {name: value.item() for name, value in metrics.items()})
+        self._forward.training_mode()
+        self._reshard_root()
+        return dict(made)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[FloatArray]]:

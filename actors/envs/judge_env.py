@@ -1,4 +1,4 @@
-"""Prompts without a checkable answer: a judge, a language model elsewhere, rewards the responses.
+"""Prompts without a checkable answer: a judge elsewhere, or a reward model, rewards the responses.
 
     mode=score    each response on its own, by a rubric; asked in the environment's step
     mode=pairs    the responses of a group against one another; asked once all have ended
@@ -7,16 +7,23 @@
     env.rubric=@FILE
 
 A row's `answer`, if it has one, is shown to the judge as a reference. Rewards are from 0 to 1.
+
+    env=actors.envs.judge_env:Judged env.reward_model=DIR
+
+asks the run's reward model instead, once all of a group have ended. A response's score is its
+reward; with mode=pairs, the mean probability that it is preferred to another of the group.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import tanh
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import chz
 import numpy as np
@@ -30,6 +37,7 @@ from distill.envs.chat_config import ChatDataset, ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of
 from distill.errors import ConfigError
 from distill.lookup import known_names
+from distill.rewards.model_reward import conversation, scores_of
 from distill.rewards.token_rewards import phrase_bonuses
 
 MODES = ("score", "pairs")
@@ -55,10 +63,7 @@ class Case:
         """Reward of each member: the mean of its comparisons with others."""
         answers_G = [_answer(messages[-1]) for messages in messages_G]
         if len(answers_G) < 2:
-            raise ConfigError(
-                "env.mode=pairs compares the responses of a group, and this one has one; give more "
-                "samples, or env.mode=score"
-            )
+            raise _alone()
         pairs = balanced_pairs(len(answers_G), max_pairs, seed=self.line)
         preferences = await together(
             *(
@@ -73,6 +78,41 @@ class Case:
             earned_G[a].append(preference)
             earned_G[b].append(1 - preference)
         return [fmean(earned) for earned in earned_G]
+
+
+async def scored(
+    messages_G: Sequence[Sequence[Message]],
+    models: Mapping[str, Any],
+    *,
+    prompt: Prompt,
+    pairs: bool,
+) -> list[float]:
+    """Rewards of a group by the run's reward model.
+
+    With `pairs` the mean over the others of P(a over b) = sigmoid(r_a - r_b), as Bradley & Terry
+    (1952) have it, and as the model was trained.
+    """
+    asked = [conversation(prompt, _answer(messages[-1])) for messages in messages_G]
+    scores_G = await scores_of(models, asked)
+    if not pairs:
+        return scores_G
+    if len(scores_G) < 2:
+        raise _alone()
+    return [
+        fmean(_sigmoid(ours - theirs) for j, theirs in enumerate(scores_G) if j != i)
+        for i, ours in enumerate(scores_G)
+    ]
+
+
+def _sigmoid(x: float) -> float:
+    return 0.5 * (1 + tanh(x / 2))
+
+
+def _alone() -> ConfigError:
+    return ConfigError(
+        "env.mode=pairs compares the responses of a group, and this one has one; give more "
+        "samples, or env.mode=score"
+    )
 
 
 class Answered(MessageEnv):
@@ -98,12 +138,20 @@ class Judged(ChatEnvConfig):
 
     judges = False
 
-    judge_url: str = chz.field(
+    judge_url: str | None = chz.field(
+        default=None,
         doc="the judge: an OpenAI-compatible endpoint, http://host:port/v1; its key, if it wants "
-        "one, in the environment variable ISOTHERM_JUDGE_API_KEY"
+        "one, in the environment variable ISOTHERM_JUDGE_API_KEY",
     )
-    judge_model: str = chz.field(doc="the judge's model, by its name there")
-    rubric: str = chz.field(doc="what makes an answer good, for the judge to read; or @FILE")
+    judge_model: str | None = chz.field(default=None, doc="the judge's model, by its name there")
+    rubric: str | None = chz.field(
+        default=None, doc="what makes an answer good, for the judge to read; or @FILE"
+    )
+    reward_model: str | None = chz.field(
+        default=None,
+        doc="instead of judge_url, judge_model and rubric: a checkpoint of recipe=reward_model, "
+        "which the run hosts",
+    )
     mode: str = chz.field(
         default="score",
         doc="score: each response on its own; pairs: those of a group against one another "
@@ -131,16 +179,45 @@ class Judged(ChatEnvConfig):
 
     @chz.validate
     def _judged_in_range(self) -> None:
-        self.judge()
+        if self.reward_model is None:
+            self.judge()
+        else:
+            self._refuse_judge(self.reward_model)
         if self.mode not in MODES:
             raise ConfigError(f"env.mode={self.mode} is unknown; {known_names(self.mode, MODES)}")
-        if not self.rubric.strip():
+        if self.rubric is not None and not self.rubric.strip():
             raise ConfigError("env.rubric is blank; say what makes an answer good, or give @FILE")
         if self.max_pairs is not None and self.mode != "pairs":
             raise ConfigError(f"env.max_pairs={self.max_pairs} is for env.mode=pairs; leave it out")
 
+    def _refuse_judge(self, reward_model: str) -> None:
+        """Raises ConfigError for a setting that a reward model does not look at."""
+        fields = chz.chz_fields(type(self))
+        judges = [name for name in fields if name.startswith("judge_")]
+        for name in (*judges, "rubric", "max_pairs"):
+            if (value := getattr(self, name)) != fields[name]._default:
+                raise ConfigError(
+                    f"env.{name}={value} changes nothing with env.reward_model={reward_model}, "
+                    "which reads no rubric and compares every pair; leave one of them out"
+                )
+
+    @property
+    def own_reward_model(self) -> str | None:
+        return self.reward_model
+
     def judge(self) -> Judge:
-        """The judge; nothing is asked of it yet."""
+        """The judge; nothing is asked of it yet.
+
+        Raises:
+            ConfigError: a setting of it is missing, or cannot work.
+        """
+        for name in ("judge_url", "judge_model", "rubric"):
+            if getattr(self, name) is None:
+                raise ConfigError(
+                    f"env.{name} is missing: a judge needs env.judge_url, env.judge_model and "
+                    "env.rubric; or give env.reward_model=DIR"
+                )
+        assert self.judge_url is not None and self.judge_model is not None
         return Judge(
             url=self.judge_url,
             model=self.judge_model,
@@ -175,13 +252,30 @@ class Judged(ChatEnvConfig):
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         """Reads the prompts, and asks the judge which models it has: a run without it is no run."""
         dataset = super().__call__(path, setting)
-        asyncio.run(self.judge().check())
+        if self.reward_model is None:
+            asyncio.run(self.judge().check())
         return dataset
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
+        source = require_path(path, "Judged")
+        prompts_P = setting.prompts(source, ChatStyle(system=self.system))
+        if self.reward_model is not None:
+            from distill.rewards.conversations import check_prompts  # torch: not for workers
+
+            check_prompts(self.reward_model, source, prompts_P, setting.max_new_tokens)
+            return [self._rewarded(prompt) for prompt in prompts_P]
+        assert self.rubric is not None
         judge, rubric = self.judge(), read_rubric(self.rubric)
-        prompts_P = setting.prompts(require_path(path, "Judged"), ChatStyle(system=self.system))
         return [self._problem(prompt, judge, rubric) for prompt in prompts_P]
+
+    def _rewarded(self, prompt: Prompt) -> MessageProblem:
+        return MessageProblem(
+            make=partial(Answered, prompt, None),
+            compare_by=partial(scored, prompt=prompt, pairs=self.mode == "pairs"),
+            line=prompt.line,
+            num_tokens=len(prompt.tokens_T),
+            **{**facts_of(prompt), "judged": True},
+        )
 
     def _problem(self, prompt: Prompt, judge: Judge, rubric: str) -> MessageProblem:
         case = Case(

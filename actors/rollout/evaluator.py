@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -93,13 +93,25 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._inside = None if inside is None else InsideFile(inside, len(problems))
 
-    async def respond(self, engine: Engine, sampling: EvalSampling) -> list[Response]:
-        """`sampling.num_samples` episodes per problem, in order."""
+    async def respond(
+        self, engine: Engine, sampling: EvalSampling, models: Mapping[str, Any] | None = None
+    ) -> list[Response]:
+        """`sampling.num_samples` episodes per problem, in order.
+
+        Args:
+            models: what environments may ask besides the engine, by name.
+        """
 
         async def one(p: int) -> list[Response]:
             builder = self._problems.builder(p, sampling.num_samples)
             episodes = await play_group(
-                engine, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+                engine,
+                builder,
+                sampling,
+                group_id=p,
+                seed=_SEED,
+                models=models,
+                user_code=self._user_code(p),
             )
             return [
                 self._response(p, number, episode, builder.judged)
@@ -148,10 +160,14 @@ class Evaluator:
         )
 
     async def evaluate(
-        self, engine: Engine, sampling: EvalSampling, keep: int | None = 0
+        self,
+        engine: Engine,
+        sampling: EvalSampling,
+        models: Mapping[str, Any] | None = None,
+        keep: int | None = 0,
     ) -> Evaluation:
         """Metrics of all responses, and those to the first `keep` problems; None: to all."""
-        responses = await self.respond(engine, sampling)
+        responses = await self.respond(engine, sampling, models)
         problems = list(dict.fromkeys((each.source, each.line) for each in responses))[:keep]
         kept = [each for each in responses if (each.source, each.line) in problems]
         return Evaluation(self.summarise(responses), kept)
@@ -166,6 +182,7 @@ class Evaluator:
         teachers: Mapping[str, Engine],
         sampling: TrainSampling,
         num_samples: int = 1,
+        models: Mapping[str, Any] | None = None,
     ) -> float:
         """Sampled KL(p_T || q_T), mean per token, over `num_samples` fresh episodes per problem.
 
@@ -178,7 +195,13 @@ class Evaluator:
         async def one(p: int) -> np.ndarray:
             builder = self._problems.builder(p, num_samples)
             group = await rollout_group(
-                policy, builder, sampling, group_id=p, seed=_SEED, user_code=self._user_code(p)
+                policy,
+                builder,
+                sampling,
+                group_id=p,
+                seed=_SEED,
+                models=models,
+                user_code=self._user_code(p),
             )
             group = await score_group(teacher_of(teachers, group.teacher), group)
             return np.concatenate(

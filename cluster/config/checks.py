@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
@@ -21,10 +23,16 @@ from actors.sglang.external import ExternalSglangEngine
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rows import digests_of, unweighted_sources
-from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
+from cluster.config.supervised import (
+    DpoConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
 from distill.data.columns import Columns, CompletionColumns, PreferenceColumns, PromptColumns
+from distill.data.held_out import HeldOut, Unit, hold_out
 from distill.data.order import MixedPart, shares
-from distill.data.preferences import load_preference_pairs
+from distill.data.preferences import load_preference_pairs, scored_row
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
 from distill.data.sources import Source, parse_sources
@@ -43,8 +51,15 @@ from distill.models.loading import (
     context_length,
     ends_of,
     load_config,
+    meta_causal_lm,
     train_time_noise,
     vocab_size,
+)
+from distill.models.reward import (
+    HEAD_WEIGHT,
+    check_reward_config,
+    meta_reward_model,
+    padding_token,
 )
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
@@ -80,9 +95,10 @@ class RolloutInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedInputs:
-    """A checked sft or dpo run; a pair is two rows, the chosen one first.
+    """A checked sft, dpo or reward_model run; a pair is two rows, the chosen one first.
 
-    `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting.
+    `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting;
+    `padding` is a reward model's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -90,6 +106,8 @@ class SupervisedInputs:
     stops: StopTokens
     parts: list[MixedPart]
     digests: Mapping[str, str]
+    held_out: Sequence[HeldOut] = ()
+    padding: int | None = None
     warning: str | None = None
 
 
@@ -132,6 +150,9 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         )
         for name in config.teacher_models()
     }
+    if config.reward_model is not None:
+        _check_model(config.reward_model)
+        check_reward_config(config.reward_model)
     read, read_sft = _reader(PromptColumns, config), RowReader()
     train, held_out = _load_problems(
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
@@ -401,20 +422,83 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
             "above 0. Set attention_dropout there, or leave dropout out"
         )
     read = _reader(CompletionColumns, config)
-    rows_D, parts = _each_source(
-        parse_sources("data", config.data),
-        lambda place: load_sft_rows(place, tokenizer, **limits, read=read),
-    )
+
+    def examples(place: str) -> list[Unit]:
+        rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
+        return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
+
+    inputs = _supervised_inputs(config, read, examples, stops, tokenizer)
+    return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
+
+
+def _supervised_inputs(
+    config: SftConfig | DpoConfig | RewardModelConfig,
+    read: RowReader,
+    load: Callable[[str], Sequence[Unit]],
+    stops: StopTokens,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SupervisedInputs:
+    """The rows to train on, and the held-out ones.
+
+    Args:
+        read: reads all sources, for `load`, which returns the units of one.
+    """
+    rows_D: list[TrainingRow] = []
+    parts: list[MixedPart] = []
+    held_out: list[HeldOut] = []
+    for number, source in enumerate(parse_sources("data", config.data)):
+        units = load(source.place)
+        if config.validation_share is not None:
+            units, apart = _hold_out_rows(config, config.validation_share, source, number, units)
+            held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
+        ours = list(chain.from_iterable(units))
+        rows_D += ours
+        size = len(ours) // config.rows_per_unit
+        parts.append(MixedPart(name=source.name, size=size, weight=source.weight))
+    if config.validation is not None:
+        held_out = _validation_rows(config, config.validation, load)
     read.require_columns()
-    digests = digests_of(config, {"data": read})
     return SupervisedInputs(
         tokenizer=tokenizer,
         rows_D=rows_D,
         parts=parts,
-        digests=digests,
+        held_out=held_out,
+        digests=digests_of(config, {"data": read, "validation": read}),
         stops=stops,
-        warning=_without_end(rows_D, stops, tokenizer),
     )
+
+
+def _hold_out_rows(
+    config: SupervisedConfig, share: float, source: Source, number: int, units: Sequence[Unit]
+) -> tuple[Sequence[Unit], Sequence[Unit]]:
+    """(trained, held out) of one source; raises ConfigError where nothing can be held out."""
+    trained, apart = hold_out(units, share, seed=config.seed, source=number)
+    if not apart:
+        raise ConfigError(
+            f"validation_share={share:g} of the {len(units)} rows of {source.place} is less than "
+            "its prompt with the fewest rows has, and a prompt's rows stay together; give a larger "
+            "share, or validation=FILE"
+        )
+    return trained, apart
+
+
+def _validation_rows(
+    config: SftConfig | DpoConfig | RewardModelConfig,
+    validation: str,
+    load: Callable[[str], Sequence[Unit]],
+) -> list[HeldOut]:
+    """The rows of each source of `validation`; raises ConfigError for one that is trained on."""
+    trained = {source.place for source in parse_sources("data", config.data)}
+    held_out = []
+    for source in unweighted_sources("validation", validation):
+        if source.place in trained:
+            raise ConfigError(
+                f"validation={validation}: {source.place} is in data= as well, and what is trained "
+                "on is not held out; give another file, or validation_share=0.05"
+            )
+        rows_D = list(chain.from_iterable(load(source.place)))
+        held_out.append(HeldOut(name=source.name, rows_D=rows_D))
+    return held_out
 
 
 def _without_end(
@@ -450,28 +534,62 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
                 f"reference={config.reference} has a context of {reference.context_length}, "
                 f"shorter than max_length={limits['max_length']}; lower max_length"
             )
+    return _pair_inputs(config, limits, stops, tokenizer)
+
+
+def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
+    """Reads the checkpoint's headers, the tokenizer, and every pair.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    meta_reward_model(config.model)
+    limits, stops, tokenizer = _limits(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
+    # A token more goes behind each row: see `scored_row`.
+    context = context_length(load_config(config.model))
+    limits["max_length"] = min(limits["max_length"], context - 1)
+    inputs = _pair_inputs(config, limits, stops, tokenizer)
+    rows = chain(inputs.rows_D, *(source.rows_D for source in inputs.held_out))
+    lasts = {int(row.tokens_T[-1]) for row in rows}.union(stops.ids)
+    padding = padding_token(tokenizer, limits["vocab_size"], lasts)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    tokenizer.padding_side = "right"
+    return replace(
+        inputs,
+        padding=padding,
+        rows_D=[scored_row(row, padding) for row in inputs.rows_D],
+        held_out=[
+            replace(source, rows_D=[scored_row(row, padding) for row in source.rows_D])
+            for source in inputs.held_out
+        ],
+    )
+
+
+def _pair_inputs(
+    config: DpoConfig | RewardModelConfig,
+    limits: Mapping[str, Any],
+    stops: StopTokens,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SupervisedInputs:
+    """The pairs of a dpo or reward_model run; `limits` are the loader's."""
     read = _reader(PreferenceColumns, config)
-    pairs, parts = _each_source(
-        parse_sources("data", config.data),
-        lambda place: load_preference_pairs(place, tokenizer, **limits, read=read),
-    )
-    read.require_columns()
-    return SupervisedInputs(
-        tokenizer=tokenizer,
-        rows_D=[row for pair in pairs for row in (pair.chosen, pair.rejected)],
-        stops=stops,
-        parts=parts,
-        digests=digests_of(config, {"data": read}),
-    )
+
+    def pairs(place: str) -> list[Unit]:
+        found = load_preference_pairs(place, tokenizer, **limits, read=read)
+        return [(pair.chosen, pair.rejected) for pair in found]
+
+    return _supervised_inputs(config, read, pairs, stops, tokenizer)
 
 
 def _limits(
     config: SupervisedConfig,
+    meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
+    fresh: Collection[str] = (),
 ) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
     """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
-    tokenizer."""
+    tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
     model = _check_model(config.model)
-    check_export(config.model)
+    check_export(config.model, meta_model, fresh)
     _check_adapter(config, config.model)
     limit = context_length(model)
     if config.max_length is not None:

@@ -14,7 +14,8 @@ from distill.envs.single_turn import SingleTurn
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError
 from distill.lookup import known_names, resolve
-from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, RewardFunction, load_reward
+from distill.rewards.model_reward import ModelReward
+from distill.rewards.registry import DEFAULT_REWARD, REWARD_TIMEOUT_S, Reward, load_reward
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 
 # chz finds a class by its name alone once its module is imported; these are, wherever `env=` is.
@@ -72,8 +73,9 @@ class EnvSettings:
         default=None,
         doc="what a response earns: exact_match (the default), last_number, math_equal or "
         "contains, against `answer`; unit_tests: the `answer` is tests of its program, run in a "
-        "sandbox; matches, json_schema: the `answer` is a pattern or schema; or "
-        "package.module:function of (response, answer)",
+        "sandbox; matches, json_schema: the `answer` is a pattern or schema; "
+        "package.module:function of (response, answer); or model:DIR, the score by a reward model "
+        "(recipe=reward_model makes one)",
         metadata=ESSENTIAL,
     )
     reward_timeout_s: float = chz.field(
@@ -84,15 +86,27 @@ class EnvSettings:
 
     @chz.validate
     def _reward_is_used(self) -> None:
-        self.reward_function()
+        reward = self.reward_function()
         if self.reward is not None and not self.env.judges:
             raise ConfigError(
                 f"reward={self.reward} changes nothing: env={type(self.env).__name__} has rewards "
                 "of its own"
             )
+        if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
+            raise ConfigError(
+                f"reward={self.reward} with env={type(self.env).__name__}: a reward model scores "
+                "responses of env=SingleTurn, or of env=actors.envs.judge_env:Judged "
+                "env.reward_model=DIR"
+            )
 
-    def reward_function(self) -> RewardFunction:
+    def reward_function(self) -> Reward:
         return load_reward(self.reward or DEFAULT_REWARD, self.reward_timeout_s)
+
+    @property
+    def reward_model(self) -> str | None:
+        """Checkpoint of the reward model that the run hosts, if it needs one."""
+        reward = self.reward_function()
+        return reward.path if isinstance(reward, ModelReward) else self.env.own_reward_model
 
     @property
     def judge(self) -> str:

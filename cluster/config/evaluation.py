@@ -56,8 +56,8 @@ class DecoderSettings(LengthSettings):
 
 
 @chz.chz
-class EvaluationSettings(DecoderSettings):
-    """A run's evaluations of its own policy."""
+class IntervalSettings:
+    """How often a run evaluates what it trains."""
 
     section: ClassVar[Section] = Section.EVALUATION
 
@@ -66,6 +66,19 @@ class EvaluationSettings(DecoderSettings):
         doc="steps between evaluations; 0: start and end only",
         metadata=MAY_CHANGE,
     )
+
+    @chz.validate
+    def _interval_in_range(self) -> None:
+        if self.eval_every < 0:
+            raise ConfigError(f"eval_every={self.eval_every} must not be negative")
+
+
+@chz.chz
+class EvaluationSettings(DecoderSettings, IntervalSettings):
+    """A run's evaluations of its own policy."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+
     eval_prompts: str | None = chz.field(
         default=None,
         doc="held-out prompts, as prompts= takes them; default: eval_size problems held out",
@@ -80,9 +93,8 @@ class EvaluationSettings(DecoderSettings):
 
     @chz.validate
     def _evaluation_in_range(self) -> None:
-        for name in ("eval_size", "eval_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        if self.eval_size < 0:
+            raise ConfigError(f"eval_size={self.eval_size} must not be negative")
         idle = {"eval_every": self.eval_every, "eval_prompts": self.eval_prompts}
         if self.eval_size == 0 and (without := [name for name, value in idle.items() if value]):
             raise ConfigError(

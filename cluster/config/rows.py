@@ -9,7 +9,7 @@ from distill.data.sources import Source, parse_sources
 from distill.errors import ConfigError
 
 # What is in them must stay over a run's life; they may move.
-ROWS = ("prompts", "eval_prompts", "sft_data", "data")
+ROWS = ("prompts", "eval_prompts", "sft_data", "data", "validation")
 
 
 def unweighted_sources(setting: str, value: str) -> list[Source]:

@@ -1,32 +1,112 @@
-"""Settings of the recipes that train on data that is there already: sft and dpo."""
+"""Settings of the recipes that train on data that is there already: sft, dpo, reward_model."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Self
 
 import chz
+from chz.mungers import default_munger
 
 from cluster.config.common import CommonConfig
+from cluster.config.evaluation import IntervalSettings
+from cluster.config.rows import unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import CompletionColumns, PreferenceColumns
 from distill.data.sources import parse_sources
 from distill.errors import ConfigError
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from distill.stops import StopSettings
 from learner.config import DropoutSettings
 
+_STEPS = 100
+# The steps of a run whose epochs have no length yet: its rows are to be read first.
+_UNREAD = 1 << 31
+_PAIRS = (
+    "sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
+    "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
+    "`messages` (chat) before them, or whole conversations in both"
+)
+
+
+def _steps(config: SupervisedConfig, steps: int | None) -> int:
+    """The steps given, or those of `epochs`; raises ConfigError for both."""
+    if config.epochs is None:
+        return _STEPS if steps is None else steps
+    if steps is not None:
+        raise ConfigError(
+            f"steps={steps} and epochs={config.epochs:g} both say how long to train; leave one out"
+        )
+    return _UNREAD
+
 
 @chz.chz
-class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
-    """Settings that sft and dpo share."""
+class HeldOutSettings(IntervalSettings):
+    """Rows (or pairs) that are evaluated and not trained."""
+
+    section: ClassVar[Section] = Section.EVALUATION
+
+    validation: str | None = chz.field(
+        default=None,
+        doc="held-out rows: sources as data= takes them, without weights; evaluated at the start, "
+        "at the end and every eval_every steps",
+    )
+    validation_share: float | None = chz.field(
+        default=None,
+        doc="instead of validation: the share of the rows (pairs) of data= that is held out, by a "
+        "seeded choice of prompts; 0.05, say",
+    )
+
+    @property
+    def validates(self) -> bool:
+        return self.validation is not None or self.validation_share is not None
+
+    @chz.validate
+    def _held_out_in_range(self) -> None:
+        share = self.validation_share
+        if share is not None and self.validation is not None:
+            raise ConfigError(
+                f"validation_share={share:g} and validation={self.validation}: rows are held out "
+                "of data=, or come from a source of their own; leave one of them out"
+            )
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"validation_share={share:g} must be between 0 and 1")
+        if self.validation is not None:
+            unweighted_sources("validation", self.validation)
+        if self.eval_every and not self.validates:
+            raise ConfigError(
+                f"eval_every={self.eval_every} changes nothing without held-out rows; give "
+                "validation=FILE or validation_share=0.05"
+            )
+
+
+@chz.chz
+class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, CommonConfig):
+    """Settings that sft, dpo and reward_model share."""
 
     section: ClassVar[Section] = Section.MODEL
+    # Rows that stay together; 2: those of a pair.
+    rows_per_unit: ClassVar[int] = 1
 
     model: str = chz.field(
         doc="checkpoint to start from: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
     )
     batch_size: int = chz.field(
-        default=32, doc="rows (pairs, for dpo) per optimizer step", metadata=ESSENTIAL
+        default=32,
+        doc="rows (pairs, for dpo and reward_model) per optimizer step",
+        metadata=ESSENTIAL,
+    )
+    steps: int = chz.field(
+        default=None,
+        munger=default_munger(_steps),
+        x_type=int | None,
+        doc=f"optimizer steps; default: {_STEPS}, or as many as epochs= come to",
+        metadata=ESSENTIAL | MAY_CHANGE,
+    )
+    epochs: float | None = chz.field(
+        default=None,
+        doc="instead of steps: how often as many rows (pairs) are trained on as there are",
+        metadata=ESSENTIAL | MAY_CHANGE,
     )
     max_length: int | None = chz.field(
         default=None, doc="longest row, tokens; default: the model's context"
@@ -36,7 +116,17 @@ class SupervisedConfig(ChatTemplateSettings, StopSettings, CommonConfig):
     def _batch_in_range(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
+        if self.epochs is not None and not 0 < self.epochs < float("inf"):
+            raise ConfigError(f"epochs={self.epochs:g} must be above 0, and finite")
         self.require_work_for_all(self.batch_size, f"batch_size={self.batch_size}")
+
+    def trained_on(self, units: int) -> Self:
+        """The settings with the steps that `epochs` of so many rows (pairs) come to."""
+        if self.epochs is None:
+            return self
+        # Rounding must not add a step: 0.1 * 30 / 3 is a little above 1.
+        steps = math.ceil(round(self.epochs * units / self.batch_size, 9))
+        return chz.replace(self, steps=max(1, steps), epochs=None)
 
 
 @chz.chz
@@ -80,13 +170,9 @@ class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
     """recipe=dpo: direct preference optimisation on chosen and rejected responses."""
 
     section: ClassVar[Section] = Section.MODEL
+    rows_per_unit: ClassVar[int] = 2
 
-    data: str = chz.field(
-        doc="sources of rows, as prompts= of recipe=opd takes them (docs/data.md), with weights if "
-        "several; each row has `chosen` and `rejected`, and `prompt` (string) or "
-        "`messages` (chat) before them, or whole conversations in both",
-        metadata=ESSENTIAL,
-    )
+    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL)
     reference: str | None = chz.field(
         default=None, doc="checkpoint that DPO stays near to; default: model"
     )
@@ -100,3 +186,23 @@ class DpoConfig(PreferenceColumns, SupervisedConfig, PreferenceSettings):
             raise ConfigError(
                 f"beta={self.beta} must be above 0, and finite: at 0 the gradient is zero"
             )
+
+
+@chz.chz
+class RewardModelConfig(PreferenceColumns, SupervisedConfig):
+    """recipe=reward_model: a scalar head that scores the chosen response above the rejected one."""
+
+    section: ClassVar[Section] = Section.MODEL
+    rows_per_unit: ClassVar[int] = 2
+
+    data: str = chz.field(doc=_PAIRS, metadata=ESSENTIAL)
+
+    @chz.validate
+    def _reward_model_in_range(self) -> None:
+        parse_sources("data", self.data)
+        for name in ("lora_rank", "lora_adapter"):
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value}: recipe=reward_model trains the whole model and its new head, "
+                    "which an adapter would leave frozen; leave it out"
+                )

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import chz
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.evaluator import Evaluator
 from actors.rollout.inside_file import problems_inside
 from cluster.config.checks import RolloutInputs, SupervisedInputs
@@ -37,6 +39,7 @@ from cluster.placement.roles import (
     POLICY,
     QUEUE,
     REFERENCE,
+    REWARD,
     ROLLOUT,
     learner_title,
     teacher_roles,
@@ -60,6 +63,7 @@ from cluster.weights.collective import own_address
 from cluster.weights.publisher import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
+from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
 from learner.process_group import Membership, open_store
@@ -168,7 +172,7 @@ class RolloutCast:
                 policy=POLICY,
                 teachers=teacher_roles(config),
                 reference=REFERENCE if config.scored_by_reference else None,
-                models=dict.fromkeys(config.env.asks, REFERENCE),
+                models=self._models_to_ask,
                 top_k=config.objective().asked_of_teacher,
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
@@ -183,6 +187,34 @@ class RolloutCast:
 
         placed = partial(self._placement.ready, ROLLOUT) if config.rollout_cpus else _anywhere
         return self._role(ROLLOUT, worker_title, create, placed=placed)
+
+    @property
+    def _models_to_ask(self) -> dict[str, str]:
+        """The roles of the models that environments may ask, by the names they ask for."""
+        models = dict.fromkeys(self._config.env.asks, REFERENCE)
+        return models if self._config.reward_model is None else models | {REWARD_MODEL: REWARD}
+
+    def reward_specs(self) -> list[ActorSpec]:
+        """The reward model, if the run has one: one for all rollout workers and evaluations."""
+        config = self._config
+        path = config.reward_model
+        if path is None:
+            return []
+
+        def create(index: int, attempt: int) -> Any:
+            options = self._placement.options(REWARD, index)
+            options |= {"name": self._name(REWARD.replace(" ", "-"), index, attempt)}
+            return self._make(
+                EmbeddedRewardModel,
+                options,
+                model_path=path,
+                dtype=choose_dtype(config.dtype, self._device),
+                device=self._device,
+                threads=config.threads,
+            )
+
+        placed = partial(self._placement.ready, REWARD)
+        return [self._role(REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed)]
 
     def policy_spec(self, model: str) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
@@ -316,9 +348,10 @@ def supervised_learners(
     resume_from: Checkpoint | None,
     attempt: int,
 ) -> LearnerActors:
-    """The learner's workers of an sft or dpo run."""
-    learner_config = config.learner(
-        config.model, device, resume_from=resume_from, stops=inputs.stops
+    """The learner's workers of an sft, dpo or reward_model run."""
+    learner_config = chz.replace(
+        config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
+        reward_padding=inputs.padding,
     )
     build = partial(
         build_supervised_loop,

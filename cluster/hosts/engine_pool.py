@@ -23,6 +23,7 @@ from distill.engine import (
     WeightSource,
 )
 from distill.errors import EngineError, EngineLost
+from distill.rewards.model_reward import Conversation
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,10 @@ class EnginePool:
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("decode_score", len(requests), list(requests))
+
+    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The scores by a pool of reward models (`distill.rewards.model_reward.RewardScorer`)."""
+        return await self._send("rewards", len(conversations), list(conversations))
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         return max(

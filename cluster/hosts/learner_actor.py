@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 from actors.config import choose_dtype
 from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.on_policy import RolloutConfig
-from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
@@ -27,7 +28,7 @@ from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner
 from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
-from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss, reward_model_loss
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
@@ -98,6 +99,11 @@ class LearnerActor:
     def settle(self) -> float | None:
         """The last weight probe's gap."""
         return self._publisher().settle()
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the held-out rows of supervised data."""
+        assert isinstance(self._loop, SupervisedLoop)
+        return self._loop.evaluate()
 
     def _publisher(self) -> Publisher:
         assert isinstance(self._loop, PolicyLoop)
@@ -180,9 +186,11 @@ def policy_losses(
 
 
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:
-    """The loss of an sft or dpo run."""
+    """The loss of an sft, dpo or reward_model run."""
     if isinstance(config, DpoConfig):
         return (PreferenceLoss(beta=config.beta, sft_coef=config.sft_coef),)
+    if isinstance(config, RewardModelConfig):
+        return (reward_model_loss,)
     return (cross_entropy_loss,)
 
 
@@ -211,17 +219,25 @@ def build_supervised_loop(
     resume_from: Checkpoint | None,
     membership: Membership | None,
 ) -> SupervisedLoop:
-    """Builds, in the learner's actor, the loop of an sft or dpo run."""
+    """Builds, in the learner's actor, the loop of an sft, dpo or reward_model run."""
     dump_dir = str(directory.path / "failed")
     losses = supervised_losses(config)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
-    rows_D, rows_per_unit = inputs.rows_D, 1
+    rows_D, held_out = inputs.rows_D, inputs.held_out
     if isinstance(config, DpoConfig):
         compute = reference_logprobs(
             config, learner, learner_config, resumed=resume_from is not None
         )
         rows_D = with_reference(rows_D, directory.path / "reference_logprobs.npz", compute)
-        rows_per_unit = 2
+        held_out = [
+            replace(
+                source,
+                rows_D=with_reference(
+                    source.rows_D, directory.path / f"validation_logprobs-{i}.npz", compute
+                ),
+            )
+            for i, source in enumerate(held_out)
+        ]
     return SupervisedLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
@@ -229,9 +245,10 @@ def build_supervised_loop(
             rows_D,
             batch_size=config.batch_size,
             seed=config.seed,
-            rows_per_unit=rows_per_unit,
+            rows_per_unit=config.rows_per_unit,
             parts=inputs.parts,
         ),
+        held_out=held_out,
         loss=losses[0],
         store=directory.store,
         trace=Tracing(step=config.trace_step, path=directory.trace),

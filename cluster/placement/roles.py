@@ -25,7 +25,7 @@ from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET
 from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
 
-POLICY, REFERENCE, ROLLOUT = "policy", "reference", "rollout"
+POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
 
 
@@ -59,6 +59,8 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
         roles.append(
             ResourceDemand(name=role, count=count, resources=_engine_resources(config, engine))
         )
+    if config.reward_model is not None:
+        roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
     if config.rollout_cpus:
         resources = {"CPU": config.rollout_cpus}
         roles.append(
@@ -195,7 +197,8 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     if config.objective().estimator == "full":
         learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
-    return {LEARNER: learner, POLICY: student} | teachers | reference
+    reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
+    return {LEARNER: learner, POLICY: student} | teachers | reference | reward
 
 
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
@@ -208,6 +211,9 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
         budget = config.token_budget or TOKEN_BUDGET[device]
         note = passes and passes.describe(budget, config.gradient_checkpointing)
         return learner_memory(estimate, workers), f"and {note or 'activations'}"
+    if role == REWARD and isinstance(config, RolloutConfig) and config.reward_model is not None:
+        dtype = choose_dtype(config.dtype, device)
+        return engine_memory(estimate_memory(config.reward_model), dtype), "and activations"
     engine = _engines(config, device).get(role) if isinstance(config, RolloutConfig) else None
     if engine is None:
         return 0, ""

@@ -19,7 +19,7 @@ from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
-from cluster.placement.roles import POLICY, describe_layout, teacher_roles
+from cluster.placement.roles import POLICY, REWARD, describe_layout, teacher_roles
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
@@ -31,6 +31,7 @@ from distill.envs.base import EnvDataset, Mixture
 from distill.errors import CheckpointError
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
+from distill.rewards.model_reward import REWARD_MODEL
 from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
 
@@ -338,6 +339,7 @@ class _Run:
                     self._pool(POLICY),
                     {name: self._pool(role) for name, role in teachers.items()},
                     self._config.train_sampling(),
+                    models=self._models(),
                 ),
             )
         metrics["time/eval"] = time.perf_counter() - started
@@ -349,11 +351,19 @@ class _Run:
         sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
         evaluation = self.fleet.persist(
             f"evaluation, {when}",
-            lambda: self.fleet.evaluator.evaluate.remote(self._pool(role), sampling, keep),
+            lambda: self.fleet.evaluator.evaluate.remote(
+                self._pool(role), sampling, self._models(), keep
+            ),
         )
         if evaluation.responses:
             self._running.directory.append_evaluation(step, when, evaluation.responses)
         return evaluation.metrics
+
+    def _models(self) -> dict[str, EnginePool]:
+        """What environments may ask in an evaluation, besides the policy."""
+        if self._config.reward_model is None:
+            return {}
+        return {REWARD_MODEL: self._pool(REWARD)}
 
     def _pool(self, role: str) -> EnginePool:
         return self.fleet.pool(role, patience_s=self._config.hang_after_s)

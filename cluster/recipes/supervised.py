@@ -1,4 +1,4 @@
-"""recipe=sft and recipe=dpo: one model, trained on data that is there already."""
+"""recipe=sft, dpo and reward_model: one model, trained on data that is there already."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.config.checks import SupervisedInputs, check_dpo, check_sft
-from cluster.config.supervised import DpoConfig, SftConfig, SupervisedConfig
+from cluster.config.checks import SupervisedInputs, check_dpo, check_reward_model, check_sft
+from cluster.config.supervised import (
+    DpoConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
 from cluster.hosts.build import learner_spec, supervised_learners
 from cluster.placement.roles import LEARNER, describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
@@ -29,25 +34,46 @@ def run_sft(config: SftConfig, console: Console) -> None:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
     inputs = check_sft(config)
-    _run("sft", f"{len(inputs.rows_D)} rows", config, inputs, console)
+    _run("sft", "rows", config, inputs, console)
 
 
 def run_dpo(config: DpoConfig, console: Console) -> None:
     """Runs the recipe to its end; raises as `run_sft` does."""
     inputs = check_dpo(config)
     reference = config.reference or "its own start"
-    what = f"{len(inputs.rows_D) // 2} pairs, near to {reference} (beta={config.beta:g})"
-    _run("dpo", what, config, inputs, console)
+    how = f", near to {reference} (beta={config.beta:g})"
+    _run("dpo", "pairs", config, inputs, console, how)
+
+
+def run_reward_model(config: RewardModelConfig, console: Console) -> None:
+    """Runs the recipe to its end; raises as `run_sft` does."""
+    inputs = check_reward_model(config)
+    assert inputs.padding is not None, "a reward model's rows are checked against its padding"
+    padding = inputs.tokenizer.convert_ids_to_tokens(inputs.padding)
+    how = f", with a scalar head (padding {padding})"
+    _run("reward_model", "pairs", config, inputs, console, how)
 
 
 def _run(
-    recipe: str, what: str, config: SupervisedConfig, inputs: SupervisedInputs, console: Console
+    recipe: str,
+    noun: str,
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    console: Console,
+    how: str = "",
 ) -> None:
+    """Prints the plan, and runs it; `noun` is what `batch_size` counts."""
+    epochs = "" if config.epochs is None else f" ({config.epochs:g} epochs)"
+    units = len(inputs.rows_D) // config.rows_per_unit
+    config = config.trained_on(units)
+    apart = sum(len(source.rows_D) for source in inputs.held_out) // config.rows_per_unit
+    held_out = f" ({apart} held out)" if apart else ""
     directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
     resume_from = directory.check(partial(console.print, markup=False, highlight=False))
     console.print(
-        f"{recipe}: {config.model} on {what}, {config.steps} steps of {config.batch_size}, into "
-        f"{directory.path} (learner: {learner_line(config, config.model)}); stops at "
+        f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} steps{epochs} "
+        f"of {config.batch_size}, into {directory.path} (learner: "
+        f"{learner_line(config, config.model)}); stops at "
         f"{inputs.stops.described(inputs.tokenizer)}"
     )
     if inputs.warning is not None:
@@ -97,6 +123,10 @@ class _Run:
         self._lifecycle.fill(running.resume_from)
         self._driver.until_started([LEARNER], running.progress.note)
         self.supervisor.under_way = True
+        if config.validates and running.first_step == 0:
+            self._validate_apart("before", step=0)
+        elif config.validates:
+            self._recall_before()
         checkpoint = drive(
             self,
             self._driver,
@@ -104,13 +134,21 @@ class _Run:
             steps=config.steps,
             checkpoint_every=config.checkpoint_every,
         )
+        if config.validates:
+            self._validate_apart("after", step=checkpoint.step)
         running.complete(checkpoint)
 
     def before_step(self) -> float:
         return 0.0
 
     def on_step(self, metrics: dict[str, float]) -> None:
-        self._running.record(metrics)
+        step, every = int(metrics["step"]), self._config.eval_every
+        due = every > 0 and step % every == 0 and step < self._config.steps
+        try:
+            if due and self._running.signals.received is None:
+                metrics = metrics | self._validate(f"step {step}")
+        finally:
+            self._running.record(metrics)  # the step is trained, whatever became of the other
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         pass
@@ -127,3 +165,37 @@ class _Run:
 
     def end_waits(self) -> None:
         pass
+
+    # held-out rows
+
+    def _validate_apart(self, when: str, step: int) -> None:
+        """An evaluation of the held-out rows that no step's line has."""
+        while True:
+            try:
+                metrics = self._validate(when)
+            except LearnerLost as lost:
+                self.recover(lost)
+            else:
+                self._running.record_evaluation(metrics, step)
+                return
+
+    def _validate(self, when: str) -> dict[str, float]:
+        running = self._running
+        asked = self.learner.evaluate.remote()
+        metrics: dict[str, float] = self._driver.ask_learner("an evaluation", asked)
+        running.summary[f"validation {when}"] = metrics
+        running.directory.append_event("evaluation", who=when, seconds=metrics["time/validation"])
+        shown = "  ".join(
+            f"{name.removeprefix('validation/')} {value:.4g}"
+            for name, value in metrics.items()
+            if name.startswith("validation/")
+        )
+        running.progress.note(f"held-out rows, {when}: {shown}")
+        return metrics
+
+    def _recall_before(self) -> None:
+        """The evaluation before the first step, from an earlier attempt's line of it."""
+        for line in self._running.directory.read_metrics():
+            if line["step"] == 0 and "time/validation" in line:
+                metrics = {name: value for name, value in line.items() if name != "step"}
+                self._running.summary["validation before"] = metrics

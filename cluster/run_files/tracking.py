@@ -16,6 +16,7 @@ _SHOWN = {
     "opd/reverse_kl": "reverse KL",
     "train/nll": "nll",
     "train/loss": "loss",
+    "reward_model/accuracy": "accuracy",
     "reward/mean": "reward",
     "train/grad_norm": "grad norm",
     "staleness/max": "stale",

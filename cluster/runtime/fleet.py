@@ -107,6 +107,10 @@ class Fleet:
         self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
         self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
         self._engine_roles = list(self._specs)
+        reward_models = cast.reward_specs()
+        self._specs |= {spec.name: spec for spec in reward_models}
+        # All that workers ask; a reward model is no engine: it has no log-probs to agree on.
+        self._asked_roles = list(self._specs)
         self._admission = Admission(
             self.supervisor,
             self.driver,
@@ -168,7 +172,7 @@ class Fleet:
 
     @property
     def roster(self) -> Roster:
-        return {role: self.supervisor.serving(role) for role in self._engine_roles}
+        return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
     def _policies(self) -> dict[str, Any]:
         """Policy engines that a new learner pushes weights to; the others are admitted later."""
@@ -300,7 +304,7 @@ class Fleet:
 
     def bury(self, name: str, why: str) -> None:
         """Ends an actor that hangs; it is restarted."""
-        for role in (*self._engine_roles, ROLLOUT):
+        for role in (*self._asked_roles, ROLLOUT):
             for member in self.supervisor.members(role, State.SERVING):
                 if member.name == name:
                     self.supervisor.bury(member, why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +72,21 @@ def load_preference_pairs(
             )
         )
     return pairs
+
+
+def scored_row(row: TrainingRow, padding: int) -> TrainingRow:
+    """The row as a reward model takes it: with a token behind it, which nothing sees.
+
+    A row's losses are read off the states before its trained tokens. A score is read off the last
+    state of all, which is the one before this token.
+    """
+    return replace(
+        row,
+        tokens_T=np.append(row.tokens_T, np.int32(padding)),
+        loss_mask_T=np.append(row.loss_mask_T, True),
+        advantages_T=np.append(row.advantages_T, np.float32(0)),
+        behaviour_logprobs_T=np.append(row.behaviour_logprobs_T, np.float32(0)),
+    )
 
 
 def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[Chain, Chain]:

@@ -48,6 +48,8 @@ class Prompt:
         teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
         bonuses: what each occurrence of a phrase in the response pays.
         messages: the prompt as a chat; empty for a plain string.
+        text: the plain string; empty for a chat.
+        tools: the row's, which went to the chat template.
     """
 
     tokens_T: TokenArray
@@ -58,6 +60,8 @@ class Prompt:
     teacher_tokens_T: TokenArray | None = None
     bonuses: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Message] = ()
+    text: str = ""
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,8 @@ def _prompt(
     return Prompt(
         tokens_T=tokens_T,
         messages=messages,
+        text="" if messages else check_text(row, "prompt"),
+        tools=check_tools(row) if messages else None,
         answer=_answer(row.get("answer")),
         line=number,
         teacher=teacher,

@@ -21,7 +21,8 @@ from distill.data.row_files import Rows, located, read_rows
 from distill.data.sources import Source
 from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError, described
-from distill.rewards.registry import RewardFunction, check_answer
+from distill.rewards.model_reward import ModelReward
+from distill.rewards.registry import Reward, RewardFunction, check_answer
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class EnvGroupBuilder(ABC):
     @abstractmethod
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         """The group's environments. `models` are there to be asked: `policy`, and by their names
-        the run's teachers and its `reference`."""
+        the run's teachers, its `reference`, and its `reward_model`
+        (`distill.rewards.model_reward.scores_of`)."""
 
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
@@ -149,7 +151,7 @@ class EnvContext:
         vocab_size: of the model; ids are below it.
         context_length: longest chain that the policy, and every model that scores, has room for.
         max_new_tokens: longest turn.
-        reward: judges a response against an answer.
+        reward: judges a response against an answer; or a model does, with `takes_reward_model`.
         teachers: the names of the teachers; empty where they have none.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
         teacher_tokenizers: by their names, where their templates are known; see `load_prompts`.
@@ -160,11 +162,16 @@ class EnvContext:
     vocab_size: int
     context_length: int
     max_new_tokens: int
-    reward: RewardFunction
+    reward: Reward
     teachers: Collection[str] = ()
     teacher_context_length: int | None = None
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
     read: Callable[[str], Rows] = read_rows
+
+    def reward_function(self) -> RewardFunction:
+        """`reward`, for an environment that takes functions alone."""
+        assert not isinstance(self.reward, ModelReward), "takes_reward_model says that it does not"
+        return self.reward
 
     def prompts(self, path: str, chat: ChatStyle | None = None) -> list[Prompt]:
         """The prompts of a source, rendered and held to what the models have room for.
@@ -200,6 +207,8 @@ class EnvConfig(ABC):
 
     reads_prompts: ClassVar[bool] = True
     judges: ClassVar[bool] = True
+    # Whether `reward` may be a reward model: a `ModelReward`, which is no function.
+    takes_reward_model: ClassVar[bool] = False
     # Fields that reward single tokens, where they are above 0: `bonus_coef` weighs them.
     token_rewards: ClassVar[tuple[str, ...]] = ()
 
@@ -207,6 +216,11 @@ class EnvConfig(ABC):
     def asks(self) -> Sequence[str]:
         """Models of the run, besides its policy, that the environments need: `reference`."""
         return ()
+
+    @property
+    def own_reward_model(self) -> str | None:
+        """Checkpoint of the reward model that the environments ask, if it is none of `reward`."""
+        return None
 
     def evaluation(self) -> EnvConfig:
         """The environment that evaluations play."""

@@ -171,7 +171,7 @@ class ChatEnv(Env):
         teacher_context: int | None = None,
     ) -> None:
         """`teacher_context` is the length of what the teacher sees in place of the prompt."""
-        self._env, self._setting, self._models = env, setting, models
+        self._env, self._setting, self.models = env, setting, models
         self._teacher_context = teacher_context
         self._max_tokens = setting.limits.max_tokens
         self.starts = env.starts
@@ -186,7 +186,7 @@ class ChatEnv(Env):
             self._counts |= dict.fromkeys(_TOOL_COUNTS, 0.0)
 
     async def initial_observation(self) -> TokenArray | None:
-        await self._env.start(self._models)
+        await self._env.start(self.models)
         messages = self._env.initial_messages()
         if not messages:
             return None
@@ -282,7 +282,7 @@ class ChatEnv(Env):
         schemas = [tool.schema for tool in self._env.tools]
         messages = self.conversation.messages
         self.conversation.replace(
-            await condensing(messages, self._setting.tokenizer, schemas, self._models)
+            await condensing(messages, self._setting.tokenizer, schemas, self.models)
         )
         self._counts["condensed"] += 1
 

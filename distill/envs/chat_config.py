@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chz
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # (the messages of each member; none of one that never had a turn) -> what each earns besides
 Compare = Callable[[Sequence[Sequence[Message]]], Awaitable[Sequence[float]]]
+# The same, and what environments may ask, by name.
+CompareBy = Callable[[Sequence[Sequence[Message]], Mapping[str, Any]], Awaitable[Sequence[float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +52,15 @@ class MessageProblem:
 
     `make_group`, where there is one, makes those of a whole group instead, which share something.
     `compare`, which pickles too, rewards the members of a group once all have ended: see
-    `EnvGroupBuilder.group_rewards`. `line` is the problem's row in a file, `num_tokens` the length
+    `EnvGroupBuilder.group_rewards`; `compare_by` does so, too, and is given the models that may be
+    asked. `line` is the problem's row in a file, `num_tokens` the length
     of its first observation, where they are known; the other fields are those of `EnvGroupBuilder`.
     """
 
     make: Callable[[], MessageEnv]
     make_group: Callable[[int], Sequence[MessageEnv]] | None = None
     compare: Compare | None = None
+    compare_by: CompareBy | None = None
     line: int | None = None
     num_tokens: int | None = None
     teacher: str = ""
@@ -86,13 +90,18 @@ class ChatGroupBuilder(EnvGroupBuilder):
     async def group_rewards(
         self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
     ) -> Sequence[float]:
-        if self.problem.compare is None:
+        compare, compare_by = self.problem.compare, self.problem.compare_by
+        if compare is None and compare_by is None:
             return await super().group_rewards(envs_G, episodes_G)
-        messages_G = []
+        messages_G, models = [], {}
         for env, episode in zip(envs_G, episodes_G, strict=True):
             assert isinstance(env, ChatEnv), "make_envs makes no others"
             messages_G.append(env.conversation.messages if episode.turns else ())
-        return await self.problem.compare(messages_G)
+            models = env.models
+        if compare_by is not None:
+            return await compare_by(messages_G, models)
+        assert compare is not None
+        return await compare(messages_G)
 
 
 class ChatDataset(EnvDataset):

@@ -251,7 +251,7 @@ class Reading(ChatEnvConfig):
             raise DataError("`document` is blank; give a text")
         make_group = None
         if self.by == MODEL:
-            make = partial(Reader, document, wording, setting.reward, self.fact_bonus)
+            make = partial(Reader, document, wording, setting.reward_function(), self.fact_bonus)
             if len(document.parts) >= self.max_turns:
                 raise DataError(
                     f"`document` has {len(document.parts)} parts of {room} tokens and needs a turn "
@@ -260,7 +260,7 @@ class Reading(ChatEnvConfig):
         else:
             condenser = load_condenser(self.by, setting.tokenizer)
             make_group = partial(
-                _condensed_group, document, wording, setting.reward, condenser, room
+                _condensed_group, document, wording, setting.reward_function(), condenser, room
             )
             make = partial(_alone, make_group)
         return MessageProblem(

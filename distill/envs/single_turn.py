@@ -21,7 +21,8 @@ from distill.envs.base import (
     require_path,
 )
 from distill.rewards.formats import Format, matches
-from distill.rewards.registry import RewardFunction, answer_of, exact_match, judge
+from distill.rewards.model_reward import ModelReward, conversation, scores_of
+from distill.rewards.registry import Reward, answer_of, exact_match, judge
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.types import FloatArray, TokenArray
 
@@ -33,6 +34,8 @@ NO_FORMAT = Format(pattern=None, reward=0.0)
 
 class SingleTurnEnv(Env):
     """Pays `reward(response, answer)`, 0 where the prompt has no answer, and bonuses.
+
+    A reward model scores the response behind its prompt, whether there is an answer or not.
 
     Those are the prompt's own, on the tokens that spell its phrases, and that of the format, spread
     over all tokens of a response that has it.
@@ -49,10 +52,12 @@ class SingleTurnEnv(Env):
         self,
         prompt: Prompt,
         tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction,
+        reward: Reward,
         format: Format,
+        models: Mapping[str, Any],
     ) -> None:
         self._prompt = prompt
+        self._models = models
         self._tokenizer = tokenizer
         self._reward = reward
         self._format = format
@@ -63,12 +68,18 @@ class SingleTurnEnv(Env):
     async def step(self, sample: Sample) -> StepResult:
         text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
         metrics = await format_of(text, self._format)
-        answer = self._prompt.answer
         return StepResult(
-            reward=0.0 if answer is None else await judge(self._reward, text, answer),
+            reward=await self._earned(text),
             bonuses_T=self._bonuses_T(sample, self._format.reward * metrics.get("format", 0.0)),
             metrics=metrics,
         )
+
+    async def _earned(self, text: str) -> float:
+        if isinstance(self._reward, ModelReward):
+            [score] = await scores_of(self._models, [conversation(self._prompt, text)])
+            return score
+        answer = self._prompt.answer
+        return 0.0 if answer is None else await judge(self._reward, text, answer)
 
     def _bonuses_T(self, sample: Sample, of_format: float) -> FloatArray | None:
         bonuses = self._prompt.bonuses
@@ -95,12 +106,12 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     prompt: Prompt
     tokenizer: PreTrainedTokenizerBase
     group_size: int
-    reward: RewardFunction = exact_match
+    reward: Reward = exact_match
     format: Format = NO_FORMAT
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [
-            SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format)
+            SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format, models)
             for _ in range(self.group_size)
         ]
 
@@ -123,7 +134,7 @@ class PromptDataset(EnvDataset):
         self,
         prompts_P: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
-        reward: RewardFunction = exact_match,
+        reward: Reward = exact_match,
         format: Format = NO_FORMAT,
     ) -> None:
         self.prompts_P = prompts_P
@@ -137,8 +148,11 @@ class PromptDataset(EnvDataset):
 
     def builder(self, problem: int, group_size: int) -> SingleTurnGroupBuilder:
         prompt = self.prompts_P[problem]
+        facts = facts_of(prompt, self._format)
+        if isinstance(self._reward, ModelReward):
+            facts["judged"] = True
         return SingleTurnGroupBuilder(
-            **facts_of(prompt, self._format),
+            **facts,
             prompt=prompt,
             tokenizer=self._tokenizer,
             group_size=group_size,
@@ -170,6 +184,7 @@ class SingleTurn(EnvConfig):
     """env=SingleTurn, the default: a prompt, a response, and `reward` against the `answer`."""
 
     token_rewards = ("format_reward",)
+    takes_reward_model = True
 
     format: str | None = format_field()
     format_reward: float = format_reward_field()
@@ -179,6 +194,11 @@ class SingleTurn(EnvConfig):
         Format(pattern=self.format, reward=self.format_reward)
 
     def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
-        prompts_P = setting.prompts(require_path(path, "SingleTurn"))
+        source = require_path(path, "SingleTurn")
+        prompts_P = setting.prompts(source)
+        if isinstance(setting.reward, ModelReward):
+            from distill.rewards.conversations import check_prompts  # torch: not for workers
+
+            check_prompts(setting.reward.path, source, prompts_P, setting.max_new_tokens)
         format = Format(pattern=self.format, reward=self.format_reward)
         return PromptDataset(prompts_P, setting.tokenizer, setting.reward, format)

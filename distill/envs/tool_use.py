@@ -70,7 +70,7 @@ class ToolUse(ChatEnvConfig):
         style = ChatStyle(system=self.system, tools=[tool.schema for tool in tools])
         return [
             MessageProblem(
-                make=partial(Question, prompt, tools, setting.reward, format),
+                make=partial(Question, prompt, tools, setting.reward_function(), format),
                 line=prompt.line,
                 num_tokens=len(prompt.tokens_T),
                 **facts_of(prompt, format),

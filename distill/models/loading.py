@@ -28,7 +28,7 @@ from distill.weights.tensors import PackedTensors
 transformers.utils.logging.disable_progress_bar()
 
 # transformers swaps functions of torch while it makes a model: one thread at a time.
-_MAKING = threading.Lock()
+MAKING = threading.Lock()
 
 
 def load_config(path: str) -> Any:
@@ -46,7 +46,7 @@ def load_config(path: str) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: {_first_line(error)}. Give a Hugging Face "
+            f"cannot read a model config from {path!r}: {first_line(error)}. Give a Hugging Face "
             "checkpoint directory, or a hub name this machine can reach"
         ) from error
 
@@ -59,12 +59,12 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
     """
     load_config(path)
     try:
-        with _MAKING:
+        with MAKING:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
-        raise CheckpointError(f"cannot load weights from {path!r}: {_first_line(error)}") from error
+        raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
@@ -83,7 +83,7 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
     """
     config = load_config(path)
     try:
-        with _MAKING, torch.device("meta"):
+        with MAKING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a foreign config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
@@ -176,7 +176,7 @@ def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     shapes[name] = tuple(tensors.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
     return shapes
 
 
@@ -191,7 +191,7 @@ def read_weights(path: str) -> PackedTensors:
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {file}: {_first_line(error)}") from error
+            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
     return PackedTensors.pack(tensors)
 
 
@@ -266,5 +266,5 @@ def resolve_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

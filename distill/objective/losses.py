@@ -202,6 +202,8 @@ def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -
 
 
 _RATIO_SQUARED = "train/ratio_squared"
+# Suffix of means of squares, from which `finish_metrics` makes standard deviations.
+SQUARES = "_mean_of_squares"
 
 
 def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
@@ -221,11 +223,16 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """A whole step's metrics, with those added that can only be computed from the sums.
 
     `train/ess`: the effective sample size (sum r)^2 / (n sum r^2) as a share of the tokens, in
-    (0, 1]; 1 where every ratio is the same (Kong 1992).
+    (0, 1]; 1 where every ratio is the same (Kong 1992). `NAME_std`: the standard deviation of what
+    `NAME_mean` is the mean of.
     """
     squared = metrics.pop(_RATIO_SQUARED, None)
     if squared:
         metrics["train/ess"] = metrics["train/ratio"] ** 2 / squared
+    for squares in [name for name in metrics if name.endswith(SQUARES)]:
+        name = squares.removesuffix(SQUARES)
+        variance = metrics.pop(squares) - metrics[f"{name}_mean"] ** 2
+        metrics[f"{name}_std"] = math.sqrt(max(0.0, variance))
     return metrics
 
 

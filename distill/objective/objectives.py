@@ -47,6 +47,7 @@ from distill.objective.divergences import (
     with_tail,
 )
 from distill.objective.losses import (
+    SQUARES,
     Metrics,
     StepCounts,
     mismatch_weights,
@@ -351,6 +352,29 @@ def cross_entropy(
     assert logprobs_N.shape == weights_N.shape and logprobs_N.ndim == 1
     loss = -(weights_N * logprobs_N).sum() / counts.tokens
     return loss, {"train/nll": -logprobs_N.detach().sum() / counts.tokens}
+
+
+def bradley_terry(scores_D: Tensor, counts: StepCounts) -> tuple[Tensor, Metrics]:
+    """-mean over pairs of log sigmoid(r(chosen) - r(rejected)).
+
+    The likelihood of the preferences where P(a over b) = exp r_a / (exp r_a + exp r_b): Bradley &
+    Terry 1952, as the loss of a reward model Ouyang et al. 2022 (InstructGPT), equation 1. Scores
+    have shape (rows,): the chosen response of each pair, then its rejected one.
+
+    Metrics, over pairs: `reward_model/accuracy` (share of pairs whose chosen response has the
+    higher score), `reward_model/margin`, and mean and standard deviation of either side's scores.
+    """
+    assert scores_D.ndim == 1 and len(scores_D) % 2 == 0
+    pairs = counts.sequences // 2
+    chosen_P, rejected_P = scores_D.view(-1, 2).unbind(dim=1)
+    margin_P = chosen_P - rejected_P
+    loss = -logsigmoid(margin_P).sum() / pairs
+    means = {"accuracy": (margin_P > 0).float(), "margin": margin_P.detach()}
+    for side, scores_P in (("chosen", chosen_P.detach()), ("rejected", rejected_P.detach())):
+        means |= {f"{side}_mean": scores_P, f"{side}{SQUARES}": scores_P.square()}
+    return loss, {
+        f"reward_model/{name}": values_P.sum() / pairs for name, values_P in means.items()
+    }
 
 
 def dpo(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from distill.errors import ConfigError, DataError, described
 from distill.lookup import resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
+from distill.rewards.model_reward import ModelReward
 from distill.rewards.unit_tests import unit_tests
 from distill.sandbox.bounded_calls import OverLimit, in_thread
 from distill.sandbox.sandbox import require_sandbox
 
 # (response, answer) -> reward
 RewardFunction = Callable[[str, str], float]
+# What `reward=` names: a function, or a model that the run hosts.
+Reward: TypeAlias = RewardFunction | ModelReward
 # Seconds that one call of a user's reward may take.
 REWARD_TIMEOUT_S = 120.0
 # Beyond, the squares of rewards are no finite float32.
@@ -99,23 +102,23 @@ _ANSWERS: dict[RewardFunction, Callable[[str], Hashable | None]] = {
 }
 
 
-def answer_of(reward: RewardFunction) -> Callable[[str], Hashable | None] | None:
+def answer_of(reward: Reward) -> Callable[[str], Hashable | None] | None:
     """Finds the answer in a response (None: there is none); None for a reward that cannot."""
-    return None if isinstance(reward, CheckedReward) else _ANSWERS.get(reward)
+    return None if isinstance(reward, CheckedReward | ModelReward) else _ANSWERS.get(reward)
 
 
 # Rewards whose answers can be no answers, which is seen without a response.
 _PARSED = (matches, json_schema)
 
 
-def check_answer(reward: RewardFunction, answer: str | None) -> None:
+def check_answer(reward: Reward, answer: str | None) -> None:
     """Raises DataError for an answer that the reward cannot read, where a cheap check finds it."""
-    if answer is not None and reward in _PARSED:
+    if answer is not None and not isinstance(reward, ModelReward) and reward in _PARSED:
         reward("", answer)
 
 
-def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunction:
-    """A built-in reward by its name, or the function at `package.module:function`, checked.
+def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
+    """A built-in reward by its name, a reward model, or the function at `package.module:function`.
 
     Args:
         timeout_s: of a call of a user's function.
@@ -130,6 +133,8 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> RewardFunctio
         if name == "unit_tests":
             require_sandbox()
         return _BUILT_IN[name]
+    if (model := ModelReward.named(name)) is not None:
+        return model
     function = resolve_function("reward", name, _BUILT_IN)
     _require_two_arguments(name, function)
     return CheckedReward(name=name, function=function, timeout_s=timeout_s)
@@ -190,5 +195,5 @@ class CheckedReward:
         told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"
         return DataError(told.encode(errors="backslashreplace").decode())
 
-    def __reduce__(self) -> tuple[Callable[[str, float], RewardFunction], tuple[str, float]]:
+    def __reduce__(self) -> tuple[Callable[[str, float], Reward], tuple[str, float]]:
         return load_reward, (self.name, self.timeout_s)

@@ -6,7 +6,8 @@ import asyncio
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from actors.envs.judge_env import Judged, balanced_pairs
 from actors.rollout.episode import play_group, rollout_group
 from distill.envs.base import EnvDataset, Episode
 from distill.errors import ConfigError, DataError
+from distill.models.reward import start_reward_model
+from distill.rewards.model_reward import REWARD_MODEL, Conversation
 from distill.sampling import TrainSampling
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
+from tests.conftest import TinyPair
 from tests.samples import TEMPERATURE
 from tests.scripted import Scripted, chat_tokenizer, setting
+from tests.tiny import save_tokenizer
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 RUBRIC = "Large numbers are good."
@@ -72,6 +77,56 @@ def play(dataset: EnvDataset, policy: Scripted, group_size: int, problem: int = 
 
 def rewards(episodes_G: list[Episode]) -> list[float]:
     return [episode.reward for episode in episodes_G]
+
+
+class Lengths:
+    """A reward model that likes length."""
+
+    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+        return [0.5 * len(asked.response) for asked in conversations]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model for what is checked before a run."""
+    path = tmp_path_factory.mktemp("reward-model")
+    start_reward_model(tiny_pair.student, padding=0, device="cpu").save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["score", "pairs"])
+def test_a_reward_model_judges_a_group_at_once(
+    tokenizer: PreTrainedTokenizerBase, prompts: str, checkpoint: str, mode: str
+) -> None:
+    dataset = Judged(reward_model=checkpoint, mode=mode)(prompts, setting(tokenizer))
+    builder = pickle.loads(pickle.dumps(dataset.builder(0, 3)))
+    policy = Scripted(tokenizer, ["a", "<think>at length</think>bbb", "ccccc"])
+    playing = play_group(
+        policy, builder, SAMPLING, group_id=0, seed=0, models={REWARD_MODEL: Lengths()}
+    )
+    scores = [0.5, 1.5, 2.5]
+    expected = scores
+    if mode == "pairs":
+        expected = [
+            sum(1 / (1 + exp(b - a)) for j, b in enumerate(scores) if j != i) / 2
+            for i, a in enumerate(scores)
+        ]
+    assert rewards(asyncio.run(playing)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"judge_url": "http://h/v1"}, {"rubric": "good"}, {"judge_retries": 1},
+        {"mode": "pairs", "max_pairs": 4},
+    ],
+)  # fmt: skip
+def test_a_reward_model_takes_no_judge_s_settings(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"changes nothing with env\.reward_model=DIR"):
+        Judged(reward_model="DIR", **other)
+    with pytest.raises(ConfigError, match=r"env\.rubric is missing.*or give env\.reward_model"):
+        Judged(judge_url="http://h/v1", judge_model="m")
 
 
 def test_every_response_is_scored(

@@ -12,17 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
 
-from cluster.config.checks import check_dpo, check_rollout, check_sft
+from cluster.config.checks import check_dpo, check_reward_model, check_rollout, check_sft
 from cluster.config.on_policy import OpdConfig, TeacherConfig
-from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.tool_use import ToolUse
 from distill.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import TinyPair
-from tests.tiny import save_tokenizer, tiny_model_dir
+from tests.tiny import PAD, save_tokenizer, tiny_model_dir
 
 NewOpd = Callable[..., OpdConfig]
 NewSft = Callable[..., SftConfig]
@@ -342,6 +343,94 @@ def test_pairs_without_a_preference(dpo: Callable[..., DpoConfig]) -> None:
     good = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     with pytest.raises(DataError, match=r"prompts\.jsonl:2: .*no preference"):
         check_dpo(dpo(good, {"prompt": "1+1=", "chosen": "2", "rejected": "2"}))
+
+
+# Held-out rows
+
+
+def test_a_share_of_each_source_is_held_out(sft: NewSft, tmp_path: Path) -> None:
+    """Seeded; prompts whole; as if the rest were all there is."""
+    more = tmp_path / "more.jsonl"
+    twice = [{"prompt": f"{a}-1=", "completion": f"{b}"} for a in range(10) for b in "xy"]
+    more.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    both = f"{sft().data},{more}:3"
+    inputs = check_sft(sft(data=both, validation_share=0.25))
+    first, second = inputs.held_out
+    assert [(each.name, len(each.rows_D)) for each in (first, second)] == [("data", 2), ("more", 4)]
+    assert [(part.size, part.weight) for part in inputs.parts] == [(4, 1), (16, 3)]
+    assert len(inputs.rows_D) == 20
+    apart = {row.tokens_T[: row.first_trained].tobytes() for row in (*first.rows_D, *second.rows_D)}
+    assert len(apart) == 4  # of the second source two prompts, both rows of each
+    assert apart.isdisjoint(row.tokens_T[: row.first_trained].tobytes() for row in inputs.rows_D)
+
+    def chosen(**changes: object) -> list[str]:
+        made = check_sft(sft(data=both, validation_share=0.25, **changes)).held_out
+        return [row.source for each in made for row in each.rows_D]
+
+    assert chosen() == chosen(steps=3) != chosen(seed=1)
+
+
+def test_a_share_that_holds_out_nothing(sft: NewSft, prompts) -> None:
+    same = prompts(*({"prompt": "a", "completion": f"{b}"} for b in range(4)))
+    with pytest.raises(ConfigError, match=r"validation_share=0.5 of the 4 rows of .*prompts.jsonl"):
+        check_sft(sft(data=same, validation_share=0.5))
+
+
+def test_validation_has_rows_of_its_own(sft: NewSft, prompts) -> None:
+    apart = prompts({"prompt": "a", "completion": "b"})
+    inputs = check_sft(sft(validation=apart))
+    assert len(inputs.rows_D) == 6 and [len(each.rows_D) for each in inputs.held_out] == [1]
+    assert inputs.digests.keys() == {"data", "validation"}
+    with pytest.raises(ConfigError, match=r"is in data= as well"):
+        check_sft(sft(validation=sft().data))
+    long = prompts({"prompt": "a", "completion": "b" * 127})
+    with pytest.raises(DataError, match=f"{long}:1: 129 tokens exceed the limit of 128"):
+        check_sft(sft(validation=long))
+
+
+# Reward models
+
+
+def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> None:
+    graded = {"reward_coef": 1.0, "group_size": 2}
+    with pytest.raises(CheckpointError, match="is no reward model but a Qwen3ForCausalLM"):
+        check_rollout(opd(reward=f"model:{tiny_pair.student}", **graded))
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        check_rollout(opd(reward="model:/nowhere", **graded))
+    with pytest.raises(ConfigError, match="reward=model: names no checkpoint"):
+        opd(reward="model:")
+    with pytest.raises(ConfigError, match=r"reward=model:DIR with env=ToolUse: a reward model"):
+        opd(reward="model:DIR", env=ToolUse())
+
+
+def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:
+    config = dpo()
+    given = {"model": config.model, "data": config.data, "out": "out"}
+    inputs = check_reward_model(RewardModelConfig(**given))
+    plain = check_dpo(config)
+    assert inputs.padding == PAD == inputs.tokenizer.pad_token_id
+    for row, expected in zip(inputs.rows_D, plain.rows_D, strict=True):
+        assert row.tokens_T.tolist() == [*expected.tokens_T.tolist(), PAD]
+        assert row.num_trained == expected.num_trained + 1
+    full = dpo({"prompt": "a", "chosen": "b" * 126, "rejected": "c"})
+    assert len(check_dpo(full).rows_D) == 2
+    with pytest.raises(DataError, match="128 tokens exceed the limit of 127"):
+        check_reward_model(RewardModelConfig(**given))
+
+
+def test_a_padding_that_ends_rows_is_replaced(tiny_pair: TinyPair, broken: Path, prompts) -> None:
+    path = prompts({"prompt": "a", "chosen": "b", "rejected": "c"})
+    tokenizer = AutoTokenizer.from_pretrained(broken)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(broken)
+    inputs = check_reward_model(RewardModelConfig(model=str(broken), data=path, out="out"))
+    assert inputs.padding == inputs.tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert inputs.rows_D[0].tokens_T[-2] == tokenizer.eos_token_id
+
+
+def test_a_mixture_becomes_no_reward_model(mixture: str) -> None:
+    with pytest.raises(CheckpointError, match="transformers has no olmoe with a score"):
+        check_reward_model(RewardModelConfig(model=mixture, data="d", out="o"))
 
 
 def test_a_dpo_reference_that_does_not_fit(dpo: Callable[..., DpoConfig], tmp_path: Path) -> None:

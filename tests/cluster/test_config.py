@@ -23,7 +23,7 @@ from cluster.config.checks import check_rollout, check_sft
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
-from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
@@ -113,6 +113,52 @@ def test_a_batch_has_rows(sft: Callable[..., SftConfig]) -> None:
         sft(batch_size=0)
 
 
+def test_epochs_are_as_many_steps_as_they_take(sft: Callable[..., SftConfig]) -> None:
+    assert sft().steps == 100 and sft(steps=7).trained_on(1000).steps == 7
+    for epochs, batch_size, steps in (
+        (2, 10, 6),
+        (1, 32, 1),
+        (0.1, 3, 1),
+        (2.5, 30, 3),
+        (0.01, 8, 1),
+    ):
+        config = sft(epochs=epochs, batch_size=batch_size).trained_on(30)
+        assert (config.steps, config.epochs) == (steps, None)
+    with pytest.raises(ConfigError, match="steps=3 and epochs=2 both say how long"):
+        sft(steps=3, epochs=2)
+    for epochs in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"epochs=.* must be above 0"):
+            sft(epochs=epochs)
+    late = sft(epochs=2, batch_size=10, trace_step=7)
+    with pytest.raises(ConfigError, match="trace_step=7 must be a step, 1 to 6"):
+        late.trained_on(30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"validation": "v", "validation_share": 0.1}, "leave one of them out"),
+        ({"validation_share": 0.0}, "validation_share=0 must be between 0 and 1"),
+        ({"validation_share": 1.0}, "validation_share=1 must be between 0 and 1"),
+        ({"validation": "v:2,w"}, "validation=v:2,w: weights change nothing"),
+        ({"eval_every": 5}, "eval_every=5 changes nothing without held-out rows"),
+        ({"eval_every": -1}, "eval_every=-1 must not be negative"),
+    ],
+)
+def test_held_out_rows_are_named_once(
+    sft: Callable[..., SftConfig], changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sft(**changes)
+
+
+@pytest.mark.parametrize("lora", [{"lora_rank": 4}, {"lora_adapter": "a"}])
+def test_a_reward_model_is_no_adapter(lora: dict) -> None:
+    [[name, value]] = lora.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}: recipe=reward_model trains the whole"):
+        RewardModelConfig(model="m", data="d", out="o", **lora)
+
+
 def test_what_the_parts_are_given(opd: NewOpd) -> None:
     """Every setting arrives where it belongs; T in the sampling alone, and so in the data."""
     config = opd(
@@ -148,8 +194,8 @@ HOMONYMS = {
     "out", "device", "dtype", "stops",
 }  # fmt: skip
 SETTINGS = [
-    OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, EvaluateConfig, CalibrateConfig,
-    EngineConfig, LearnerConfig,
+    OpdConfig, RlConfig, SelfplayConfig, SftConfig, DpoConfig, RewardModelConfig, EvaluateConfig,
+    CalibrateConfig, EngineConfig, LearnerConfig,
 ]  # fmt: skip
 
 
@@ -283,7 +329,13 @@ def test_a_missing_setting_is_named(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "config"),
-    [("opd", OpdConfig), ("rl", RlConfig), ("sft", SftConfig), ("dpo", DpoConfig)],
+    [
+        ("opd", OpdConfig),
+        ("rl", RlConfig),
+        ("sft", SftConfig),
+        ("dpo", DpoConfig),
+        ("reward_model", RewardModelConfig),
+    ],
 )
 def test_help_explains_every_setting(capsys, recipe: str, config: type) -> None:
     assert main([f"recipe={recipe}", "--help"]) == 0

@@ -195,7 +195,7 @@ def test_other_commands_and_recipes_read_files(tmp_path: Path) -> None:
 
 
 def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
-    stages: list[Stage] = ["sft", "opd", "rl", "dpo"]
+    stages: list[Stage] = ["sft", "opd", "rl", "dpo", "reward_model"]
     for stage in stages:
         rates = [suggested_lr(stage, width, adapter=False) for width in (512, 4096, 8192)]
         assert rates == sorted(rates, reverse=True)
@@ -203,7 +203,7 @@ def test_a_suggested_rate_falls_with_width_and_is_higher_for_adapters() -> None:
         assert adapted == pytest.approx(10 * rates[1], rel=0.05)
         assert suggested_lr(stage, 1, adapter=True) == 1e-3
     assert [suggested_lr(stage, 4096, adapter=False) for stage in stages] == [
-        2e-5, 1e-5, 1e-6, 5e-7,
+        2e-5, 1e-5, 1e-6, 5e-7, 1e-5,
     ]  # fmt: skip
 
 

@@ -48,6 +48,13 @@ def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(o
     assert roles["policy"] == (1, {"CPU": 1, "GPU": 4}) and roles["teacher"] == (1, {})
 
 
+def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:
+    config = opd(reward="model:DIR", reward_coef=1.0, group_size=2)
+    assert taken(config, "cpu")["reward model"] == (1, {"CPU": 1})
+    assert model_paths(config)["reward model"] == {"reward": "DIR"}
+    assert cpus_at_most(config) == 4 and "reward model" not in pool_bounds(config)
+
+
 def test_supervised_runs_are_a_learner_alone(sft: Callable[..., SftConfig]) -> None:
     config = sft(learner_workers=2)
     assert taken(config, "cpu") == {"learner": (2, {"CPU": 1})} and cpus_at_most(config) == 2

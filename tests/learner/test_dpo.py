@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.held_out import HeldOut
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -158,6 +159,25 @@ def test_a_resumed_run_is_the_same_run(new_loop: NewLoop, path: Path) -> None:
     resumed = new_loop(batch_size=2, resume_from=checkpoint)
     made += [resumed.step()["train/loss"] for _ in range(2)]
     assert made == expected and weights(resumed.learner) == weights(straight.learner)
+
+
+def test_held_out_pairs_have_their_own_loss_and_accuracy(
+    new_loop: NewLoop, new_learner: NewLearner, path: Path
+) -> None:
+    """As a step of theirs alone would report, under the weights that have been trained since."""
+    loop = new_loop()
+    apart = with_reference(pair(4, 50) + pair(6, 60), path.with_name("apart.npz"), made_up)
+    loop._held_out = [HeldOut(name="pairs", rows_D=apart)]
+    for _ in range(2):
+        loop.step()
+    evaluated = loop.evaluate()
+    part = Part(rows_D=apart, loss=PreferenceLoss(beta=BETA), rows_per_unit=2)
+    stepped = new_learner(model=loop.save().model_dir).step(part)
+    names = {"validation/loss": "train/loss"} | {
+        f"validation/{name}": f"dpo/{name}" for name in ("accuracy", "margin", "chosen_nll")
+    }
+    for name, same in names.items():
+        assert evaluated[name] == pytest.approx(stepped[same], rel=1e-4, abs=1e-5), name
 
 
 # The reference

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.data.held_out import HeldOut
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -33,6 +34,7 @@ def new_loop(
         *,
         batch_size: int = 2,
         seed: int = 0,
+        held_out: Sequence[HeldOut] = (),
         resume_from: Checkpoint | None = None,
         **optimizer: object,
     ) -> SupervisedLoop:
@@ -43,6 +45,7 @@ def new_loop(
             stream=RowStream(rows, batch_size=batch_size, seed=seed),
             loss=cross_entropy_loss,
             store=store,
+            held_out=held_out,
             resume_from=resume_from,
         )
 
@@ -64,6 +67,19 @@ def test_the_first_loss_is_the_mean_negative_log_likelihood(
     assert metrics["train/nll"] == pytest.approx(metrics["train/loss"])
     assert (metrics["step"], metrics["train/tokens"]) == (1, tokens)
     assert metrics["tokens_per_s"] == pytest.approx(tokens / metrics["time/step"])
+
+
+def test_held_out_rows_have_a_likelihood_per_token(
+    new_loop: NewLoop, plain_model: PreTrainedModel
+) -> None:
+    loop = new_loop(ROWS[:3], held_out=[HeldOut(name="rows", rows_D=ROWS[3:])])
+    evaluated = loop.evaluate()
+    with torch.no_grad():
+        logprobs_N = torch.cat([naive_logprobs(plain_model, row) for row in ROWS[3:]])
+    assert evaluated["validation/nll"] == pytest.approx(-logprobs_N.mean().item(), rel=1e-4)
+    assert evaluated["validation/loss"] == pytest.approx(evaluated["validation/nll"])
+    assert loop.step()["train/loss"] == new_loop(ROWS[:3]).step()["train/loss"]
+    assert loop.evaluate()["validation/nll"] != evaluated["validation/nll"]
 
 
 def test_it_learns_its_rows_by_heart(new_loop: NewLoop) -> None:

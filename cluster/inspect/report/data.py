@@ -36,7 +36,15 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
     ("Eval reverse KL, nats", {"eval/reverse_kl": "to q at T"}),
     ("Eval response length", {"eval/response_length": "mean"}),
     ("Eval share that ends", {"eval/eos_share": "mean"}),
-    ("Loss", {"train/loss": "mean"}),
+    ("Loss", {"train/loss": "mean", "validation/loss": "held out"}),
+    (
+        "Preferred response scored higher",
+        {
+            "dpo/accuracy": "dpo",
+            "reward_model/accuracy": "reward model",
+            "validation/accuracy": "held out",
+        },
+    ),
     ("Cross-entropy, nats", {"train/nll": "mean", "sft/nll": "supervised rows"}),
     ("Log-prob gap, nats", {"train/logprob_gap": "server to learner"}),
     ("Entropy, nats", {"train/entropy": "mean"}),

@@ -1,0 +1,167 @@
+"""The reward model of a run: a transformers model in its actor's process, on one compute thread.
+
+    rewards        encodes conversations, leaves them in a queue, and waits for their scores
+    pump           one task, alive while there is work: takes all that waits, a batch at a time
+    compute thread owns the model
+
+Requests that come while a batch runs are the next batch: one scorer serves all rollout workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.errors import EngineError
+from distill.models.loading import resolve_device
+from distill.models.reward import load_reward_model
+from distill.rewards.conversations import ConversationEncoder
+from distill.rewards.model_reward import Conversation
+from distill.types import TokenArray
+
+# Requests of one group arrive a little apart; an idle model waits so long for the others.
+_GATHER_S = 0.002
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A row that waits for its score."""
+
+    tokens_T: TokenArray
+    future: asyncio.Future[float]
+
+
+class EmbeddedRewardModel:
+    """A `RewardScorer` (distill/rewards/model_reward.py) inside the caller's process.
+
+    A score is a function of the weights and the conversation, up to float rounding: rows are padded
+    behind their end, where a causal model looks at nothing.
+
+    Args:
+        model_path: Hugging Face checkpoint directory of a reward model.
+        dtype: torch dtype of the weights; scores are float32 whatever it is.
+        device: `auto`, or what torch calls it.
+        token_budget: most tokens, padding included, in one forward pass.
+        threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
+
+    Raises:
+        CheckpointError: there is no reward model at `model_path`, or it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        dtype: str = "float32",
+        device: str = "auto",
+        token_budget: int = 16384,
+        threads: int | None = None,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._path, self._budget = model_path, token_budget
+        self._encode = ConversationEncoder(model_path)
+        torch_dtype = getattr(torch, dtype)
+        self._device = resolve_device(device)
+        self._model: Any = load_reward_model(model_path, dtype=torch_dtype, device=self._device)
+        self._model.eval()
+        self._padding: int | None = self._model.config.get_text_config().pad_token_id
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="reward-model-tokens")
+        self._queue: list[_Waiting] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._scored = 0
+
+    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The score of each conversation, in order.
+
+        Raises:
+            DataError: one that the tokenizer, the chat template or the context does not take.
+            EngineError: a score is not finite.
+        """
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(
+            self._encoding, lambda: [self._encode(asked) for asked in conversations]
+        )
+        waiting = [_Waiting(tokens_T, loop.create_future()) for tokens_T in rows]
+        self._queue += waiting
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._serve())
+        return list(await asyncio.gather(*(row.future for row in waiting)))
+
+    async def health(self) -> int:
+        """Number of rows scored so far: the heartbeat."""
+        return self._scored
+
+    async def queue_length(self) -> int:
+        """Rows that wait."""
+        return len(self._queue)
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.cancel()
+        for thread in (self._encoding, self._thread):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(_GATHER_S)
+        loop = asyncio.get_running_loop()
+        while batch := self._take():
+            try:
+                rows = [row.tokens_T for row in batch]
+                scores = await loop.run_in_executor(self._thread, self._score, rows)
+            except Exception as error:  # of one batch; those that wait have theirs before them
+                for row in batch:
+                    _fail(row, error)
+                continue
+            self._scored += len(batch)
+            for row, score in zip(batch, scores, strict=True):
+                if np.isfinite(score):
+                    _settle(row, score)
+                else:
+                    _fail(row, EngineError(f"the reward model {self._path} gives {score}"))
+
+    def _take(self) -> list[_Waiting]:
+        """The next batch of like lengths: from the shortest on, as many as the budget takes."""
+        self._queue = [row for row in self._queue if not row.future.done()]  # given up by its asker
+        self._queue.sort(key=lambda row: len(row.tokens_T))
+        most = 1
+        if self._padding is not None:
+            counts = range(1, len(self._queue) + 1)
+            most = sum(n * len(self._queue[n - 1].tokens_T) <= self._budget for n in counts)
+        most = max(1, most)
+        batch, self._queue = self._queue[:most], self._queue[most:]
+        return batch
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[TokenArray]) -> list[float]:
+        """Scores of rows, where the checkpoint's own class reads them."""
+        padding = 0 if self._padding is None else self._padding  # of one row there is none
+        width = max(map(len, rows))
+        tokens_NT = np.full((len(rows), width), padding, np.int64)
+        mask_NT = np.zeros((len(rows), width), np.int64)
+        for n, row_T in enumerate(rows):
+            tokens_NT[n, : len(row_T)] = row_T
+            mask_NT[n, : len(row_T)] = 1
+        scored = self._model(
+            input_ids=torch.from_numpy(tokens_NT).to(self._device),
+            attention_mask=torch.from_numpy(mask_NT).to(self._device),
+            use_cache=False,
+        )
+        return scored.logits[:, 0].float().tolist()
+
+
+def _settle(row: _Waiting, score: float) -> None:
+    if not row.future.done():
+        row.future.set_result(score)
+
+
+def _fail(row: _Waiting, error: Exception) -> None:
+    if not row.future.done():
+        row.future.set_exception(error)

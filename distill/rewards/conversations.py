@@ -1,0 +1,69 @@
+"""Conversations as the tokens that a reward model scores: those of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distill.chat.template import Message
+from distill.data.prompts import Prompt
+from distill.data.sft_rows import ExampleEncoder
+from distill.errors import DataError
+from distill.models.loading import context_length, ends_of, vocab_size
+from distill.models.reward import check_reward_config
+from distill.rewards.model_reward import Conversation, conversation
+from distill.tokenizer import load_tokenizer
+from distill.types import TokenArray
+
+
+class ConversationEncoder:
+    """A conversation through the reward model's own tokenizer and chat template.
+
+    A chat is rendered with the response as its last message; plain text is encoded as it stands,
+    the response behind it, and the EOS: as `recipe=reward_model` encodes what it trains on.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises CheckpointError: there is no reward model, or no tokenizer, at `path`."""
+        config, tokenizer = check_reward_config(path), load_tokenizer(path)
+        self.context_length = context_length(config)
+        self._encoder = ExampleEncoder(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size(config),
+            max_length=self.context_length,
+            stop_ids=ends_of(path, tokenizer),
+        )
+
+    def __call__(self, asked: Conversation) -> TokenArray:
+        """Raises DataError: text that cannot be encoded, or that exceeds the model's context."""
+        if not asked.messages:
+            return self._encoder.completion(asked.prompt, asked.response).tokens_T
+        said: Message = {"role": "assistant", "content": asked.response}
+        tools = None if asked.tools is None else list(asked.tools)
+        [chain] = self._encoder.conversation(
+            [*asked.messages, said], tools, context=len(asked.messages)
+        )
+        return chain.tokens_T
+
+
+def check_prompts(path: str, source: str, prompts_P: Sequence[Prompt], max_new_tokens: int) -> None:
+    """Checks that the reward model at `path` takes every prompt and has room for a response.
+
+    Loads its config and tokenizer, and no weights.
+
+    Raises:
+        CheckpointError: it is no reward model.
+        DataError: with the row of the `source`, and what is wrong with it.
+    """
+    encoder = ConversationEncoder(path)
+    for prompt in prompts_P:
+        where = f"{source}:{prompt.line}"
+        try:
+            length = len(encoder(conversation(prompt, "?")))
+        except DataError as error:
+            raise DataError(f"{where}: the reward model {path}: {error}") from error
+        if length + max_new_tokens > encoder.context_length:
+            raise DataError(
+                f"{where}: the prompt has {length} tokens to the reward model {path}, and "
+                f"max_new_tokens={max_new_tokens} more exceed its context of "
+                f"{encoder.context_length}; shorten the prompt, or lower max_new_tokens"
+            )

@@ -1,0 +1,77 @@
+"""Rewards of a reward model: `reward=model:DIR`. Conversations go to its actor, scores come back.
+
+Who rewards has no model here: environments ask the one that the run hosts, among the `models` that
+they are given (`EnvGroupBuilder.make_envs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from distill.chat.template import Message
+from distill.data.prompts import Prompt
+from distill.errors import ConfigError
+
+# Of `reward=`, before the checkpoint.
+PREFIX = "model:"
+# Name of the reward model among the models that environments may ask.
+REWARD_MODEL = "reward_model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A response, and what it answers: a chat, or a plain text where `messages` is empty."""
+
+    response: str
+    prompt: str = ""
+    messages: Sequence[Message] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+def conversation(prompt: Prompt, response: str) -> Conversation:
+    return Conversation(
+        response=response, prompt=prompt.text, messages=prompt.messages, tools=prompt.tools
+    )
+
+
+class RewardScorer(Protocol):
+    """A reward model that is loaded somewhere."""
+
+    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The score of each, in order.
+
+        Raises:
+            DataError: one that the model's tokenizer, template or context does not take.
+        """
+        ...
+
+
+async def scores_of(
+    models: Mapping[str, Any], conversations: Sequence[Conversation]
+) -> list[float]:
+    """The scores by the run's reward model, which is among the `models`."""
+    scorer = cast(RewardScorer, models[REWARD_MODEL])
+    return await scorer.rewards(conversations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReward:
+    """`reward=model:DIR`: scores of a checkpoint, no function of an answer."""
+
+    path: str
+
+    @classmethod
+    def named(cls, name: str) -> ModelReward | None:
+        """The reward of that name, if it is a model's.
+
+        Raises:
+            ConfigError: it names no checkpoint.
+        """
+        if not name.startswith(PREFIX):
+            return None
+        path = name.removeprefix(PREFIX)
+        if not path.strip():
+            raise ConfigError(f"reward={name} names no checkpoint; write reward={PREFIX}DIR")
+        return cls(path=path)

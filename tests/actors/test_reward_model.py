@@ -1,0 +1,163 @@
+"""The reward model's actor: scores as transformers makes them, whoever else asks at the time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from actors.embedded.reward_model import EmbeddedRewardModel
+from distill.data.prompts import Prompt
+from distill.errors import CheckpointError, DataError, EngineError
+from distill.models.reward import start_reward_model
+from distill.rewards.conversations import ConversationEncoder, check_prompts
+from distill.rewards.model_reward import Conversation
+from tests.conftest import TinyPair
+from tests.samples import ids
+from tests.tiny import EOS, PAD, save_tokenizer
+
+CHAT = ({"role": "user", "content": "Hi"},)
+ASKED = [
+    Conversation(prompt="1+1=", response="2"),
+    Conversation(prompt="1+1=", response="a long answer, of many more characters than that"),
+    Conversation(messages=CHAT, response="Hello."),
+    Conversation(messages=CHAT, response=""),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("reward-model")
+    torch.manual_seed(0)
+    start_reward_model(tiny_pair.student, padding=PAD, device="cpu").save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)
+
+
+def padded_with(checkpoint: str, path: Path, padding: int | None) -> str:
+    """The same weights, with another padding in the config."""
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    model.config.pad_token_id = padding
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    return str(path)
+
+
+def naive(path: str) -> list[float]:
+    """Each conversation's score by itself, by transformers' own class."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    encode = ConversationEncoder(path)
+    with torch.no_grad():
+        rows = [torch.tensor([encode(asked).tolist()]) for asked in ASKED]
+        return [model(input_ids=row).logits[0, 0].item() for row in rows]
+
+
+def run(path: str, *calls: Sequence[Conversation], **settings: Any) -> list[list[float]]:
+    """What each of several calls at the same time is answered."""
+
+    async def ask() -> list[list[float]]:
+        model = EmbeddedRewardModel(model_path=path, device="cpu", **settings)
+        try:
+            return list(await asyncio.gather(*(model.rewards(asked) for asked in calls)))
+        finally:
+            await model.close()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("token_budget", [1, 40, 16384])
+def test_scores_depend_on_no_neighbour(checkpoint: str, token_budget: int) -> None:
+    expected = naive(checkpoint)
+    assert len({round(score, 4) for score in expected}) == len(ASKED)
+    one, other = run(checkpoint, ASKED, ASKED[::-1], token_budget=token_budget)
+    assert one == pytest.approx(expected, abs=1e-5)
+    assert other == pytest.approx(expected[::-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, EOS])
+def test_a_foreign_model_s_score_is_read_where_its_class_reads_it(
+    checkpoint: str, tmp_path: Path, padding: int | None
+) -> None:
+    """Without padding, and with one that ends rows: one row at a time tells no neighbours apart."""
+    path = padded_with(checkpoint, tmp_path, padding)
+    expected = naive(path)
+    if padding == EOS:  # the class skips the EOS behind plain text
+        assert expected[0] != pytest.approx(naive(checkpoint)[0], abs=1e-4)
+    [scores] = run(path, ASKED)
+    assert scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_requests_at_the_same_time_share_a_pass(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    score = EmbeddedRewardModel._score
+
+    def counted(model: EmbeddedRewardModel, rows: Sequence[Any]) -> list[float]:
+        passes.append(len(rows))
+        return score(model, rows)
+
+    monkeypatch.setattr(EmbeddedRewardModel, "_score", counted)
+    run(checkpoint, *([asked] for asked in ASKED))
+    assert sum(passes) == len(ASKED) and len(passes) < len(ASKED)
+
+
+def test_what_cannot_be_scored_fails_its_own_caller(checkpoint: str) -> None:
+    async def ask() -> list[Any]:
+        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+        long = Conversation(prompt="a", response="b" * 200)
+        calls = [model.rewards([long]), model.rewards(ASKED[:1])]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    refused, scores = asyncio.run(ask())
+    assert isinstance(refused, DataError) and "202 tokens exceed the limit of 128" in str(refused)
+    assert scores == pytest.approx(naive(checkpoint)[:1], abs=1e-5)
+
+
+def test_a_score_that_is_no_number_is_an_error(checkpoint: str) -> None:
+    async def ask() -> None:
+        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+        model._model.score.weight.data.fill_(float("nan"))
+        await model.rewards(ASKED)
+
+    with pytest.raises(EngineError, match=r"the reward model .* gives nan"):
+        asyncio.run(ask())
+
+
+def test_its_heartbeat_counts_rows(checkpoint: str) -> None:
+    async def ask() -> list[int]:
+        model = EmbeddedRewardModel(model_path=checkpoint, device="cpu")
+        before = await model.health()
+        await model.rewards(ASKED)
+        return [before, await model.health(), await model.queue_length()]
+
+    assert asyncio.run(ask()) == [0, len(ASKED), 0]
+
+
+# Before anything starts
+
+
+def test_prompts_are_checked_before_a_run(checkpoint: str, tmp_path: Path) -> None:
+    def check(*prompts: Prompt, path: str = checkpoint, max_new_tokens: int = 8) -> None:
+        check_prompts(path, "prompts.jsonl", prompts, max_new_tokens)
+
+    plain = Prompt(tokens_T=ids(3), answer=None, line=1, text="a" * 100)
+    check(plain)
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: the prompt has 102 tokens .* of 128"):
+        check(plain, max_new_tokens=27)
+    templateless = padded_with(checkpoint, tmp_path, PAD)
+    (tmp_path / "chat_template.jinja").unlink()
+    chat = Prompt(tokens_T=ids(3), answer=None, line=2, messages=CHAT)
+    check(chat)
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: the reward model .* no chat template"):
+        check(chat, path=templateless)
+
+
+def test_a_language_model_rewards_nothing(tiny_pair: TinyPair) -> None:
+    with pytest.raises(CheckpointError, match="no reward model but a Qwen3ForCausalLM"):
+        ConversationEncoder(tiny_pair.student)

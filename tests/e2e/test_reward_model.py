@@ -1,0 +1,197 @@
+"""A reward model learns preferences, and then rewards; in one process, judged from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from actors.envs.judge_env import Judged
+from cluster.config.on_policy import RlConfig
+from cluster.config.supervised import RewardModelConfig
+from cluster.evaluate import main as evaluate
+from cluster.recipes.on_policy import run_on_policy
+from cluster.recipes.supervised import run_reward_model
+from distill.chat.template import chat_text
+from distill.tokenizer import load_tokenizer
+from tests.conftest import TinyPair
+from tests.e2e.harness import events, lines, metrics, process_of, trained_groups
+from tests.e2e.test_recipes import QUIET, SMALL, write
+
+pytestmark = pytest.mark.e2e
+
+RIGHT, WRONG = "e", "f"
+
+
+def preference(a: int, b: int, chat: bool) -> dict:
+    """The answer with an `e` in it is the better one."""
+    chosen, rejected = (f"{a}{letter}{b}" for letter in (RIGHT, WRONG))
+    if chat:
+        asked = [{"role": "user", "content": f"{a}+{b}?"}]
+        return {"messages": asked, "chosen": chosen, "rejected": rejected}
+    return {"prompt": f"{a}+{b}=", "chosen": chosen, "rejected": rejected}
+
+
+def scores(model_dir: Path, rows: list[dict]) -> list[tuple[float, float]]:
+    """Scores of (chosen, rejected) as transformers makes them of the text, row by row."""
+    model = AutoModelForSequenceClassification.from_pretrained(model_dir).eval()
+    tokenizer = load_tokenizer(str(model_dir))
+
+    def score(row: dict, side: str) -> float:
+        if "messages" in row:
+            said = [*row["messages"], {"role": "assistant", "content": row[side]}]
+            text = chat_text(tokenizer, said, tools=None, add_generation_prompt=False)
+        else:
+            text = row["prompt"] + row[side] + tokenizer.eos_token
+        given = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            return model(input_ids=given["input_ids"]).logits[0, 0].item()
+
+    return [(score(row, "chosen"), score(row, "rejected")) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of recipe=reward_model over text and chats, with pairs of its own held out."""
+    root = tmp_path_factory.mktemp("reward")
+    data, apart = root / "pairs.jsonl", root / "apart.jsonl"
+    write(data, *(preference(a, b, a % 2 == 0) for a in range(8) for b in range(8)))
+    write(apart, *held_out())
+    return run(tiny_pair, root / "out", data=str(data), validation=str(apart), epochs=6)
+
+
+def held_out() -> list[dict]:
+    return [preference(a, b, a % 2 == 0) for a in (8, 9) for b in range(8)]
+
+
+def run(pair: TinyPair, out: Path, **settings: object) -> Path:
+    given = {
+        "model": pair.student, "out": str(out), "batch_size": 16, "lr": 3e-3, "local": True,
+        "checkpoint_every": 5, "eval_every": 10, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    run_reward_model(RewardModelConfig(**given | settings), QUIET)
+    return out
+
+
+def test_it_learns_what_is_preferred_and_says_so(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    after = summary["validation after"]
+    assert after["validation/accuracy"] == pytest.approx(1) and after["validation/margin"] > 1
+    assert after["validation/loss"] < 0.3 < summary["validation before"]["validation/loss"]
+    steps = metrics(trained)
+    assert len(steps) == summary["steps"] == 24  # 64 pairs, 6 epochs of 4 steps
+    assert steps[-1]["reward_model/accuracy"] == pytest.approx(1)
+    assert [int(step["step"]) for step in steps if "validation/loss" in step] == [10, 20]
+    apart = [line for line in lines(trained) if "time/step" not in line]
+    assert [line["step"] for line in apart] == [0, 24]
+    assert apart[1]["validation/loss"] == after["validation/loss"]
+
+
+def test_its_model_is_transformers_own(trained: Path) -> None:
+    config = json.loads((trained / "final/config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["pad_token_id"] == load_tokenizer(str(trained / "final")).pad_token_id
+    made = torch.tensor(scores(trained / "final", held_out()))
+    after = json.loads((trained / "summary.json").read_text())["validation after"]
+    loss = -torch.nn.functional.logsigmoid(made[:, 0] - made[:, 1]).mean().item()
+    assert after["validation/loss"] == pytest.approx(loss, abs=1e-5)
+    assert after["validation/chosen_mean"] == pytest.approx(made[:, 0].mean().item(), abs=1e-5)
+
+
+def test_it_resumes(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    data = {"data": str(trained.parent / "pairs.jsonl"), "validation_share": 0.1}
+    straight = run(tiny_pair, tmp_path / "straight", **data, steps=6)
+    run(tiny_pair, tmp_path / "halves", **data, steps=3)
+    halves = run(tiny_pair, tmp_path / "halves", **data, steps=6)
+    one, other = (
+        AutoModelForSequenceClassification.from_pretrained(out / "final").state_dict()
+        for out in (straight, halves)
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    before, after = (json.loads((out / "summary.json").read_text()) for out in (straight, halves))
+    for when in ("validation before", "validation after"):
+        for name in ("validation/loss", "validation/accuracy"):
+            assert before[when][name] == pytest.approx(after[when][name], abs=1e-6)
+
+
+# As a reward
+
+
+def rl(pair: TinyPair, out: Path, rows: list[dict], **settings: object) -> list[dict[str, float]]:
+    prompts = write(out.parent / "prompts.jsonl", *rows)
+    given = {"student": pair.student, "prompts": prompts, "out": str(out)}
+    run_on_policy(RlConfig(**given | SMALL | {"group_size": 8, "lr": 2e-3} | settings), QUIET)
+    return metrics(out)
+
+
+def rose(steps: list[dict[str, float]], name: str = "reward/mean") -> float:
+    values = [step[name] for step in steps]
+    return sum(values[-5:]) / 5 - sum(values[:5]) / 5
+
+
+def test_a_policy_earns_more_of_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Text and chats; and the reward is not empty: the letter that it is for is written."""
+    rows: list[dict] = [{"prompt": f"{a}+1="} for a in range(6)]
+    rows += [{"messages": [{"role": "user", "content": f"{a}+1?"}]} for a in range(6)]
+    steps = rl(tiny_pair, tmp_path / "run", rows, reward=f"model:{trained / 'final'}")
+    assert rose(steps) > 0.3
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    gained = [summary[f"eval {when}"]["eval/accuracy"] for when in ("before", "after")]
+    assert gained[1] > gained[0]
+
+
+def test_groups_are_judged_by_it(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    env = Judged(reward_model=str(trained / "final"), mode="pairs")
+    rows = [{"prompt": f"{a}+1?"} for a in range(12)]
+    steps = rl(tiny_pair, tmp_path / "run", rows, env=env, steps=3, eval_size=0)
+    # A preference of one over another is one less that of the other over the one.
+    assert [step["reward/mean"] for step in steps] == pytest.approx([0.5] * 3, abs=1e-5)
+    assert all(step["advantage/std"] > 1e-3 for step in steps)
+
+
+def test_a_checkpoint_is_evaluated_by_it(
+    trained: Path, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", *({"prompt": f"{a}+1="} for a in range(4)))
+    arguments = [
+        f"model={tiny_pair.student}", f"prompts={prompts}", f"out={tmp_path / 'eval.json'}",
+        f"reward=model:{trained / 'final'}", "max_new_tokens=8", "engine=embedded",
+    ]  # fmt: skip
+    assert evaluate(arguments) == 0
+    report = json.loads((tmp_path / "eval.json").read_text())
+    [made] = report["data sets"].values()
+    rows = [{"prompt": f"{a}+1="} for a in range(4)]
+    responses = [each["text"] for each in made["responses"]]
+    both = [
+        {**row, "chosen": text, "rejected": "?"} for row, text in zip(rows, responses, strict=True)
+    ]
+    expected = [chosen for chosen, _ in scores(trained / "final", both)]
+    assert [each["correct"] for each in made["responses"]] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def kill() -> None:
+        while not metrics(out):
+            time.sleep(0.05)
+        os.kill(process_of("reward model", out), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    rows = [{"prompt": f"{a}+1="} for a in range(12)]
+    reward = f"model:{trained / 'final'}"
+    steps = rl(tiny_pair, out, rows, reward=reward, local=False, steps=12, eval_every=4)
+    killer.join()
+    assert len(steps) == 12
+    assert [event["who"] for event in events(out, "death")] == ["reward model"]
+    assert len([event for event in events(out, "start") if event["who"] == "reward model"]) == 2
+    assert trained_groups(out) == list(range(12 * 8)), "a group was lost with it"
