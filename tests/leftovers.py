@@ -102,7 +102,16 @@ def living_actors() -> dict[str, str]:
 
 def temporary_files() -> set[str]:
     """Names in the session's directory for temporary files, but for what W&B keeps there."""
-    return {name for name in os.listdir(tempfile.gettempdir()) if "wandb" not in name}
+    return {
+        path.name
+        for path in Path(tempfile.gettempdir()).iterdir()
+        if "wandb" not in path.name and not _is_of_table(path)
+    }
+
+
+def _is_of_table(path: Path) -> bool:
+    """True of a table's directory, which W&B removes when this process ends."""
+    return path.is_dir() and {each.name for each in path.iterdir()} == {"rollouts.table.json"}
 
 
 def shared_memory() -> set[str]:

@@ -75,8 +75,11 @@ class RunDirectory:
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._evaluations = LineFile(self.path / "evaluations.jsonl")
-        # Told of each event, as it is written.
-        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda _event, _fields: None
+        # Told of each event, as it is written, in the process that has set it.
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = _unheard
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"on_event": _unheard}
 
     def actor_name(self, role: str) -> str:
         """A name no other run on the cluster uses, this directory's earlier runs included."""
@@ -272,6 +275,10 @@ class RunDirectory:
         if Path(checkpoint.adapter_dir).is_dir():
             _copy(checkpoint.adapter_dir, self.path / "adapter")
         _copy(checkpoint.model_dir, self.final)
+
+
+def _unheard(_event: str, _fields: Mapping[str, Any]) -> None:
+    pass
 
 
 def _copy(source: str, target: Path) -> None:

@@ -47,8 +47,8 @@ class KlTurn:
         return (
             f"step {step}: the reverse KL has risen to {kl:.3g}, from {self._first:.3g} at the "
             f"start and {self._least:.3g} at step {self._least_step} (means of {_SPAN} steps; "
-            f"since then gradient norm x {grown:.1f}, entropy {moved:+.2f} nats): the updates are too "
-            "large. Begin another out= with a third of the lr, with larger steps "
+            f"since then gradient norm x {grown:.1f}, entropy {moved:+.2f} nats): the updates are "
+            "too large. Begin another out= with a third of the lr, with larger steps "
             "(prompts_per_step), or with estimator=full or top_k, whose gradients have less noise"
         )
 
