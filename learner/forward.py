@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
-from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
@@ -135,9 +134,10 @@ class Forward:
         def read() -> Tensor:
             last_B = batch.sum_by_row(torch.ones_like(batch.temperature_N)).long().cumsum(0) - 1
             hidden_BH = self.hidden(batch).index_select(0, last_B)
-            bias = None if score.bias is None else score.bias.float()
             with torch.autocast(hidden_BH.device.type, enabled=False):
-                return functional.linear(hidden_BH.float(), score.weight.float(), bias)[:, 0]
+                # FSDP warns of what is a view, such as a column of the head's output.
+                scores_B = hidden_BH.float() @ score.weight[0].float()
+            return scores_B if score.bias is None else scores_B + score.bias[0].float()
 
         with self._autocast():
             return self._run(read)

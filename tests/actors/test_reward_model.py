@@ -79,6 +79,12 @@ def test_scores_depend_on_no_neighbour(checkpoint: str, token_budget: int) -> No
     assert other == pytest.approx(expected[::-1], abs=1e-5)
 
 
+def test_scores_are_not_rounded_to_half_precision(checkpoint: str) -> None:
+    [scores] = run(checkpoint, ASKED, dtype="bfloat16")
+    assert scores == pytest.approx(naive(checkpoint), abs=0.05)
+    assert all(torch.tensor(score).bfloat16().item() != score for score in scores)
+
+
 @pytest.mark.parametrize("padding", [None, EOS])
 def test_a_foreign_model_s_score_is_read_where_its_class_reads_it(
     checkpoint: str, tmp_path: Path, padding: int | None

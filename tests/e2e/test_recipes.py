@@ -12,12 +12,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from cluster.config.on_policy import OpdConfig, RlConfig, TeacherConfig
-from cluster.config.supervised import DpoConfig
+from cluster.config.supervised import DpoConfig, SftConfig
 from cluster.recipes.on_policy import run_on_policy
-from cluster.recipes.supervised import run_dpo
+from cluster.recipes.supervised import run_dpo, run_sft
 from distill.envs.single_turn import SingleTurn
 from tests.conftest import TinyPair
-from tests.e2e.harness import metrics
+from tests.e2e.harness import lines, metrics
 from tests.e2e.judge import exact_reverse_kl
 
 pytestmark = pytest.mark.e2e
@@ -29,6 +29,7 @@ SMALL = {
     "local": True,
 }  # fmt: skip
 QUIET = Console(quiet=True)
+RUNS = ("straight", "halves")
 
 
 def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
@@ -169,10 +170,15 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
         *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a}"} for a in range(8)),
     )
 
+    apart = write(
+        tmp_path / "apart.jsonl",
+        *({"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a - 1}"} for a in range(1, 4)),
+    )
+
     def dpo(out: Path, steps: int) -> list[dict[str, float]]:
         config = DpoConfig(
             model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
-            checkpoint_every=4, local=True,
+            checkpoint_every=4, local=True, validation=apart, eval_every=2,
         )  # fmt: skip
         run_dpo(config, QUIET)
         return metrics(out)
@@ -185,3 +191,34 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     assert resumed[-1]["train/loss"] == pytest.approx(straight[-1]["train/loss"], abs=1e-6)
     one, other = weights(tmp_path / "straight/final"), weights(tmp_path / "halves/final")
     assert all(torch.equal(one[name], other[name]) for name in one)
+    # The reference of held-out pairs is kept as well: what is evaluated is the same again.
+    held_out = [line for line in lines(tmp_path / "straight") if "validation/loss" in line]
+    assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8]
+    assert held_out[0]["validation/loss"] == pytest.approx(0.6931, abs=1e-3)
+    summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in RUNS]
+    for when in ("before", "after"):
+        straightly, resumedly = (each[f"validation {when}"] for each in summaries)
+        for name in ("validation/loss", "validation/accuracy", "validation/margin"):
+            assert straightly[name] == pytest.approx(resumedly[name], abs=1e-6)
+
+
+def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """Of several sources each by itself, too; an epoch is of the others."""
+    for name, text in (("ones", "1"), ("twos", "2")):
+        rows = ({"prompt": f"{a}{b}?", "completion": text} for a in range(4) for b in range(5))
+        write(tmp_path / f"{name}.jsonl", *rows)
+    config = SftConfig(
+        model=tiny_pair.student, data=f"{tmp_path / 'ones.jsonl'}:3,{tmp_path / 'twos.jsonl'}",
+        out=str(tmp_path / "run"), validation_share=0.2, epochs=3, batch_size=16, lr=3e-3,
+        local=True,
+    )  # fmt: skip
+    run_sft(config, QUIET)
+    assert len(metrics(tmp_path / "run")) == 6  # 32 rows, 3 epochs
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    before, after = (summary[f"validation {when}"] for when in ("before", "after"))
+    for of in ("", "/source=ones", "/source=twos"):
+        assert after[f"validation/nll{of}"] < before[f"validation/nll{of}"]
+    mean = (after["validation/nll/source=ones"] + after["validation/nll/source=twos"]) / 2
+    assert after["validation/nll"] == pytest.approx(mean, rel=1e-5)
+    settings = json.loads((tmp_path / "run/config.json").read_text())["settings"]
+    assert settings["steps"] == 6 and settings["epochs"] is None
