@@ -32,7 +32,7 @@ from distill.rewards.model_reward import REWARD_MODEL
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings, StopTokens
-from distill.tokenizer import check_same_tokenizer, load_tokenizer
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, trained_model
 
 
 @chz.chz
@@ -49,7 +49,10 @@ class EvaluateConfig(
     section: ClassVar[Section] = Section.MODEL
 
     model: str = chz.field(
-        doc="checkpoint to evaluate: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+        munger=lambda _config, path: trained_model(path),
+        doc="checkpoint to evaluate: a Hugging Face directory (or hub name); or a run's directory, "
+        "for its final/",
+        metadata=ESSENTIAL,
     )
     prompts: str | None = chz.field(
         default=None,

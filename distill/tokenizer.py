@@ -35,6 +35,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def trained_model(path: str) -> str:
+    """The trained model of a run whose directory is given; any other path as it is."""
+    final = Path(path) / "final"
+    return str(final) if final.is_dir() and not (Path(path) / "tokenizer.json").exists() else path
+
+
 def run_remedy(path: str) -> str:
     """The checkpoint that was meant, if `path` is the directory of a run; else nothing."""
     final = Path(path) / "final"

@@ -254,6 +254,29 @@ def test_the_evaluations_are_a_table(page: Page) -> None:
     }
 
 
+def test_the_tokens_that_are_furthest_apart_lead_to_their_places(page: Page) -> None:
+    apart, groups = page.data["apart"], page.data["groups"]
+    gaps = [abs(each["student"] - each["teacher"]) for each in apart]
+    assert len(apart) == 20 and gaps == sorted(gaps, reverse=True)
+    everywhere = [
+        abs(student - teacher)
+        for group in groups
+        for member in group["members"]
+        for segment in member["segments"]
+        for student, teacher in zip(segment["student"], segment["teacher"], strict=True)
+    ]
+    assert gaps == sorted(everywhere, reverse=True)[:20]
+    for each in apart:
+        [group] = [g for g in groups if g["group"] == each["group"]]
+        sampled = [
+            (segment["ids"][t], segment["texts"][t])
+            for segment in group["members"][each["member"]]["segments"]
+            for start, stop in segment["actions"]
+            for t in range(start, stop)
+        ]
+        assert sampled[each["place"]][0] == each["id"]
+
+
 def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
     one, two = page.data["responses"]
     assert (one["line"], one["prompt"]) == (1, f"1 {HOSTILE}")

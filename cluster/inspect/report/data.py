@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
@@ -61,6 +62,8 @@ _OWN = "env/"
 _LOW, _HIGH = "_low", "_high"
 # Longer runs are drawn by means of as many steps as it takes.
 _MAX_POINTS = 1000
+# Tokens that student and teacher differ on most.
+_MAX_APART = 20
 # Problems of evaluations that are shown.
 _MAX_PROBLEMS = 64
 
@@ -68,6 +71,7 @@ _MAX_PROBLEMS = 64
 def report_data(run: Run, groups: int) -> dict[str, Any]:
     """All that the page shows; at most so many of the kept groups, spread evenly over the run."""
     tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
+    shown = spread(run.groups, groups)
     return {
         "title": f"{run.recipe} {run.out.resolve().name}",
         "facts": facts(run),
@@ -76,7 +80,8 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
         "charts": charts(run),
         "kept": len(run.groups),
         "note": complaint if run.groups else why_no_rollouts(run),
-        "groups": [group_data(group, tokenizer) for group in spread(run.groups, groups)],
+        "groups": [group_data(group, tokenizer) for group in shown],
+        "apart": furthest_apart(shown, tokenizer),
     }
 
 
@@ -268,6 +273,36 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
             for member in group.trajectories_G
         ],
     }
+
+
+def furthest_apart(
+    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any]]:
+    """The sampled tokens on which student and teacher differ most, and where they are.
+
+    By |log p - log q|; `place` counts the tokens that a trajectory sampled.
+    """
+    found: list[tuple[float, dict[str, Any]]] = []
+    for group in groups:
+        for m, member in enumerate(group.trajectories_G):
+            place = 0
+            for segment in member.segments:
+                ids = _sampled_ids(segment)
+                of_teacher = segment.teacher_logprobs_N
+                for n, student in enumerate(segment.behaviour_logprobs_N if of_teacher else ()):
+                    teacher = of_teacher[n] if of_teacher else 0.0
+                    where = {"step": group.step, "group": group.group_id, "member": m}
+                    token = {"id": ids[n], "student": student, "teacher": teacher}
+                    found.append((abs(student - teacher), where | token | {"place": place + n}))
+                place += len(ids)
+    worst = [each for _, each in nlargest(_MAX_APART, found, key=lambda pair: pair[0])]
+    for each in worst:
+        each["text"] = None if tokenizer is None else tokenizer.decode([each["id"]])
+    return worst
+
+
+def _sampled_ids(segment: KeptSegment) -> list[int]:
+    return [segment.tokens_T[t] for start, stop in segment.actions for t in range(start, stop)]
 
 
 def _segment(

@@ -30,6 +30,28 @@ function noteLink() {
   history.replaceState(null, "", `#${link}`);
 }
 
+// The tokens of the largest |log p - log q|, each a link to its place.
+function showApart() {
+  const head = ["token", "id", "student log p", "teacher log q", "log p − log q", "where"];
+  const rows = data.apart.map((token) => {
+    const link = new URLSearchParams({
+      step: token.step, group: token.group, member: token.member, token: token.place,
+    });
+    const where = `step ${token.step}, group ${token.group}, trajectory ${token.member + 1}`;
+    const cells = [
+      token.text === null ? "–" : JSON.stringify(token.text), String(token.id),
+      fixed(token.student), fixed(token.teacher), fixed(token.student - token.teacher),
+      make("a", { href: `#${link}` }, where),
+    ];
+    return make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
+  });
+  byId("apart-table").append(
+    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, ...rows));
+  byId("apart").hidden = false;
+}
+
+if (data.apart.length) showApart();
 if (data.groups.length) {
   showLink();
   addEventListener("hashchange", showLink);

@@ -1,0 +1,38 @@
+"""What docs/parity.md names exists: tests, commands and settings."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import chz
+
+from cluster.train import RECIPES
+from distill.envs.reading import Reading
+from distill.envs.tool_use import ToolUse
+
+REPOSITORY = Path(__file__).parents[1]
+PARITY = (REPOSITORY / "docs" / "parity.md").read_text()
+SETTINGS = {name for recipe in RECIPES.values() for name in chz.chz_fields(recipe.config)}
+OWN = {f"env.{name}" for env in (ToolUse, Reading) for name in chz.chz_fields(env)}
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    rows = [line for line in PARITY.splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [row for row in rows if not row.startswith("| feature")]
+    assert len(rows) > 40
+    for row in rows:
+        test = row.rstrip("| ").rpartition("| ")[2]
+        assert (REPOSITORY / test).is_file(), row
+
+
+def test_every_setting_and_command_of_it_exists() -> None:
+    code = " ".join(re.findall(r"`([^`]+)`", PARITY))
+    named = set(re.findall(r"(?<![\w.\"'])([a-z_]+(?:\.[a-z_]+)?)=", code))
+    known = SETTINGS | OWN | {"recipe", "config", "serve"}
+    assert len(named) > 40 and named <= known, sorted(named - known)
+    for module in re.findall(r"python -m ([\w.]+)", code):
+        assert find_spec(module), module
+    for recipe in re.findall(r"recipe=(\w+)", code):
+        assert recipe in RECIPES
