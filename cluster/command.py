@@ -62,7 +62,11 @@ def exit_code(run: Callable[[Console], Any]) -> int:
     except (EngineError, NonFiniteError) as error:
         return _complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("stopped at once, without a checkpoint", 130)
+        return _complain(
+            "stopped at once: what came after the newest checkpoint is lost; the same command "
+            "resumes from there",
+            130,
+        )
     return 0
 
 

@@ -165,8 +165,8 @@ class RolloutConfig(
     )
     keep_rollouts_every: int = chz.field(
         default=10,
-        doc="keep_rollouts=every: steps between two that are kept; the first always is. 0 keeps "
-        "no groups",
+        doc="keep_rollouts=every: steps between two that are kept; the first and the last always "
+        "are. 0 keeps no groups",
         metadata=MAY_CHANGE,
     )
 

@@ -332,7 +332,8 @@ class RolloutCast:
 
 def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
     every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
-    return RolloutLog(directory.rollouts, every, whole=config.keep_rollouts == "all")
+    whole = config.keep_rollouts == "all"
+    return RolloutLog(directory.rollouts, every, whole=whole, last=config.steps)
 
 
 def _anywhere(_index: int) -> bool:

@@ -35,21 +35,25 @@ if TYPE_CHECKING:
 
 
 class RolloutLog:
-    """Keeps groups of the first step and of every `every`th step after it; 0 keeps none.
+    """Keeps groups of the first step, of every `every`th after it, and of the `last`; 0 keeps none.
 
     The first group of such a step, or with `whole` all of them. A step whose groups were all
     filtered out trained on none, and keeps none.
     """
 
-    def __init__(self, path: str | Path, every: int, *, whole: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, every: int, *, whole: bool = False, last: int | None = None
+    ) -> None:
         self._lines = LineFile(path)
-        self._every, self._whole = every, whole
+        self._every, self._whole, self._last = every, whole, last
 
     def keep(
         self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
     ) -> None:
         """Shown what `step` trained on. On a full disk the line waits in memory: see LineFile."""
-        if self._every == 0 or (step - 1) % self._every or not groups_P:
+        if self._every == 0 or not groups_P:
+            return
+        if (step - 1) % self._every and step != self._last:
             return
         from distill.objective.rows import rows_by_group  # torch; readers of the file need none
 

@@ -116,6 +116,10 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+# Roles of other formats, by which a template would write another turn than is meant, or none.
+_OPENAI_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant"}
+
+
 def check_messages(value: object, field: str) -> list[Message]:
     """`value` as chat messages in OpenAI's format: role, and content or tool calls.
 
@@ -130,6 +134,11 @@ def check_messages(value: object, field: str) -> list[Message]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"`{field}[{i}]` must be an object with a `role`, got {message!r}")
+        if (role := _OPENAI_ROLES.get(message["role"])) is not None:
+            raise DataError(
+                f'`{field}[{i}].role` is "{message["role"]}", as other formats have it; write '
+                f'"{role}"'
+            )
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, list):
             content = _joined(content, f"{field}[{i}].content")

@@ -92,7 +92,8 @@ def write(
     out.mkdir()
     (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     if settings is not None:
-        (out / "config.json").write_text(json.dumps({"recipe": recipe, "settings": settings}))
+        written = {"recipe": recipe, "settings": settings, "versions": {"torch": "2.13"}}
+        (out / "config.json").write_text(json.dumps(written))
     if summary is not None:
         (out / "summary.json").write_text(json.dumps(summary))
     if rollouts:
@@ -344,6 +345,12 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().err
     assert "cannot be had: " in said and "give another port, or 0" in said
     assert "serve=99999 is no port" in said and "html=page.html changes nothing" in said
+
+
+def test_all_settings_and_versions_are_listed(page: Page) -> None:
+    listed = dict(map(tuple, page.data["settings"]))
+    assert listed["teacher"] == "http://teacher:30000" and listed["temperature"] == "0.7"
+    assert listed["version of torch"] == "2.13"
 
 
 def test_the_head_says_what_was_run(page: Page) -> None:

@@ -101,6 +101,15 @@ def test_the_first_step_and_every_nth_after_it(
     assert {each.group_id for each in found} <= {3}
 
 
+def test_the_last_step_is_kept_too(tmp_path: Path) -> None:
+    groups = [group(3)]
+    for every, steps in ((10, [1, 7]), (3, [1, 4, 7]), (0, [])):
+        log = RolloutLog(tmp_path / f"{every}", every, last=7)
+        for step in range(1, 8):
+            log.keep(step, groups, policy_rows(groups, OBJECTIVE))
+        assert [each.step for each in read_rollouts(tmp_path / f"{every}")] == steps
+
+
 def test_a_step_whose_groups_were_all_filtered_out_keeps_none(tmp_path: Path) -> None:
     RolloutLog(tmp_path / "r", 1).keep(1, [], [])
     assert read_rollouts(tmp_path / "r") == []

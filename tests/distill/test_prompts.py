@@ -64,6 +64,10 @@ def test_text_chat_answers_and_blank_lines(load, tokenizer: PreTrainedTokenizerB
         ('{"messages": "hi"}', "`messages` must be a non-empty list"),
         ('{"messages": ["hi"]}', r"`messages\[0\]` must be an object with a `role`"),
         ('{"messages": [{"content": "hi"}]}', r"`messages\[0\]` must be an object with a `role`"),
+        (
+            '{"messages": [{"role": "human", "content": "hi"}]}',
+            r'`messages\[0\].role` is "human", as other formats have it; write "user"',
+        ),
         (json.dumps({"prompt": "x" * 121}), "the prompt has 121 tokens, and max_new_tokens=8"),
         (r'{"prompt": "\ud800"}', "cannot encode"),
         ('{"prompt": "a", "answer": [4]}', r"`answer` must be a string or a number, got \[4\]"),

@@ -44,6 +44,12 @@ function showHead() {
   }
 }
 
+function showSettings() {
+  byId("settings-table").append(make("tbody", {}, ...data.settings.map(([name, value]) =>
+    make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)))));
+  byId("settings").hidden = false;
+}
+
 function showEvaluations() {
   const { columns, rows } = data.evaluations;
   const head = columns.map((name) => make("th", { scope: "col" }, name));
@@ -85,5 +91,6 @@ function showResponses() {
 }
 
 showHead();
+if (data.settings.length) showSettings();
 if (data.evaluations) showEvaluations();
 if (data.responses.length) showResponses();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
@@ -50,11 +51,33 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
     ("Log-prob gap, nats", {"train/logprob_gap": "server to learner"}),
     ("Entropy, nats", {"train/entropy": "mean"}),
     ("Gradient norm", {"train/grad_norm": "before clipping"}),
+    ("Learning rate", {"train/lr": "AdamW's"}),
+    (
+        "Ratio to the sampler",
+        {"train/ratio_max": "max", "train/ratio": "mean", "train/ratio_min": "min"},
+    ),
+    ("Effective sample size, share", {"train/ess": "of tokens"}),
+    (
+        "Share of tokens that a bound clips",
+        {"train/clip_low_share": "ratio below", "train/clip_high_share": "ratio above"},
+    ),
+    ("Share of updates lost to rounding", {"push/lost_share": "in the engines"}),
     ("Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "max"}),
     ("Response length, tokens", {"rollout/response_length": "mean"}),
     ("Turns and segments", {"rollout/turns": "turns", "rollout/segments": "segments"}),
     ("Why episodes end", "rollout/stop/"),
     ("Tokens a second", {"tokens_per_s": "trained"}),
+    (
+        "Seconds of a step",
+        {
+            "time/step": "whole",
+            "time/wait": "wait",
+            "time/forward": "forward",
+            "time/backward": "backward",
+            "time/optimizer": "optimizer",
+            "time/push": "push",
+        },
+    ),
 )
 # What an environment measures is its own affair: a chart each, named as it names them.
 _OWN = "env/"
@@ -75,6 +98,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
     return {
         "title": f"{run.recipe} {run.out.resolve().name}",
         "facts": facts(run),
+        "settings": settings(run),
         "evaluations": evaluations(run),
         "responses": responses(run),
         "charts": charts(run),
@@ -105,6 +129,16 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "directory": str(run.out.resolve()),
     }
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def settings(run: Run) -> list[tuple[str, str]]:
+    """Every setting that is not None, and the versions of what computed."""
+    shown = {name: value for name, value in run.settings.items() if value is not None}
+    shown |= {f"version of {name}": version for name, version in run.versions.items()}
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value))
+        for name, value in shown.items()
+    ]
 
 
 def _step_size(settings: Mapping[str, Any]) -> str | None:
@@ -183,6 +217,8 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
 def charts(run: Run) -> list[dict[str, Any]]:
     """Charts with their lines; what the run lacks is left out."""
     rows = list(_with_evaluations(run))
+    if not any(row.get("reward/mean") for row in rows) and not run.settings.get("reward_coef"):
+        rows = [{n: v for n, v in row.items() if not n.startswith("reward/")} for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
     made = []
     own = ((name, {name: "mean"}) for name in names if name.startswith(_OWN))

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The files of a run, read. `settings` and `summary` are empty where it wrote none."""
+    """The files of a run, read. What it has not written is empty."""
 
     out: Path
     recipe: str
     settings: Mapping[str, Any]
+    versions: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
@@ -58,11 +59,12 @@ def read_run(out: Path) -> Run:
             "directory of a run that has started"
         )
     written, summary = _object(out / "config.json"), _object(out / "summary.json")
-    settings = written.get("settings")
+    settings, versions = written.get("settings"), written.get("versions")
     return Run(
         out=out,
         recipe=str(written.get("recipe", "unknown")),
         settings=settings if isinstance(settings, dict) else {},
+        versions=versions if isinstance(versions, dict) else {},
         summary=summary,
         metrics=metrics,
         events=events,
