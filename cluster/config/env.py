@@ -95,8 +95,8 @@ class EnvSettings:
         if isinstance(reward, ModelReward) and not self.env.takes_reward_model:
             raise ConfigError(
                 f"reward={self.reward} with env={type(self.env).__name__}: a reward model scores "
-                "responses of env=SingleTurn, or of env=actors.envs.judge_env:Judged "
-                "env.reward_model=DIR"
+                "responses of env=SingleTurn, chats of env=ToolUse, and those of "
+                "env=actors.envs.judge_env:Judged env.reward_model=DIR"
             )
 
     def reward_function(self) -> Reward:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from cluster.early_ends import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
+from cluster.placement.roles import REWARD
 from cluster.queue.ledger import QueueStatus
 
 _SHOWN = 8
@@ -99,8 +100,9 @@ def quiet_s(
 ) -> dict[int, float]:
     """Seconds without progress of every group that a worker has, by id.
 
-    A group in its environment's hands gets on by stages. One at engines gets on with any of them at
-    which its worker waits: whose request is whose is known to the engines alone.
+    A group in its environment's hands gets on by stages, or with the reward model that its worker
+    waits for. One at engines gets on with any of them at which its worker waits: whose request is
+    whose is known to the engines alone.
     """
     return {
         group.group_id: min(
@@ -129,7 +131,7 @@ def suspects(
             if group.group_id != group_id or group.seconds < longer_than_s:
                 continue
             engines = _engines(worker, group)
-            at = engines if group.stage in ("sampling", "scoring") else {name}
+            at = engines if group.stage in ("sampling", "scoring") else engines or {name}
             found |= {each for each in at if still_s.get(each, math.inf) >= longer_than_s}
     return found
 
@@ -141,7 +143,9 @@ def _engines(worker: WorkerStatus, group: GroupUnderWay) -> set[str]:
         case "sampling":
             return {engine for engine in asked if engine.startswith("policy")}
         case "scoring":
-            return {engine for engine in asked if not engine.startswith("policy")}
+            return {engine for engine in asked if not engine.startswith(("policy", REWARD))}
+        case "environment":
+            return asked & {REWARD}
         case _:
             return set()
 

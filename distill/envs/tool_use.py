@@ -14,6 +14,7 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of, format_field, format_of, format_reward_field
 from distill.rewards.formats import Format
+from distill.rewards.model_reward import ModelReward, score_chats
 from distill.rewards.registry import RewardFunction, answer_of, judge
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.tools.base import Tool
@@ -21,10 +22,13 @@ from distill.tools.load import load_tools
 
 
 class Question(MessageEnv):
-    """Ends with the first turn that calls no tool, which `reward` holds against the answer."""
+    """Ends with the first turn that calls no tool, which `reward` holds against the answer.
+
+    Without a `reward` the whole chat is scored later.
+    """
 
     def __init__(
-        self, prompt: Prompt, tools: Sequence[Tool], reward: RewardFunction, format: Format
+        self, prompt: Prompt, tools: Sequence[Tool], reward: RewardFunction | None, format: Format
     ) -> None:
         self._prompt, self.tools, self._reward, self._format = prompt, tools, reward, format
 
@@ -32,9 +36,10 @@ class Question(MessageEnv):
         return self._prompt.messages
 
     async def step(self, message: Message) -> MessageStep:
-        answer = self._prompt.answer
+        answer, reward = self._prompt.answer, 0.0
         text = message.get("content") or ""
-        reward = 0.0 if answer is None else await judge(self._reward, text, answer)
+        if self._reward is not None and answer is not None:
+            reward = await judge(self._reward, text, answer)
         metrics = await format_of(text, self._format)
         bonuses = self._prompt.bonuses
         oracle = partial(phrase_bonuses, bonuses=bonuses) if bonuses else None
@@ -47,6 +52,7 @@ class ToolUse(ChatEnvConfig):
     """env=ToolUse: prompts that are answered with tools, as chats."""
 
     token_rewards = (*ChatEnvConfig.token_rewards, "format_reward")
+    takes_reward_model = True
 
     tools: str = chz.field(
         default="calculator",
@@ -67,15 +73,24 @@ class ToolUse(ChatEnvConfig):
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         tools = self.toolbox()
         format = Format(pattern=self.format, reward=self.format_reward)
-        style = ChatStyle(system=self.system, tools=[tool.schema for tool in tools])
+        schemas = [tool.schema for tool in tools]
+        source = require_path(path, "ToolUse")
+        prompts_P = setting.prompts(source, ChatStyle(system=self.system, tools=schemas))
+        reward, scored = setting.reward, {}
+        if isinstance(reward, ModelReward):
+            from distill.rewards.conversations import check_prompts  # torch: not for workers
+
+            check_prompts(reward.path, source, prompts_P, setting.max_new_tokens, schemas)
+            scored = {"compare_by": partial(score_chats, tools=schemas), "judged": True}
+            reward = None
         return [
             MessageProblem(
-                make=partial(Question, prompt, tools, setting.reward_function(), format),
+                make=partial(Question, prompt, tools, reward, format),
                 line=prompt.line,
                 num_tokens=len(prompt.tokens_T),
-                **facts_of(prompt, format),
+                **(facts_of(prompt, format) | scored),
             )
-            for prompt in setting.prompts(require_path(path, "ToolUse"), style)
+            for prompt in prompts_P
         ]
 
     def answer(self, setting: EnvContext) -> Callable[[str], Hashable | None] | None:

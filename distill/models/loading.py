@@ -47,7 +47,7 @@ def load_config(path: str) -> Any:
     except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
         raise CheckpointError(
             f"cannot read a model config from {path!r}: {first_line(error)}. Give a Hugging Face "
-            "checkpoint directory, or a hub name this machine can reach"
+            f"checkpoint directory, or a hub name this machine can reach{run_remedy(path)}"
         ) from error
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from distill.chat.template import Message
 from distill.data.prompts import Prompt
 from distill.data.sft_rows import ExampleEncoder
 from distill.errors import DataError
@@ -35,9 +36,11 @@ class ConversationEncoder:
 
     def __call__(self, asked: Conversation) -> TokenArray:
         """Raises DataError: text that cannot be encoded, or that exceeds the model's context."""
-        if not asked.messages:
-            return self._encoder.completion(asked.prompt, asked.response).tokens_T
-        said: Message = {"role": "assistant", "content": asked.response}
+        said = asked.response
+        if isinstance(said, str):
+            if not asked.messages:
+                return self._encoder.completion(asked.prompt, said).tokens_T
+            said = {"role": "assistant", "content": said}
         tools = None if asked.tools is None else list(asked.tools)
         [chain] = self._encoder.conversation(
             [*asked.messages, said], tools, context=len(asked.messages)
@@ -45,7 +48,13 @@ class ConversationEncoder:
         return chain.tokens_T
 
 
-def check_prompts(path: str, source: str, prompts_P: Sequence[Prompt], max_new_tokens: int) -> None:
+def check_prompts(
+    path: str,
+    source: str,
+    prompts_P: Sequence[Prompt],
+    max_new_tokens: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """Checks that the reward model at `path` takes every prompt and has room for a response.
 
     Loads its config and tokenizer, and no weights.
@@ -58,7 +67,8 @@ def check_prompts(path: str, source: str, prompts_P: Sequence[Prompt], max_new_t
     for prompt in prompts_P:
         where = f"{source}:{prompt.line}"
         try:
-            length = len(encoder(conversation(prompt, "?")))
+            asked = conversation(prompt, "?")
+            length = len(encoder(replace(asked, tools=tools) if tools else asked))
         except DataError as error:
             raise DataError(f"{where}: the reward model {path}: {error}") from error
         if length + max_new_tokens > encoder.context_length:

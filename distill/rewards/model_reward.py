@@ -22,9 +22,12 @@ REWARD_MODEL = "reward_model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A response, and what it answers: a chat, or a plain text where `messages` is empty."""
+    """A response, and what it answers: a chat, or a plain text where `messages` is empty.
 
-    response: str
+    `response` is the text, or in a chat the message with its tool calls.
+    """
+
+    response: str | Message
     prompt: str = ""
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -34,6 +37,12 @@ def conversation(prompt: Prompt, response: str) -> Conversation:
     return Conversation(
         response=response, prompt=prompt.text, messages=prompt.messages, tools=prompt.tools
     )
+
+
+def whole_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Conversation:
+    """A chat to the last thing that the assistant said: results of tools behind it answer it."""
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    return Conversation(response=messages[last], messages=messages[:last], tools=tools or None)
 
 
 class RewardScorer(Protocol):
@@ -54,6 +63,16 @@ async def scores_of(
     """The scores by the run's reward model, which is among the `models`."""
     scorer = cast(RewardScorer, models[REWARD_MODEL])
     return await scorer.rewards(conversations)
+
+
+async def score_chats(
+    messages_G: Sequence[Sequence[Message]],
+    models: Mapping[str, Any],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+) -> list[float]:
+    """Scores of a group's whole chats, with the `tools` as the templates are given them."""
+    return await scores_of(models, [whole_chat(messages, tools) for messages in messages_G])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
-from distill.envs.tool_use import ToolUse
+from distill.envs.reading import Reading
 from distill.errors import CheckpointError, ConfigError, DataError
 from tests.conftest import TinyPair
 from tests.tiny import PAD, save_tokenizer, tiny_model_dir
@@ -399,8 +399,8 @@ def test_a_reward_that_is_no_reward_model(opd: NewOpd, tiny_pair: TinyPair) -> N
         check_rollout(opd(reward="model:/nowhere", **graded))
     with pytest.raises(ConfigError, match="reward=model: names no checkpoint"):
         opd(reward="model:")
-    with pytest.raises(ConfigError, match=r"reward=model:DIR with env=ToolUse: a reward model"):
-        opd(reward="model:DIR", env=ToolUse())
+    with pytest.raises(ConfigError, match=r"reward=model:DIR with env=Reading: a reward model"):
+        opd(reward="model:DIR", env=Reading())
 
 
 def test_pairs_of_a_reward_model_end_in_padding(dpo: Callable[..., DpoConfig]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,16 @@ def test_who_holds_a_late_group_is_suspected(stage: str, expected: set[str]) -> 
     assert suspects(status(), workers(stage, seconds=5), {}, 100) == set()
     moving = dict.fromkeys(("policy engine 0", "teacher engine 0"), 3.0)
     assert suspects(status(), workers(stage), moving, 100) == expected - moving.keys()
+
+
+def test_a_reward_model_is_suspected_in_place_of_the_worker_that_asks_it() -> None:
+    [asking], [scored] = (workers(stage).values() for stage in ("environment", "scoring"))
+    asks = {"rollout worker 0": replace(asking, requests={**asking.requests, "reward model": 1})}
+    assert suspects(status(), asks, {"reward model": 200.0}, 100) == {"reward model"}
+    assert suspects(status(), asks, {"reward model": 3.0}, 100) == set()
+    assert quiet_s(status(), asks, {"reward model": 3.0})[3] == 3.0
+    scoring = {"rollout worker 0": replace(asks["rollout worker 0"], groups=scored.groups)}
+    assert suspects(status(), scoring, {}, 100) == {"teacher engine 0"}
 
 
 class Clock:

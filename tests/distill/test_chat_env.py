@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chz
 import numpy as np
@@ -21,6 +22,9 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.tool_use import ToolUse
 from distill.errors import ConfigError, DataError
+from distill.models.reward import start_reward_model
+from distill.rewards.conversations import ConversationEncoder
+from distill.rewards.model_reward import REWARD_MODEL, Conversation, ModelReward
 from distill.rewards.registry import last_number
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.sampling import TrainSampling
@@ -30,7 +34,7 @@ from distill.tools.load import load_tools
 from distill.types import Segment, StopReason
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
-from tests.tiny import save_tokenizer
+from tests.tiny import save_tokenizer, tiny_model_dir
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
 CALL = call("calculator", {"expression": "6*7"})
@@ -108,7 +112,8 @@ def tool_use(
     tokenizer: PreTrainedTokenizerBase, path: str, changes: Mapping[str, object] | None = None,
     **settings: object,
 ) -> EnvDataset:  # fmt: skip
-    return ToolUse(**settings)(path, setting(tokenizer, reward=last_number, **(changes or {})))  # pyright: ignore[reportArgumentType]
+    given: dict[str, Any] = {"reward": last_number, **(changes or {})}
+    return ToolUse(**settings)(path, setting(tokenizer, **given))  # pyright: ignore[reportArgumentType]
 
 
 def test_turns_rewards_and_bonuses(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,6 +151,46 @@ def test_a_tool_is_called_and_answered(tokenizer: PreTrainedTokenizerBase, tmp_p
     first, second = (request.prompt_tokens_T for request in policy.requests)
     np.testing.assert_array_equal(second[: len(first)], first)
     np.testing.assert_array_equal(segment.tokens_T[: len(second)], second)
+
+
+class Reader:
+    """A reward model that notes the text it is shown, as its own tokenizer writes it."""
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._encode, self._tokenizer = ConversationEncoder(path), tokenizer
+        self.read: list[str] = []
+
+    async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
+        rows = [self._encode(asked).tolist() for asked in conversations]
+        self.read += [str(self._tokenizer.decode(row)) for row in rows]
+        return [float(len(self.read))] * len(rows)
+
+
+def test_a_reward_model_scores_a_whole_chat(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Calls and results too, without an answer; to the last that was said where a limit cuts."""
+    path = tiny_model_dir(
+        tmp_path, seed=1, vocab_size=len(tokenizer), hidden_size=32, layers=1, context_length=512
+    )
+    start_reward_model(path, padding=0, device="cpu").save_pretrained(tmp_path / "reward")
+    tokenizer.save_pretrained(tmp_path / "reward")
+    reward = ModelReward(path=str(tmp_path / "reward"))
+    asked = questions(tmp_path, '{"prompt": "What is 6*7?"}')
+    reader = Reader(reward.path, tokenizer)
+    for settings, script, end in (
+        ({}, [CALL, "it is 42"], "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\nit is 42"),
+        ({"max_turns": 1}, [CALL], CALL),
+    ):
+        dataset = tool_use(tokenizer, asked, {"reward": reward}, **settings)
+        builder = pickle.loads(pickle.dumps(dataset)).builder(0, 1)
+        policy = Scripted(tokenizer, script)
+        models: dict[str, Any] = {REWARD_MODEL: reader}
+        playing = play_group(policy, builder, SAMPLING, group_id=0, seed=0, models=models)
+        [episode] = asyncio.run(playing)
+        assert builder.judged and episode.reward == len(reader.read)
+        assert reader.read[-1].startswith(policy.seen[0]) and "calculator" in policy.seen[0]
+        assert reader.read[-1].rstrip().removesuffix("<|im_end|>").endswith(end)
 
 
 def test_parallel_calls_are_answered_in_order(
