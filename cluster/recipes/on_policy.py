@@ -205,7 +205,8 @@ class _Run:
             staleness=metrics["staleness/mean"],
         )
         try:
-            if self._has_eval and every and step % every == 0 and step < self._config.steps:
+            due = self._has_eval and every and step % every == 0 and step < self._config.steps
+            if due and self._running.signals.received is None:  # or no checkpoint would be made
                 metrics = metrics | self._evaluate(f"step {step}", step)
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
