@@ -83,15 +83,22 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a recipe; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
-    def run(console: Console) -> None:
-        recipe, rest = _recipe_of(arguments)
-        if recipe is None:
-            console.print(_usage(), markup=False, highlight=False)
-        else:
-            _refuse_truncation(rest)
-            recipe.run(parse(recipe.config, rest), console)
+    return exit_code(lambda console: run_recipe(arguments, console))
 
-    return exit_code(run)
+
+def run_recipe(arguments: list[str], console: Console) -> None:
+    """Runs what the arguments ask for: a recipe, or the usage.
+
+    Raises:
+        HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
+            `cluster.command`, which turns them to exit codes.
+    """
+    recipe, rest = _recipe_of(arguments)
+    if recipe is None:
+        console.print(_usage(), markup=False, highlight=False)
+    else:
+        _refuse_truncation(rest)
+        recipe.run(parse(recipe.config, rest), console)
 
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, list[str]]:

@@ -28,6 +28,7 @@ from cluster.placement.roles import (
     resolve_device,
 )
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
+from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import Progression, WandbTracker, check_wandb
 from cluster.runtime.driver import Signals
@@ -45,11 +46,15 @@ class RunSession:
     directory: RunDirectory
     resume_from: Checkpoint | None
     console: Console
-    signals: Signals
+    observer: Observer
     progress: Progression
     tracker: WandbTracker
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
+
+    @property
+    def signals(self) -> Signals:
+        return self.observer.signals
 
     @property
     def first_step(self) -> int:
@@ -59,6 +64,7 @@ class RunSession:
         """One optimizer step's metrics: to disk first, then to whoever watches."""
         self.under_way = True
         self.directory.append_metrics(metrics)
+        self.observer.line(metrics)
         self.progress.step(metrics)
         self.tracker.log(metrics)
 
@@ -66,6 +72,7 @@ class RunSession:
         """An evaluation outside of a step, of the weights after `step`: a line of its own."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
+        self.observer.line(line)
         self.tracker.log(line)
 
     def unsaved(self, error: CheckpointError) -> None:
@@ -109,9 +116,9 @@ def session(
 ) -> Iterator[RunSession]:
     """All that a run needs besides its actors. However it ends, summary.json records it."""
     check_wandb(config.wandb)
-    signals = Signals()
+    observer = present_observer()
     started = time.time()
-    with directory.locked(), connected(config), signals.installed():
+    with directory.locked(), connected(config), observer.signals.installed():
         directory.start(resume_from)
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
@@ -119,7 +126,7 @@ def session(
         progress = Progression(console, resume_from.step if resume_from else 0, config.steps)
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
-            signals=signals, progress=progress, tracker=tracker,
+            observer=observer, progress=progress, tracker=tracker,
         )  # fmt: skip
         status = 1
         try:
