@@ -49,18 +49,10 @@ def exit_code(run: Callable[[Console], Any]) -> int:
         run(console)
     except HelpAsked as asked:
         console.print(str(asked), markup=False, highlight=False)
-    except IsothermError as error:
-        return _complain(str(error), error.exit_code)
-    except Interrupted as error:
-        return _complain(
-            f"interrupted ({error}); every step trained so far is in a checkpoint, and the same "
-            "command resumes",
-            error.exit_code,
-        )
-    except RunFailed as error:
-        return _complain(f"{error}. {error.remedy}", 1)
-    except (EngineError, NonFiniteError) as error:
-        return _complain(str(error), 1)
+    except (IsothermError, Interrupted) as error:
+        return _complain(complaint(error), error.exit_code)
+    except (RunFailed, EngineError, NonFiniteError) as error:
+        return _complain(complaint(error), 1)
     except KeyboardInterrupt:
         return _complain(
             "stopped at once: what came after the newest checkpoint is lost; the same command "
@@ -68,6 +60,16 @@ def exit_code(run: Callable[[Console], Any]) -> int:
             130,
         )
     return 0
+
+
+def complaint(error: BaseException) -> str:
+    """An error as it is told to people: with its remedy, where it has one apart."""
+    if isinstance(error, Interrupted):
+        return (
+            f"interrupted ({error}); every step trained so far is in a checkpoint, and the same "
+            "command resumes"
+        )
+    return f"{error}. {error.remedy}" if isinstance(error, RunFailed) else str(error)
 
 
 def _complain(text: str, code: int) -> int:

@@ -112,22 +112,29 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a recipe; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
 
-    def run(console: Console) -> None:
-        recipe, given = _recipe_of(arguments)
-        if recipe is None:
-            console.print(_usage(), markup=False, highlight=False)
-            return
-        _refuse_truncation(given.texts)
-        settings = given.settings(recipe.config)
-        if HELP in arguments:
-            raise HelpAsked(help_text(recipe.config, settings))
-        settings, said = with_suggested_lr(settings, recipe.stage)
-        config = make(recipe.config, settings)
-        if said:
-            console.print(said, markup=False, highlight=False)
-        recipe.run(config, console)
+    return exit_code(lambda console: run_recipe(arguments, console))
 
-    return exit_code(run)
+
+def run_recipe(arguments: list[str], console: Console) -> None:
+    """Runs what the arguments ask for: a recipe, or the usage.
+
+    Raises:
+        HelpAsked, IsothermError, RunFailed, Interrupted, EngineError, NonFiniteError: see
+            `cluster.command`, which turns them to exit codes.
+    """
+    recipe, given = _recipe_of(arguments)
+    if recipe is None:
+        console.print(_usage(), markup=False, highlight=False)
+        return
+    _refuse_truncation(given.texts)
+    settings = given.settings(recipe.config)
+    if HELP in arguments:
+        raise HelpAsked(help_text(recipe.config, settings))
+    settings, said = with_suggested_lr(settings, recipe.stage)
+    config = make(recipe.config, settings)
+    if said:
+        console.print(said, markup=False, highlight=False)
+    recipe.run(config, console)
 
 
 def _recipe_of(argv: list[str]) -> tuple[_Recipe | None, Arguments]:

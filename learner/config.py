@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 from chz.mungers import if_none
@@ -10,6 +10,9 @@ from chz.mungers import if_none
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
+
+if TYPE_CHECKING:  # settings are told without torch
+    from learner.checkpoint import Checkpoint
 
 Precision = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -228,3 +231,15 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     def _in_range(self) -> None:
         if self.total_steps < 1:
             raise ConfigError(f"total_steps={self.total_steps} must be at least 1")
+
+    def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
+        """The same from a checkpoint's weights. Under an adapter the base stays the base."""
+        if not self.trains_adapter:
+            return chz.replace(self, model=checkpoint.model_dir)
+        return chz.replace(
+            self,
+            lora_adapter=checkpoint.adapter_dir,
+            lora_rank=None,
+            lora_alpha=None,
+            lora_targets=None,
+        )

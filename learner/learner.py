@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,15 @@ from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
 from learner.process_group import Membership, Order, WorkerGroup
-from learner.worker import LearnerWorker, LossFunction, MicroBatch, Portion, StepShare
+from learner.worker import (
+    LearnerWorker,
+    LossFunction,
+    MicroBatch,
+    PassShare,
+    Portion,
+    StepShare,
+    UpdateShare,
+)
 
 # A worker's share of a step's tokens, times what padding may take.
 _SLACKS = (1.0, 1.1, 1.25, 1.5)
@@ -107,17 +114,13 @@ class Learner:
                 mine += more
         shares: list[StepShare] = self._on_each("step", dealt)
         self._require_finite(shares, dealt)
-        made: dict[str, float] = defaultdict(float)
-        for share in shares:
-            add_metrics(made, share.metrics)
-        for name in shares[0].seconds:  # the slowest worker's: the others wait for it
-            made[name] = max(share.seconds[name] for share in shares)
+        made = _summed(shares)
         rows_D = [row for part in parts for row in part.rows_D]
         if self._flops is not None:
             seconds = sum(made[name] for name in shares[0].seconds)
             made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
         padded = sum(padded_size(m.rows_B) for mine in dealt for m in mine if m.counted)
-        return finish_metrics(dict(made)) | {
+        return finish_metrics(made) | {
             "train/grad_norm": shares[0].grad_norm,
             "train/lr": shares[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
@@ -127,10 +130,53 @@ class Learner:
 
     def evaluate(self, part: Part) -> dict[str, float]:
         """Metrics of the part's loss on its rows, `train/loss` among them; nothing is trained."""
-        made: dict[str, float] = defaultdict(float)
+        made: dict[str, float] = {}
         for metrics in self._on_each("evaluate", self._deal(part)):
             add_metrics(made, metrics)
-        return finish_metrics(dict(made))
+        return finish_metrics(made)
+
+    def forward_backward(self, part: Part) -> dict[str, float]:
+        """Adds the gradient of a part's loss to that of earlier calls, for `optim_step`.
+
+        The loss is a mean over the part. With its number of tokens (or sequences) as `coef`, and
+        their total as the divisor of `optim_step`, several calls are one on all their rows.
+
+        Returns the loss's metrics, `train/loss` (times `coef`), `time/forward`, `time/backward`.
+
+        Raises:
+            NonFiniteError: a loss is NaN or infinite. Everything that has accumulated is dropped,
+                and the offending rows are in `dump_dir`.
+        """
+        dealt = self._deal(part)
+        shares: list[PassShare] = self._on_each("forward_backward", dealt)
+        if any(share.non_finite is not None for share in shares):
+            self.zero_grad()
+        self._require_finite_losses(shares, dealt)
+        return finish_metrics(_summed(shares))
+
+    def zero_grad(self) -> None:
+        """Drops the gradient that `forward_backward` has accumulated."""
+        self._on_all("zero_grad")
+
+    def optim_step(self, divisor: float = 1.0) -> dict[str, float]:
+        """One optimizer update by the accumulated gradient over `divisor`; drops the gradient.
+
+        Returns `train/grad_norm` (of the quotient), `train/lr` and `time/optimizer`.
+
+        Raises:
+            NonFiniteError: the gradient norm is NaN or infinite. The weights are as before.
+        """
+        shares: list[UpdateShare] = self._on_all("optim_step", divisor)
+        if not math.isfinite(norm := shares[0].grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm is {norm}; the gradient is dropped, and the weights are as "
+                "before"
+            )
+        return {
+            "train/grad_norm": norm,
+            "train/lr": shares[0].lr,
+            "time/optimizer": max(share.seconds["time/optimizer"] for share in shares),
+        }
 
     def skip_update(self) -> None:
         """Skips an update that the schedule counts: nothing but the lr changes."""
@@ -218,13 +264,7 @@ class Learner:
         Raises:
             CheckpointError, OSError, RuntimeError, SafetensorError: it could not be written.
         """
-        model_dir = path / "model"
-        model_dir.mkdir()
-        self.model.config.save_pretrained(model_dir)
-        if self.model.can_generate() and self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(model_dir)
-        tokenizer.save_pretrained(model_dir)
-        save_weights(model_dir, self.weights())
+        self.export(path / "model", tokenizer)
         if self._worker.lora is not None:
             adapter = self._on_all("gather_adapter")[0]
             save_adapter(path / "adapter", self._worker.lora, adapter)
@@ -232,6 +272,18 @@ class Learner:
         schedule = self._worker.schedule.state_dict()
         rng = self._on_all("rng_state")
         torch.save({"schedule": schedule, "rng": rng}, path / "trainer.pt")
+
+    def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
+
+        Raises: as `save` does.
+        """
+        model_dir.mkdir()
+        self.model.config.save_pretrained(model_dir)
+        if self.model.can_generate() and self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(model_dir)
+        tokenizer.save_pretrained(model_dir)
+        save_weights(model_dir, self.weights())
 
     def load_trainer_state(self, path: Path) -> None:
         """Restores all that `save` wrote there, besides the weights.
@@ -258,13 +310,18 @@ class Learner:
     def _require_finite(
         self, shares: Sequence[StepShare], dealt: Sequence[Sequence[MicroBatch]]
     ) -> None:
+        self._require_finite_losses(shares, dealt)
+        if not math.isfinite(norm := shares[0].grad_norm):
+            rows = [row for mine in dealt for m in mine if m.counted for row in m.rows_B]
+            raise self._non_finite(f"the gradient norm is {norm}", rows)
+
+    def _require_finite_losses(
+        self, shares: Sequence[PassShare], dealt: Sequence[Sequence[MicroBatch]]
+    ) -> None:
         for share, mine in zip(shares, dealt, strict=True):
             if share.non_finite is not None:
                 place, loss = share.non_finite
                 raise self._non_finite(f"the loss is {loss}", mine[place].rows_B)
-        if not math.isfinite(norm := shares[0].grad_norm):
-            rows = [row for mine in dealt for m in mine if m.counted for row in m.rows_B]
-            raise self._non_finite(f"the gradient norm is {norm}", rows)
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
         self._dump_dir.mkdir(parents=True, exist_ok=True)
@@ -280,6 +337,16 @@ class Learner:
             f"{what}; training stops before the weights are touched. The {len(rows)} rows are in "
             f"{path} (numpy.load)"
         )
+
+
+def _summed(shares: Sequence[PassShare]) -> dict[str, float]:
+    """All workers' metrics; seconds are the slowest worker's, for which the others wait."""
+    made: dict[str, float] = {}
+    for share in shares:
+        add_metrics(made, share.metrics)
+    for name in shares[0].seconds:
+        made[name] = max(share.seconds[name] for share in shares)
+    return made
 
 
 class _LearnerWeights:

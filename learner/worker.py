@@ -86,22 +86,41 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShare:
-    """A worker's report of a step.
+class PassShare:
+    """A worker's report of forward and backward passes.
 
     Attributes:
         metrics: of its own micro-batches; `train/loss` among them.
         non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
-        grad_norm: of the whole gradient, before clipping.
-        lr: of the step.
-        seconds: `time/forward`, `time/backward` and `time/optimizer`.
+        seconds: `time/forward` and `time/backward`.
     """
 
     metrics: Mapping[str, float]
     non_finite: tuple[int, float] | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateShare:
+    """A worker's report of an optimizer update.
+
+    Attributes:
+        grad_norm: of the whole gradient, before clipping.
+        lr: of the update.
+        seconds: `time/optimizer`.
+    """
+
     grad_norm: float
     lr: float
     seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShare(PassShare):
+    """A worker's report of a step: its passes and its update, with the seconds of both."""
+
+    grad_norm: float
+    lr: float
 
 
 class Portion(NamedTuple):
@@ -222,7 +241,23 @@ class LearnerWorker:
 
         Where any worker's loss, or the gradient, is not finite, no worker touches its weights.
         """
+        self.zero_grad(None)
+        passed = self.forward_backward(micro_batches)
+        updated = self._optim_step(1.0, passed.non_finite is None)
+        return StepShare(
+            metrics=passed.metrics,
+            non_finite=passed.non_finite,
+            grad_norm=updated.grad_norm,
+            lr=updated.lr,
+            seconds={**passed.seconds, **updated.seconds},
+        )
+
+    def zero_grad(self, _: None) -> None:
+        """Drops the gradients that have accumulated."""
         self.optimizer.zero_grad(set_to_none=True)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
+        """Adds the gradients of its micro-batches to those that have accumulated."""
         made: dict[str, float] = defaultdict(float)
         non_finite = None
         for i, micro in enumerate(micro_batches):
@@ -237,21 +272,32 @@ class LearnerWorker:
             if micro.counted:
                 metrics["train/loss"] = loss.detach()
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
+        return PassShare(metrics=dict(made), non_finite=non_finite, seconds=self._stages.take())
+
+    def optim_step(self, divisor: float) -> UpdateShare:
+        """Updates its share of the weights by what has accumulated, divided by `divisor`; drops it.
+
+        Where the gradient is not finite, no worker touches its weights.
+        """
+        updated = self._optim_step(divisor, True)
+        self.zero_grad(None)
+        return updated
+
+    def _optim_step(self, divisor: float, finite: bool) -> UpdateShare:
+        """`finite`: all of this worker's losses were."""
         with self._stages("optimizer"):
+            if divisor != 1:
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(divisor)
             norm = torch.nn.utils.clip_grad_norm_(
                 self.model.parameters(), self._config.max_grad_norm
             )
             grad_norm, lr = whole(norm).item(), self.optimizer.param_groups[0]["lr"]
-            bad = self._group.total(float(non_finite is not None))
+            bad = self._group.total(float(not finite))
             if not bad and math.isfinite(grad_norm):
                 self._update()
-        return StepShare(
-            metrics=dict(made),
-            non_finite=non_finite,
-            grad_norm=grad_norm,
-            lr=lr,
-            seconds=self._stages.take(),
-        )
+        return UpdateShare(grad_norm=grad_norm, lr=lr, seconds=self._stages.take())
 
     def _update(self) -> None:
         """An update by gradients that are finite on every worker."""

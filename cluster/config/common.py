@@ -252,7 +252,7 @@ class CommonConfig(LearnerSettings, PlacementSettings, SupervisionSettings, Outp
         updates_per_step: int = 1,
         stops: StopTokens | None = None,
     ) -> LearnerConfig:
-        """Learner settings from `start`, or from the last checkpoint. The base stays the base."""
+        """Learner settings from `start`, or from the last checkpoint."""
         learner = LearnerConfig(
             model=start,
             total_steps=self.steps * updates_per_step,
@@ -262,17 +262,7 @@ class CommonConfig(LearnerSettings, PlacementSettings, SupervisionSettings, Outp
             stops=stops,
             **values_of(LearnerSettings, self),
         )
-        if resume_from is None:
-            return learner
-        if not self.trains_adapter:
-            return chz.replace(learner, model=resume_from.model_dir)
-        return chz.replace(
-            learner,
-            lora_adapter=resume_from.adapter_dir,
-            lora_rank=None,
-            lora_alpha=None,
-            lora_targets=None,
-        )
+        return learner if resume_from is None else learner.resumed(resume_from)
 
     def with_dropout(self) -> bool:
         """True if the model trains with the dropout of its config; policies never do."""

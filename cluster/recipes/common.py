@@ -28,6 +28,7 @@ from cluster.placement.roles import (
     resolve_device,
 )
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
+from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
 from cluster.run_files.tracking import Progression
@@ -46,11 +47,15 @@ class RunSession:
     directory: RunDirectory
     resume_from: Checkpoint | None
     console: Console
-    signals: Signals
+    observer: Observer
     progress: Progression
     trackers: Trackers
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
+
+    @property
+    def signals(self) -> Signals:
+        return self.observer.signals
 
     @property
     def first_step(self) -> int:
@@ -60,6 +65,7 @@ class RunSession:
         """One optimizer step's metrics: to disk first, then to whoever watches."""
         self.under_way = True
         self.directory.append_metrics(metrics)
+        self.observer.line(metrics)
         self.progress.step(metrics)
         self.trackers.log(metrics)
 
@@ -67,6 +73,7 @@ class RunSession:
         """An evaluation outside of a step, of the weights after `step`: a line of its own."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
+        self.observer.line(line)
         self.trackers.log(line)
 
     def unsaved(self, error: CheckpointError) -> None:
@@ -114,9 +121,9 @@ def session(
 ) -> Iterator[RunSession]:
     """All that a run needs besides its actors. However it ends, summary.json records it."""
     check_trackers(config)
-    signals = Signals()
+    observer = present_observer()
     started = time.time()
-    with directory.locked(), connected(config), signals.installed():
+    with directory.locked(), connected(config), observer.signals.installed():
         directory.start(resume_from)
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
@@ -125,7 +132,7 @@ def session(
         trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
-            signals=signals, progress=progress, trackers=trackers,
+            observer=observer, progress=progress, trackers=trackers,
         )  # fmt: skip
         status = 1
         try:

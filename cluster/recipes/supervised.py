@@ -109,7 +109,9 @@ class _Run:
             max_restarts=config.max_restarts,
         )
         self._driver = Driver(
-            supervisor=self.supervisor, signals=running.signals, deadline_s=config.deadline_s
+            supervisor=self.supervisor,
+            signals=running.signals,
+            deadline_s=config.deadline_s,
         )
         spec = learner_spec(config)
         self._lifecycle = LearnerLifecycle(make, spec, self.supervisor, running.directory)

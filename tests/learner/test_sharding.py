@@ -98,6 +98,16 @@ def train(learner: Learner, steps: list[list[Part]]) -> list[dict[str, float]]:
     return [learner.step(*parts) for parts in steps]
 
 
+def accumulated(learner: Learner) -> dict[str, float]:
+    """A step in three calls: twice rows, then the update."""
+    count = 0
+    for rows in (ROWS[:5], ROWS[5:]):
+        tokens = sum(row.num_trained for row in rows)
+        learner.forward_backward(Part(rows_D=rows, loss=PPO, coef=tokens))
+        count += tokens
+    return learner.optim_step(count)
+
+
 def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Begins where one worker left off, goes on, fails, saves."""
     learner.load_trainer_state(given["half"])
@@ -116,6 +126,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     except NonFiniteError as error:
         told["failed"] = str(error)
     told["after failure"] = numbers(learner)
+    told["accumulated"] = accumulated(learner)
     local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
     told["spoilt"] = learner.weights().first_non_finite()
     return told
@@ -152,6 +163,7 @@ def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
         "weights": numbers(learner),
         "logprobs": learner.logprobs(ROWS),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
+        "accumulated": accumulated(learner),
     }
 
 
@@ -174,6 +186,14 @@ def test_two_workers_take_the_steps_of_one(alone: dict[str, Any], together: dict
         np.testing.assert_allclose(together["weights"][name], theirs, atol=1e-5, err_msg=name)
     for ours, theirs in zip(together["logprobs"], alone["logprobs"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_gradients_accumulate_over_calls_alike(
+    alone: dict[str, Any], together: dict[str, Any]
+) -> None:
+    assert untimed(together["accumulated"]) == pytest.approx(
+        untimed(alone["accumulated"]), rel=1e-5
+    )
 
 
 def test_each_worker_holds_its_share(alone: dict[str, Any], together: dict[str, Any]) -> None:

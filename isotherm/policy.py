@@ -1,0 +1,319 @@
+"""A policy that is trained by hand: sampled, scored, stepped, saved, and pushed to its sampler."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import uuid
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.weights.publisher import Publisher, PushSettings
+from distill.data.sft_rows import ExampleEncoder, supervised_row
+from distill.errors import CheckpointError, ConfigError
+from distill.models.loading import context_length, stop_token_ids, vocab_size
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import row_to_score
+from distill.sampling import UNSCALED
+from distill.types import FloatArray
+from isotherm.losses import Loss, Unit, choose_loss
+from isotherm.sampler import Completion, Prompt, Sampler
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LearnerConfig
+from learner.learner import Learner, Part
+
+_PUSH_TIMEOUT_S = 3600.0
+
+
+class Policy:
+    """A model with an optimizer, and a sampler that holds its weights as of the last `push`.
+
+    Attributes:
+        sampler: what `sample` asks; it is a copy of the model, in this process too.
+        learner: what trains, for all else that it can do.
+        version: of the weights that the sampler holds: the number of pushes.
+        steps: optimizer steps so far, those of a loaded state among them.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        sampler_dtype: str = "float32",
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            model: Hugging Face checkpoint directory (or hub name) to start from.
+            sampler_dtype: of the sampler's weights and activations.
+            settings: of the learner (`learner.config.LearnerConfig`): lr, max_grad_norm, lora_rank,
+                token_budget, dtype, seed, threads, ...; a schedule needs total_steps.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded.
+            ConfigError: a value out of range, or the model does not fit into memory.
+        """
+        self._config = _learner_config(model, device, settings)
+        self._dump_dir = str(Path(tempfile.gettempdir()) / f"isotherm-failed-{os.getpid()}")
+        self.learner = Learner(self._config, self._dump_dir)
+        seed = self._config.seed
+        self.sampler = Sampler(model, dtype=sampler_dtype, device=device, seed=seed)
+        self.tokenizer = self.sampler.tokenizer
+        self.version = self.steps = 0
+        self._accumulated: dict[Unit, int] = defaultdict(int)
+        if self._config.lora_adapter is not None:
+            self.push()  # the sampler's checkpoint lacks the adapter
+
+    # rollouts
+
+    def sample(
+        self,
+        prompt: Prompt,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        num_samples: int = 1,
+        seed: int | None = None,
+    ) -> list[Completion]:
+        """`Sampler.sample`, by the weights of the last push."""
+        return self.sampler.sample(
+            prompt,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            seed=seed,
+        )
+
+    def sample_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        num_samples: int = 1,
+        seed: int | None = None,
+    ) -> list[list[Completion]]:
+        """`Sampler.sample_batch`, by the weights of the last push."""
+        return self.sampler.sample_batch(
+            prompts,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            num_samples=num_samples,
+            seed=seed,
+        )
+
+    def logprobs(self, tokens: npt.ArrayLike, *, temperature: float, start: int = 1) -> FloatArray:
+        """log p_T of given tokens from index `start` to the end, by the learner's present weights.
+
+        Raises:
+            ConfigError, DataError: a temperature not above 0, or nothing to score.
+        """
+        tokens_T = np.asarray(tokens, np.int32)
+        row = row_to_score(tokens_T, np.arange(len(tokens_T)) >= start, temperature, "tokens")
+        return self.learner.logprobs([row])[0]
+
+    def supervised_row(self, prompt: str, completion: str) -> TrainingRow:
+        """A row for loss="cross_entropy": the prompt, then the completion and the EOS, trained.
+
+        Raises:
+            DataError: no EOS, text that cannot be encoded, or longer than the context.
+        """
+        chain = self._encoder.completion(prompt, completion)
+        return supervised_row(chain, f"prompt {prompt[:20]!r}")
+
+    @cached_property
+    def _encoder(self) -> ExampleEncoder:
+        config = self.learner.model.config
+        return ExampleEncoder(
+            tokenizer=self.tokenizer,
+            vocab_size=vocab_size(config),
+            max_length=context_length(config),
+            stop_ids=stop_token_ids(self._config.model),
+        )
+
+    # training
+
+    def forward_backward(self, batch: Sequence[TrainingRow], loss: Loss) -> dict[str, float]:
+        """Adds the gradient of the batch's loss to what has accumulated since `optim_step`.
+
+        Args:
+            loss: "cross_entropy"; a policy loss over the rows' advantages, "importance_sampling",
+                "ppo", "cispo", "dro" or "gspo", or an `ObjectiveConfig` with its settings; a
+                `PreferenceLoss`, over pairs of rows; or a function of (log-probs (N,) of the
+                trained tokens, the batch of these tokens) to a scalar, the *sum* of their losses.
+                Large batches are cut into micro-batches, and the function is called for each.
+
+        Returns the loss's metrics, means over this batch; `train/loss` among them.
+
+        Raises:
+            ConfigError: an unknown loss, or one that is averaged over other units than those of an
+                earlier call since `optim_step`.
+            NonFiniteError: a loss is NaN or infinite. All that has accumulated is dropped.
+        """
+        chosen = choose_loss(loss)
+        if not batch:
+            raise ConfigError("the batch is empty; give at least one row")
+        if others := self._accumulated.keys() - {chosen.unit}:
+            raise ConfigError(
+                f"loss={loss} is a mean over {chosen.unit}s, and the gradients that have "
+                f"accumulated are means over {others.pop()}s: they have no common divisor. Call "
+                "optim_step between them"
+            )
+        count = chosen.count(batch)
+        part = Part(
+            rows_D=batch, loss=chosen.function, rows_per_unit=chosen.rows_per_unit, coef=count
+        )
+        try:
+            metrics = self.learner.forward_backward(part)
+        except Exception:
+            self._drop_gradient()
+            raise
+        self._accumulated[chosen.unit] += count
+        return metrics | {"train/loss": metrics["train/loss"] / count}
+
+    def optim_step(self) -> dict[str, float]:
+        """One AdamW step by all that has accumulated, as if it had been one batch; drops it.
+
+        The sampler keeps the weights that it has until `push`.
+
+        Returns `train/grad_norm`, `train/lr`, and seconds.
+
+        Raises:
+            ConfigError: nothing has accumulated.
+            NonFiniteError: the gradient is not finite. The weights are as before.
+        """
+        if not self._accumulated:
+            raise ConfigError("there is no gradient to step by; call forward_backward first")
+        [count] = self._accumulated.values()
+        self._accumulated.clear()
+        metrics = self.learner.optim_step(count)
+        self.steps += 1
+        return metrics
+
+    def _drop_gradient(self) -> None:
+        self._accumulated.clear()
+        self.learner.zero_grad()
+
+    def push(self) -> dict[str, float]:
+        """Hands the present weights to the sampler, as the next version; returns `push/*` metrics.
+
+        Raises:
+            NonFiniteError, EngineError: the weights are not finite, or did not arrive.
+        """
+        return self._publisher(self.learner.weights(), self.version + 1, 0)
+
+    @cached_property
+    def _publisher(self) -> Publisher:
+        settings = PushSettings(
+            choice="shared_memory",
+            served=False,
+            device=self.learner.device,
+            directory="",
+            model=self._config.model,
+            temperature=UNSCALED,
+            learner_dtype=self._config.dtype,
+            probe_every=0,  # a probe scores at the one T of a run, and there is none here
+            timeout_s=_PUSH_TIMEOUT_S,
+        )
+        return Publisher({"the sampler": self.sampler.engine}, self, settings, self._scores)
+
+    def _scores(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        return self.learner.logprobs(rows_D)
+
+    def publish(self, version: int, watermark: int) -> None:
+        """The `Credit` of a push: the sampler has acknowledged the version."""
+        self.version = version
+
+    # files
+
+    def save_state(self, directory: str | Path, *, keep: int = sys.maxsize) -> Path:
+        """Writes weights, optimizer moments, schedule and RNG to `directory/step-N`; returns that.
+
+        The layout is that of a run's checkpoints (`learner.checkpoint`). What has accumulated since
+        `optim_step` is not in it.
+
+        Args:
+            keep: how many of the newest stay in the directory.
+
+        Raises:
+            CheckpointError: it could not be written; earlier ones are untouched.
+        """
+        store = CheckpointStore(directory, keep)
+        return store.save(
+            step=self.steps,
+            write=partial(self.learner.save, tokenizer=self.tokenizer),
+            # The id: two states after as many steps are two states.
+            delivery={"next_seed": self.sampler.next_seed, "id": uuid.uuid4().hex},
+        ).path
+
+    def load_state(self, directory: str | Path) -> Checkpoint:
+        """Goes on from the newest intact state in `directory`, and pushes its weights.
+
+        The directory is one of `save_state`, or the checkpoints/ of a run. What has accumulated is
+        dropped.
+
+        Raises:
+            CheckpointError: there is none, or none of this model.
+        """
+        found = CheckpointStore(directory, keep=1).latest()
+        if found is None:
+            raise CheckpointError(
+                f"{directory} holds no saved state (step-N directories); save_state writes them"
+            )
+        learner = Learner(self._config.resumed(found), self._dump_dir)
+        learner.load_trainer_state(found.path)
+        self.learner, self.steps = learner, found.step
+        self._accumulated.clear()
+        self.sampler.next_seed = found.delivery.get("next_seed", self.sampler.next_seed)
+        self.push()
+        return found
+
+    def export(self, directory: str | Path) -> Path:
+        """Writes the model (an adapter merged) and its tokenizer as a run's final/ has them.
+
+        Raises:
+            CheckpointError: the directory exists, or cannot be written.
+        """
+        path = Path(directory)
+        if path.exists():
+            raise CheckpointError(f"{path} exists; choose another directory, or remove it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.learner.export(path, self.tokenizer)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error}") from error
+        return path
+
+    def close(self) -> None:
+        """Ends the sampler; the memory is free once the object is."""
+        self.sampler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+
+def _learner_config(model: str, device: str, settings: dict[str, Any]) -> LearnerConfig:
+    if "total_steps" not in settings and settings.get("lr_schedule", "constant") != "constant":
+        raise ConfigError(
+            f"lr_schedule={settings['lr_schedule']} ends at total_steps=; give that, too"
+        )
+    all_settings: dict[str, Any] = {"total_steps": 1} | settings
+    try:
+        return LearnerConfig(model=model, device=device, **all_settings)
+    except TypeError as error:  # chz: an unknown name
+        raise ConfigError(f"{error}; learner.config.LearnerConfig has all settings") from error

@@ -1,0 +1,52 @@
+"""Detection of other packages under the names of ours: `cluster` and `actors` are common names."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("distill", "actors", "learner", "cluster")
+# Beside this package: in site-packages, in a wheel, in a checkout.
+_HOME = Path(__file__).resolve().parents[1]
+
+
+def check_packages() -> None:
+    """Finds the packages that this one is built of, without importing them.
+
+    Raises:
+        ImportError: one of them is missing, or another one is found in its place.
+    """
+    for name in PACKAGES:
+        found, ours = _place(name), _HOME / name
+        if found is None or not (ours / "py.typed").is_file():
+            raise ImportError(
+                f"isotherm's package {name!r} is missing: it should be at {ours}. Install isotherm "
+                "again (pip install --force-reinstall --no-deps isotherm), in an environment "
+                f"without another distribution called {name}"
+            )
+        if found != ours:
+            raise ImportError(
+                f"{found} hides isotherm's own package {name!r}, which is at {ours}. "
+                f"{_remedy(found, name)}"
+            )
+
+
+def _place(name: str) -> Path | None:
+    """The directory of the package, or the file of the module, that `import` would take."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # imported already, and without a spec: somebody's own making
+        return None
+    if spec is None:
+        return None
+    places = list(spec.submodule_search_locations or [spec.origin])
+    return Path(str(places[0])).resolve()
+
+
+def _remedy(found: Path, name: str) -> str:
+    if "site-packages" in found.parts:
+        return (
+            f"It belongs to another distribution: pip uninstall {name}, or give isotherm an "
+            "environment of its own"
+        )
+    return f"Rename it, or start Python in another directory than {found.parent}"

@@ -1,0 +1,95 @@
+"""What importing the package does and does not do, and which packages it takes for ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import isotherm
+from tests.conftest import TinyPair
+from tests.e2e.harness import REPOSITORY, metrics, opd_arguments
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """The console script, as pip writes it."""
+    path = tmp_path / "bin" / "isotherm"
+    path.parent.mkdir()
+    path.write_text("import sys\nfrom isotherm.__main__ import main\nsys.exit(main())\n")
+    return str(path)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A working directory."""
+    path = tmp_path / "here"
+    path.mkdir()
+    return path
+
+
+def test_importing_it_imports_neither_torch_nor_ray(here: Path) -> None:
+    heavy = {"torch", "ray", "transformers", "chz", "numpy", "rich"}
+    code = f"import sys, isotherm; sys.exit(', '.join({heavy} & set(sys.modules)) or None)"
+    done = python("-c", code, cwd=here)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_name_is_there() -> None:
+    for name in isotherm._HOMES:
+        assert getattr(isotherm, name) is not None and name in dir(isotherm)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = isotherm.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("package", [True, False], ids=["a package", "a module"])
+def test_a_package_of_the_same_name_is_called_by_its_path(
+    here: Path, script: str, package: bool
+) -> None:
+    hiding = here / "cluster" if package else here / "cluster.py"
+    if package:
+        hiding.mkdir()
+        (hiding / "__init__.py").touch()
+    else:
+        hiding.touch()
+    (here / "actors").mkdir()  # no package: Python passes over it
+    complaint = f"{hiding} hides isotherm's own package 'cluster'"
+    for door in ([script], ["-m", "isotherm"], ["-c", "import isotherm"]):
+        done = python(*door, "--version", cwd=here)
+        assert done.returncode in (1, 2) and complaint in done.stderr, door
+        assert f"start Python in another directory than {here}" in done.stderr
+    done = python(script, "--version", cwd=here)
+    assert done.stderr.splitlines() == [done.stderr.strip()], "a line, not a traceback"
+    hiding.rename(here / "clusters")
+    assert python("-c", "import isotherm", cwd=here).returncode == 0
+
+
+def test_the_command_finds_modules_in_the_working_directory(
+    here: Path, script: str, tiny_pair: TinyPair
+) -> None:
+    (here / "my_file.py").write_text("def f(response, answer):\n    return 1.0\n")
+    settings = opd_arguments(tiny_pair, here / "out", reward="my_file:f", dry_run=True)
+    done = python(script, "train", "recipe=opd", *settings, cwd=here)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_rays_workers_find_modules_in_the_working_directory(
+    here: Path, script: str, tiny_pair: TinyPair
+) -> None:
+    (here / "my_file.py").write_text("def f(response, answer):\n    return len(response)\n")
+    settings = opd_arguments(tiny_pair, here / "out", reward="my_file:f", reward_coef=1, steps=1)
+    done = python(script, "train", "recipe=opd", *settings, cwd=here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert metrics(here / "out")[-1]["reward/mean"] > 0

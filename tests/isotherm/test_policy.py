@@ -1,0 +1,228 @@
+"""A policy trained by hand: the same numbers as one step, one sampler, one state on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import isotherm
+from distill.objective.batching import Batch, TrainingRow
+from distill.weights.model_weights import gather_all
+from isotherm.losses import Loss
+from tests.conftest import TinyPair
+from tests.learner.conftest import assert_same, gradients_of
+from tests.samples import TEMPERATURE, demonstration, training_row
+
+ROWS = [training_row(2 + i, 3 + 2 * i, seed=i, temperature=TEMPERATURE + 0.3 * i) for i in range(6)]
+PAIRS = [
+    replace(row, reference_logprobs_T=row.behaviour_logprobs_T, advantages_T=ones)
+    for row in ROWS
+    for ones in [np.ones(len(row), np.float32)]
+]
+SEQUENCES = isotherm.ObjectiveConfig(loss="dro", normalisation="sequence", kl_coef=0.0)
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": "cross_entropy",
+    "ppo": "ppo",
+    "over sequences": SEQUENCES,
+    "pairs": isotherm.PreferenceLoss(beta=0.3),
+    "a function": lambda logprobs_N, batch: -(batch.advantages_N * logprobs_N).sum(),
+}
+
+
+@pytest.fixture
+def new_policy(tiny_pair: TinyPair) -> Iterator[Callable[..., isotherm.Policy]]:
+    made: list[isotherm.Policy] = []
+
+    def new(**settings: Any) -> isotherm.Policy:
+        defaults = {"lr": 1e-2, "max_grad_norm": 1e9, "token_budget": 64, "device": "cpu"}
+        made.append(isotherm.Policy(tiny_pair.student, **defaults | settings))
+        return made[-1]
+
+    yield new
+    for policy in made:
+        policy.close()
+
+
+def weights_of(policy: isotherm.Policy) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in policy.learner.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_calls_add_up_to_one_on_their_union(
+    new_policy: Callable[..., isotherm.Policy], name: str
+) -> None:
+    rows = PAIRS if name == "pairs" else ROWS
+    parts, union = new_policy(), new_policy()
+    for some in (rows[:2], rows[2:]):
+        parts.forward_backward(some, LOSSES[name])
+    metrics = union.forward_backward(rows, LOSSES[name])
+    assert_same(gradients_of(parts.learner.model), gradients_of(union.learner.model), 1e-6)
+    stepped, expected = parts.optim_step(), union.optim_step()
+    assert stepped["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-5)
+    # AdamW's first step is the gradient's sign times lr: what rounding turns is next to nothing
+    assert_same(weights_of(parts), weights_of(union), 1e-5)
+    again = union.forward_backward(rows, LOSSES[name])
+    assert again["train/loss"] < metrics["train/loss"]
+    assert parts.steps == union.steps == 1
+
+
+def test_a_step_by_hand_is_the_learners_own(new_policy: Callable[..., isotherm.Policy]) -> None:
+    from learner.learner import Part
+    from learner.policy_loss import PolicyObjectiveLoss
+
+    by_hand, whole = new_policy(weight_decay=0.1), new_policy(weight_decay=0.1)
+    for _ in range(2):
+        made = by_hand.forward_backward(ROWS, "ppo") | by_hand.optim_step()
+        loss = PolicyObjectiveLoss(objective=isotherm.ObjectiveConfig(loss="ppo", kl_coef=0.0))
+        expected = whole.learner.step(Part(rows_D=ROWS, loss=loss))
+        for name in made:
+            if not name.startswith("time/"):
+                assert made[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert_same(weights_of(by_hand), weights_of(whole), 1e-5)
+
+
+def test_a_function_equal_to_ours_has_its_gradient(
+    new_policy: Callable[..., isotherm.Policy],
+) -> None:
+    def importance_sampling(logprobs_N: Tensor, batch: Batch) -> Tensor:
+        ratio_N = (logprobs_N - batch.behaviour_logprobs_N).exp()
+        return -(ratio_N * batch.advantages_N).sum()
+
+    ours, theirs = new_policy(), new_policy()
+    expected = ours.forward_backward(ROWS, "importance_sampling")
+    made = theirs.forward_backward(ROWS, importance_sampling)
+    assert_same(gradients_of(theirs.learner.model), gradients_of(ours.learner.model), 1e-6)
+    assert made["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+
+
+def test_samples_are_at_t_and_learner_and_sampler_score_alike(
+    new_policy: Callable[..., isotherm.Policy],
+) -> None:
+    policy = new_policy()
+    made = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6, num_samples=3)
+    assert len(made) == 3 and all(each.temperature == 0.7 for each in made)
+    for each in made:
+        for scorer in (policy, policy.sampler):
+            scored_N = scorer.logprobs(each.chain_T, temperature=0.7, start=each.start)
+            np.testing.assert_allclose(scored_N, each.logprobs_T, atol=1e-4)
+        unlike_N = policy.logprobs(each.chain_T, temperature=1.3, start=each.start)
+        assert np.abs(unlike_N - each.logprobs_T).max() > 0.05
+    other = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6, num_samples=3)
+    assert [each.text for each in other] != [each.text for each in made]
+    same = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6, num_samples=3, seed=0)
+    assert [each.text for each in same] == [each.text for each in made]
+    batched = policy.sample_batch(["0 + 2 =", "1 + 2 ="], temperature=0.7, max_new_tokens=6, seed=8)
+    for prompt, seed, [each] in zip(["0 + 2 =", "1 + 2 ="], [8, 9], batched, strict=True):
+        alone = policy.sample(prompt, temperature=0.7, max_new_tokens=6, seed=seed)
+        assert [each.text] == [one.text for one in alone]
+    own, hot = policy.sampler.score(made), policy.sampler.score(made, temperature=1.3)
+    for each, own_N, hot_N in zip(made, own, hot, strict=True):
+        np.testing.assert_allclose(own_N, each.logprobs_T, atol=1e-4)
+        assert np.abs(hot_N - each.logprobs_T).max() > 0.05
+    [greedy] = policy.sample([{"role": "user", "content": "hi"}], temperature=0, max_new_tokens=2)
+    with pytest.raises(isotherm.ConfigError, match="Greedy decoding"):
+        greedy.row(1.0)
+
+
+def test_a_push_makes_the_next_samples_on_policy(
+    new_policy: Callable[..., isotherm.Policy],
+) -> None:
+    policy = new_policy()
+    [before] = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6)
+    rows = [policy.supervised_row("1 + 2 =", "3"), before.row(1.0)]
+    policy.forward_backward(rows, "cross_entropy")
+    policy.optim_step()
+    stale_N = policy.sampler.logprobs(before.chain_T, temperature=0.7, start=before.start)
+    np.testing.assert_allclose(stale_N, before.logprobs_T, atol=1e-4)
+    for version in (1, 2):
+        policy.push()
+        assert policy.version == policy.sampler.version == version
+    [after] = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6)
+    assert set(after.sample.versions_T) == {2}
+    own_N = policy.logprobs(after.chain_T, temperature=0.7, start=after.start)
+    np.testing.assert_allclose(own_N, after.logprobs_T, atol=1e-4)
+    assert np.abs(policy.logprobs(before.chain_T, temperature=0.7)[-1] - before.logprobs_T[-1]) > 0
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_state_goes_on_as_if_nothing_had_been(
+    new_policy: Callable[..., isotherm.Policy], tmp_path: Path, lora_rank: int | None
+) -> None:
+    def train(policy: isotherm.Policy, rows: list[TrainingRow]) -> dict[str, float]:
+        policy.forward_backward(rows, "ppo")
+        return policy.optim_step()
+
+    settings = {"lora_rank": lora_rank, "lr_schedule": "linear", "total_steps": 4}
+    policy = new_policy(**settings)
+    train(policy, ROWS[:3])
+    assert policy.save_state(tmp_path / "states") == tmp_path / "states" / "step-000001"
+    torch.manual_seed(9)
+    policy.save_state(tmp_path / "states")  # another state of the same step
+    drawn = torch.rand(3)
+    expected = train(policy, ROWS[3:])
+    other = new_policy(**settings)
+    other.forward_backward(ROWS[:1], "ppo")  # is dropped
+    other.load_state(tmp_path / "states")
+    assert other.steps == 1 and other.version == 1
+    assert torch.equal(torch.rand(3), drawn)
+    resumed = train(other, ROWS[3:])
+    for name in ("train/grad_norm", "train/lr"):
+        assert resumed[name] == pytest.approx(expected[name], rel=1e-4)
+    merged, theirs = (gather_all(each.learner.weights()) for each in (policy, other))
+    assert_same(dict(theirs), dict(merged), 1e-5)
+    with pytest.raises(isotherm.CheckpointError, match="holds no saved state"):
+        other.load_state(tmp_path)
+
+
+def test_an_export_is_loaded_by_transformers(
+    new_policy: Callable[..., isotherm.Policy], tmp_path: Path
+) -> None:
+    policy = new_policy(lora_rank=2)
+    policy.forward_backward([demonstration(2, 9, seed=1)], "cross_entropy")
+    policy.optim_step()
+    model = AutoModelForCausalLM.from_pretrained(policy.export(tmp_path / "a" / "final"))
+    [made] = policy.sample("1 + 2 =", temperature=0.7, max_new_tokens=6)
+    logits_TV = model(input_ids=torch.tensor([made.chain_T.tolist()])).logits[
+        0, made.start - 1 : -1
+    ]
+    expected_N = torch.log_softmax(logits_TV / 0.7, -1).gather(
+        1, torch.tensor(made.tokens_T.tolist())[:, None]
+    )
+    own_N = policy.logprobs(made.chain_T, temperature=0.7, start=made.start)
+    np.testing.assert_allclose(own_N, expected_N[:, 0].detach(), atol=1e-4)
+    with pytest.raises(isotherm.CheckpointError, match="exists"):
+        policy.export(tmp_path / "a" / "final")
+
+
+def test_what_cannot_be_meant_is_refused_and_leaves_no_gradient_behind(
+    new_policy: Callable[..., isotherm.Policy],
+) -> None:
+    policy = new_policy()
+    before = weights_of(policy)
+    with pytest.raises(isotherm.ConfigError, match="did you mean 'ppo'"):
+        policy.forward_backward(ROWS, "pppo")
+    with pytest.raises(isotherm.ConfigError, match="call forward_backward first"):
+        policy.optim_step()
+    with pytest.raises(isotherm.DataError, match=r"a tensor of shape \(2,\)"):
+        policy.forward_backward(ROWS, lambda logprobs_N, _: logprobs_N[:2])
+    policy.forward_backward(ROWS[:1], "ppo")
+    with pytest.raises(isotherm.ConfigError, match="no common divisor"):
+        policy.forward_backward(ROWS, SEQUENCES)
+    with pytest.raises(isotherm.NonFiniteError, match="non_finite_rows"):
+        policy.forward_backward(ROWS, lambda logprobs_N, _: (logprobs_N / 0).sum())
+    with pytest.raises(isotherm.ConfigError, match="call forward_backward first"):
+        policy.optim_step()
+    assert all(p.grad is None for p in policy.learner.model.parameters())
+    assert_same(weights_of(policy), before, 0)
+    with pytest.raises(isotherm.ConfigError, match="lr_schedule=linear"):
+        new_policy(lr_schedule="linear")
+    with pytest.raises(isotherm.ConfigError, match="learning_rate"):
+        new_policy(learning_rate=1)
