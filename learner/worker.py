@@ -178,6 +178,7 @@ class LearnerWorker:
         self._reshard_root()
         self.optimizer = build_optimizer(self.model, config)
         self._update_check = UpdateCheck()
+        self._accumulates = False
         self.schedule = build_schedule(self.optimizer, config, config.total_steps)
         if config.offload_optimizer:
             offload_moments(self.optimizer)
@@ -242,7 +243,7 @@ class LearnerWorker:
         Where any worker's loss, or the gradient, is not finite, no worker touches its weights.
         """
         self.zero_grad(None)
-        passed = self.forward_backward(micro_batches)
+        passed = self._pass(micro_batches)
         updated = self._optim_step(1.0, passed.non_finite is None)
         return StepShare(
             metrics=passed.metrics,
@@ -255,9 +256,16 @@ class LearnerWorker:
     def zero_grad(self, _: None) -> None:
         """Drops the gradients that have accumulated."""
         self.optimizer.zero_grad(set_to_none=True)
+        self._accumulates = False
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
-        """Adds the gradients of its micro-batches to those that have accumulated."""
+        """Adds the gradients of its micro-batches to those that have accumulated since a step."""
+        if not self._accumulates:  # a step leaves its own
+            self.zero_grad(None)
+            self._accumulates = True
+        return self._pass(micro_batches)
+
+    def _pass(self, micro_batches: Sequence[MicroBatch]) -> PassShare:
         made: dict[str, float] = defaultdict(float)
         non_finite = None
         for i, micro in enumerate(micro_batches):
