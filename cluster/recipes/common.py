@@ -128,6 +128,7 @@ def session(
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
         first_step = resume_from.step if resume_from else 0
+        directory.append_event("begin", step=first_step)
         progress = Progression(console, first_step, config.steps)
         trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
         running = RunSession(
@@ -160,6 +161,7 @@ def session(
                 raise error from raised
             raise
         finally:
+            directory.append_event("end", status=running.summary.get("status"))
             trackers.finish(running.summary, status)
 
 

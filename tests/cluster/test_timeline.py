@@ -102,6 +102,22 @@ def test_the_lines_hold_the_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_between_two_attempts_nothing_is_drawn_as_alive(tmp_path: Path) -> None:
+    size = {"event": "size", "pool": "policy", "starting": 0, "draining": 0}
+    events = [
+        {"t": 0, "event": "begin", "step": 0},
+        {"t": 10, **size, "ready": 2},
+        {"t": 30, "event": "step", "step": 1, "tokens_per_s": 5.0},
+        {"t": 31, "event": "end", "status": "interrupted"},
+        {"t": 131, "event": "begin", "step": 1},
+        {"t": 140, **size, "ready": 1},
+        {"t": 150, "event": "step", "step": 2, "tokens_per_s": 5.0},
+    ]
+    found = drawn(tmp_path, events)
+    assert marks(found)["not running"] == [(131, 100, "resumed at step 1 (100 s)", "")]
+    assert lines(found)["policy"] == ([10, 31, 140, 150], [2, 0, 1, 1])
+
+
 @pytest.mark.parametrize(
     ("kind", "lacking"),
     [

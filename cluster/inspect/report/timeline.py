@@ -1,6 +1,6 @@
 """A run over time: what happened when, its pools, and where its time and its groups were.
 
-    lanes     marks: deaths, restarts, rewinds, changes of size, evaluations, weight pushes
+    lanes     marks: stops, deaths, restarts, rewinds, changes of size, evaluations, weight pushes
     charts    members of each pool and nodes alive; shares of time that the learner waited for
               groups and that workers had no credit; groups by where they were; tokens a second
 
@@ -21,6 +21,7 @@ Row = Mapping[str, Any]
 
 # Kinds of events that are marks, by lane, from the top.
 _LANES = {
+    "begin": "not running",
     "death": "deaths",
     "restart": "restarts",
     "rewind": "rewinds",
@@ -47,7 +48,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
     if not rows:
         return None
     start = rows[0]["t"]
-    rows = [{**row, "t": row["t"] - start} for row in rows]
+    rows = [{**row, "t": row["t"] - start} for row in _with_stops(rows)]
     seconds = rows[-1]["t"]
     lanes = [
         {"title": title, "marks": [_mark(row) for row in rows if row["event"] == kind]}
@@ -59,6 +60,27 @@ def timeline(run: Run) -> dict[str, Any] | None:
         "charts": list(_charts(rows, seconds)),
     }
     return found if found["lanes"] or found["charts"] else None
+
+
+def _with_stops(rows: Sequence[Row]) -> Iterator[Row]:
+    """The rows, of which each beginning but the first says how long nothing ran, since when every
+    pool had no members."""
+    pools: dict[str, None] = {}
+    last = None
+    for row in rows:
+        if row["event"] == "size":
+            pools[row["pool"]] = None
+        if row["event"] != "begin":
+            yield row
+        elif last is not None:
+            for pool in pools:
+                yield {"t": last, "event": "size", "pool": pool, "ready": 0, "starting": 0}
+            yield {
+                "who": f"resumed at step {row.get('step', '?')}",
+                **row,
+                "seconds": row["t"] - last,
+            }
+        last = row["t"]
 
 
 def _with_metrics(events: Sequence[Row], metrics: Sequence[Row]) -> list[Row]:
