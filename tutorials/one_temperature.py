@@ -137,7 +137,7 @@ def _(T, isotherm, np, sample, teacher):
     def distil(student, scored_at, steps):
         """Trains; returns curves: what the training saw, the true KL(p_T || q_T), gradient norms."""
         seen, true, norms = [], [], []
-        settings = dict(lr=1e-3, lr_schedule="linear", total_steps=steps, device="cpu")
+        settings = {"lr": 1e-3, "lr_schedule": "linear", "total_steps": steps, "device": "cpu"}
         with isotherm.Policy(student, **settings) as policy:
             for _ in range(steps):
                 completions = sample(policy)
