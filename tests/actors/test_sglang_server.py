@@ -64,6 +64,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @needs_sglang
 def test_a_server_shows_its_keys_to_nobody_and_leaves_nothing_when_its_owner_is_killed(
     tiny_pair: TinyPair, tmp_path: Path

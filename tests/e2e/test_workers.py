@@ -108,6 +108,7 @@ def test_preferences_on_two_workers_with_the_base_as_reference(
         assert steps[-1]["dpo/margin"] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_dead_worker_takes_all_back_to_the_checkpoint(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
