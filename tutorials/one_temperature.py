@@ -101,7 +101,9 @@ def _(T, log_p, log_q, log_q1, plt):
     _figure, _axis = plt.subplots(figsize=(5, 4.5), layout="constrained")
     _axis.scatter(log_p, log_q1, s=8, label="scored at 1", color="#D55E00")
     _axis.scatter(log_p, log_q, s=8, label=f"scored at T = {T}", color="#0072B2")
-    _axis.set(xlabel="student: log p_T", ylabel="teacher's log-prob", title="a student = its teacher")
+    _axis.set(
+        xlabel="student: log p_T", ylabel="teacher's log-prob", title="a student = its teacher"
+    )
     _axis.legend()
     _figure
     return
@@ -135,7 +137,7 @@ def _(T, isotherm, np, sample, teacher):
     def distil(student, scored_at, steps):
         """Trains; returns curves: what the training saw, the true KL(p_T || q_T), gradient norms."""
         seen, true, norms = [], [], []
-        settings = dict(lr=1e-3, lr_schedule="linear", total_steps=steps, device="cpu")
+        settings = {"lr": 1e-3, "lr_schedule": "linear", "total_steps": steps, "device": "cpu"}
         with isotherm.Policy(student, **settings) as policy:
             for _ in range(steps):
                 completions = sample(policy)
