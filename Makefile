@@ -10,12 +10,13 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo show opd-vs-rl test test-all chaos lint bench clean
+.PHONY: help install install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
 	@echo "make show    a recipe with tools, games or documents: TASK=tools|rl_tools|selfplay|condensed"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
+	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings"
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
@@ -52,6 +53,9 @@ show: $(STAMP)
 
 opd-vs-rl: $(STAMP)
 	$(BIN)/python -m cluster.opd_vs_rl out=outputs/opd-vs-rl
+
+tutorials: $(STAMP)
+	$(BIN)/python -m marimo edit tutorials
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

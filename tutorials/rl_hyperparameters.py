@@ -1,0 +1,244 @@
+import marimo
+
+app = marimo.App(width="medium")
+
+
+@app.cell
+def _():
+    import marimo as mo
+
+    mo.md("""
+    # What the settings of RL do
+
+    Groups, advantages, the KL penalty, its discount, substeps: each changed alone, in the same small run. The
+    task is the successor of a digit, "3+1=" and one digit; the student is right two times in five.
+    """)
+    return (mo,)
+
+
+@app.cell
+def _():
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    import isotherm
+    from cluster.demos.arithmetic import Problems, train_tokenizer
+    from distill.models.loading import new_qwen3
+
+    ROOT = Path(tempfile.mkdtemp(prefix="isotherm-tutorial-"))
+    _rows = [{"prompt": f"{digit}+1=", "answer": str(digit + 1)} for digit in range(9)]
+    (ROOT / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _rows))
+
+    def school(name, right, seed):
+        """A model taught by hand, on answers of which a share is right."""
+        untrained = ROOT / f"{name}-untrained"
+        ids = train_tokenizer(untrained, Problems.split(held_out=9, seed=0).held_out).get_vocab()
+        new_qwen3(
+            vocab_size=len(ids),
+            hidden_size=64,
+            layers=1,
+            heads=2,
+            context_length=64,
+            eos_token_id=ids["<eos>"],
+            pad_token_id=ids["<pad>"],
+            seed=seed,
+        ).save_pretrained(untrained)
+        random = np.random.default_rng(seed)
+
+        def demonstration():
+            digit = int(random.integers(0, 9))
+            answer = digit + 1 if random.random() < right else int(random.integers(0, 10))
+            return policy.supervised_row(f"{digit}+1=", str(answer))
+
+        with isotherm.Policy(str(untrained), lr=3e-3, device="cpu") as policy:
+            for _ in range(150):
+                policy.forward_backward([demonstration() for _ in range(32)], loss="cross_entropy")
+                policy.optim_step()
+            return str(policy.export(ROOT / name))
+
+    STUDENT, TEACHER = school("student", 0.4, seed=1), school("teacher", 0.95, seed=2)
+    return ROOT, STUDENT, TEACHER, isotherm, np, plt
+
+
+@app.cell
+def _(ROOT, STUDENT, isotherm, np, plt):
+    def train(name, recipe="rl", **settings):
+        """Curves of a run with these settings changed: a dict of arrays by metric."""
+        run = {
+            "student": STUDENT,
+            "prompts": ROOT / "prompts.jsonl",
+            "out": ROOT / name,
+            "temperature": 1.0,
+            "steps": 20,
+            "prompts_per_step": 9,
+            "group_size": 8,
+            "max_new_tokens": 3,
+            "lr": 1.5e-3,
+            "max_staleness": 0,
+            "eval_size": 0,
+            "engine": "embedded",
+            "device": "cpu",
+            "local": True,
+            "quiet": True,
+        }
+        lines = list(isotherm.run(recipe, **run | settings))
+        return {key: np.array([line.get(key, np.nan) for line in lines]) for key in lines[0]}
+
+    def draw(curves, *metrics):
+        figure, axes = plt.subplots(
+            1, len(metrics), figsize=(4.6 * len(metrics), 3.4), layout="constrained", squeeze=False
+        )
+        for axis, metric in zip(axes[0], metrics, strict=True):
+            for name, curve in curves.items():
+                axis.plot(curve[metric], label=name)
+            axis.set(xlabel="step", title=metric)
+        axes[0][0].legend()
+        return figure
+
+    return draw, train
+
+
+@app.cell
+def _(mo):
+    mo.md("""
+    ## Groups
+
+    A response's advantage is its reward less the mean of its group's. In a group whose members all earn the
+    same there is nothing to learn, and small groups are often so: `reward/constant_groups` is their share. 72
+    samples a step, in groups of 2 and of 8.
+    """)
+    return
+
+
+@app.cell
+def _(draw, train):
+    groups_of_8 = train("groups-of-8", group_size=8, prompts_per_step=9)
+    groups_of_2 = train("groups-of-2", group_size=2, prompts_per_step=36)
+    draw({"2": groups_of_2, "8": groups_of_8}, "reward/mean", "reward/constant_groups")
+    return groups_of_2, groups_of_8
+
+
+@app.cell
+def _(groups_of_2, groups_of_8, mo):
+    _wasted = [curve["reward/constant_groups"].mean() for curve in (groups_of_2, groups_of_8)]
+    assert _wasted[0] > 1.5 * _wasted[1]
+    mo.md(f"""
+    Of the groups of 2, {_wasted[0]:.0%} had one reward on average, and their samples taught nothing; of the groups
+    of 8, {_wasted[1]:.0%}.
+
+    ## Advantages
+
+    `scale_by_std` divides a group's advantages by their standard deviation: a group with one right answer in
+    eight weighs as much as one with four. `baseline=leave_one_out` compares a response with the *other* members
+    alone, which makes every advantage G / (G - 1) as large and leaves its direction.
+    """)
+    return
+
+
+@app.cell
+def _(draw, groups_of_8, train):
+    scaled = train("scaled", scale_by_std=True)
+    left_out = train("left-out", baseline="leave_one_out")
+    advantages = {"mean": groups_of_8, "scale_by_std": scaled, "leave_one_out": left_out}
+    draw(advantages, "reward/mean", "advantage/std", "train/grad_norm")
+    return left_out, scaled
+
+
+@app.cell
+def _(groups_of_8, left_out, mo, scaled):
+    # of the first step, which all of them take from the same samples
+    _plain, _scaled, _left_out = (
+        float(curve["advantage/max"][0]) for curve in (groups_of_8, scaled, left_out)
+    )
+    assert abs(_left_out / _plain - 8 / 7) < 1e-3 and _scaled > 1.5 * _plain
+    mo.md(f"""
+    In the first step, whose samples all three share, the largest advantage is {_plain:.2f}; with `leave_one_out`
+    {_left_out:.2f}, which is 8 / 7 of it; divided by the standard deviation {_scaled:.2f}.
+
+    ## The KL penalty
+
+    `reference_kl_coef` prices the distance from a reference, here from the student as it was: each token pays
+    for being likelier than it was there. Less is learnt, and less is changed.
+    """)
+    return
+
+
+@app.cell
+def _(STUDENT, draw, groups_of_8, train):
+    penalised = train("penalised", reference_kl_coef=0.5, reference=STUDENT)
+    draw({"0": groups_of_8, "0.5": penalised}, "reward/mean", "train/entropy")
+    return (penalised,)
+
+
+@app.cell
+def _(groups_of_8, mo, penalised):
+    _free, _held = (float(c["reward/mean"][-3:].mean()) for c in (groups_of_8, penalised))
+    assert (
+        _held < _free - 0.05 and penalised["train/entropy"][-1] > groups_of_8["train/entropy"][-1]
+    )
+    mo.md(f"""
+    The reward ends at {_free:.2f} without the penalty and at {_held:.2f} with it, and the policy keeps more of its
+    entropy.
+
+    ## The discount of the teacher's term
+
+    In on-policy distillation a token's advantage is log q_T - log p_T of that token, and with
+    `kl_discount_factor` = g also g times that of the next, g^2 of the one after: what it leads to counts, at the
+    price of noise. Two tokens, the digit and the end, are a short chain, so the advantages grow a little and the
+    curves agree.
+    """)
+    return
+
+
+@app.cell
+def _(TEACHER, draw, train):
+    immediate = train("immediate", "opd", teacher=TEACHER)
+    discounted = train("discounted", "opd", teacher=TEACHER, kl_discount_factor=0.9)
+    draw({"0": immediate, "0.9": discounted}, "opd/reverse_kl", "advantage/std")
+    return discounted, immediate
+
+
+@app.cell
+def _(discounted, immediate, mo):
+    _ends = [float(curve["opd/reverse_kl"][-3:].mean()) for curve in (immediate, discounted)]
+    _starts = [float(curve["opd/reverse_kl"][0]) for curve in (immediate, discounted)]
+    assert abs(_starts[0] - _starts[1]) < 1e-4 and max(_ends) < 0.7 * _starts[0]
+    assert discounted["advantage/std"][0] != immediate["advantage/std"][0]
+    mo.md(f"""
+    From {_starts[0]:.2f} nats per token, the reverse KL comes to {_ends[0]:.2f} without future terms and to
+    {_ends[1]:.2f} with them.
+
+    ## Substeps
+
+    `num_substeps` splits a step's groups into so many optimizer updates. The later ones train on samples of a
+    policy that the earlier ones have left: `train/ratio_max` is the largest p / mu among them, 1 where there is
+    one update. More is learnt of the same samples, until the ratios grow too large; `loss=ppo` bounds them.
+    """)
+    return
+
+
+@app.cell
+def _(draw, groups_of_8, train):
+    substeps = train("substeps", num_substeps=3)
+    draw({"1": groups_of_8, "3": substeps}, "reward/mean", "train/ratio_max")
+    return (substeps,)
+
+
+@app.cell
+def _(groups_of_8, mo, substeps):
+    _largest = [float(curve["train/ratio_max"].max()) for curve in (groups_of_8, substeps)]
+    assert abs(_largest[0] - 1) < 1e-3 and _largest[1] > 1.02
+    mo.md(f"""
+    The largest ratio with one update was {_largest[0]:.3f}, and {_largest[1]:.2f} with three.
+
+    `docs/objectives.md` says when to choose what.
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()
