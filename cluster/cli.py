@@ -17,6 +17,10 @@ _COMMANDS = {
         "a run's curves, events and rollouts, token by token, on one HTML page",
     ),
     "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),
+    "sample_to_sft": (
+        "cluster.sample_to_sft",
+        "responses of a stronger or hinted model, or of an endpoint, as data for recipe=sft",
+    ),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
 }
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError
+from distill.errors import ConfigError, DataError
 from learner.digests import disk_remedy
 
 logger = logging.getLogger(__name__)
@@ -144,3 +145,21 @@ def read_lines(path: Path, required: Set[str]) -> list[dict[str, Any]]:
                 "remove the line"
             )
     return found
+
+
+def write_rows(setting: str, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes the file that `setting` names, a row a line; whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"{setting}={path} cannot be written: {error}") from error

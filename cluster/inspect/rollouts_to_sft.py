@@ -14,9 +14,7 @@ own. `text`, `reward`, `step` and `group` are for people; recipe=sft does not re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +24,7 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.inspect.report.run_files import Run, read_run, run_tokenizer, why_no_rollouts
+from cluster.jsonl_log import write_rows
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, KeptTrajectory
 from distill.chat.token_text import decode
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -75,7 +74,7 @@ def rollouts_to_sft(config: RolloutsToSftConfig, console: Console) -> None:
         raise ConfigError(f"data={data} holds the rollouts themselves; name another file")
     taken = _qualifying(run, config)
     rows = list(_rows(taken, _tokenizer(run)))
-    _write(data, rows)
+    write_rows("data", data, rows)
     console.print(_summary(run, taken, rows, data), highlight=False, markup=False)
 
 
@@ -140,20 +139,6 @@ def _rows(taken: Sequence[_Taken], tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 def _trained(segment: KeptSegment) -> dict[str, Any]:
     return {"tokens": list(segment.tokens_T), "loss_mask": [list(run) for run in segment.actions]}
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the file atomically: whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise ConfigError(f"data={path} cannot be written: {error}") from error
 
 
 def _summary(run: Run, taken: Sequence[_Taken], rows: Sequence[dict[str, Any]], data: Path) -> str:

@@ -25,6 +25,7 @@ from distill.envs.base import Env, StepResult
 from distill.text.condense import Condenser, condense_history
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
+from distill.tools.read_block import Blocks, ReadBlock
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:
@@ -111,12 +112,14 @@ class ChatLimits:
 class Condensing:
     """Condenses a history when the next observation exceeds the limit: see `condense_history`.
 
-    `condenser` is made of the models that may be asked.
+    `condenser` is made of the models that may be asked. `recall`: the model has a tool by which it
+    reads what was condensed.
     """
 
     condenser: Callable[[Mapping[str, Sampler]], Condenser]
     max_tokens: int
     keep_last: int
+    recall: bool = False
 
     async def __call__(
         self,
@@ -124,6 +127,7 @@ class Condensing:
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[Mapping[str, Any]],
         models: Mapping[str, Sampler],
+        blocks: Blocks | None = None,
     ) -> Sequence[Message]:
         return await condense_history(
             messages,
@@ -132,6 +136,7 @@ class Condensing:
             max_tokens=self.max_tokens,
             keep_last=self.keep_last,
             tools=tools or None,
+            keep_blocks=None if blocks is None else blocks.keep,
         )
 
 
@@ -159,6 +164,15 @@ _TOOL_COUNTS = (
 )  # fmt: skip
 
 
+def offered_tools(
+    env: MessageEnv, setting: ChatSetting, blocks: Blocks | None = None
+) -> list[Tool]:
+    """The environment's tools, and read_block where what is condensed can be read."""
+    if setting.condensing is None or not setting.condensing.recall:
+        return list(env.tools)
+    return [*env.tools, ReadBlock(blocks or Blocks(setting.tokenizer))]
+
+
 class ChatEnv(Env):
     """A `MessageEnv` as tokens."""
 
@@ -175,14 +189,18 @@ class ChatEnv(Env):
         self._teacher_context = teacher_context
         self._max_tokens = setting.limits.max_tokens
         self.starts = env.starts
-        self._tools = {tool.name: tool for tool in env.tools}
+        recalls = setting.condensing is not None and setting.condensing.recall
+        self._blocks = Blocks(setting.tokenizer) if recalls else None
+        offered = offered_tools(env, setting, self._blocks)
+        self._tools = {tool.name: tool for tool in offered}
+        self._schemas = [tool.schema for tool in offered]
         self._conversation: Conversation | None = None
         self._started = time.monotonic()
         self._turns = 0
         self._counts: dict[str, float] = {"cut_turns": 0.0}
         if setting.condensing:
             self._counts["condensed"] = 0.0
-        if env.tools:
+        if offered:
             self._counts |= dict.fromkeys(_TOOL_COUNTS, 0.0)
 
     async def initial_observation(self) -> TokenArray | None:
@@ -193,7 +211,7 @@ class ChatEnv(Env):
         self._conversation = Conversation(
             self._setting.tokenizer,
             messages,
-            tools=[tool.schema for tool in self._env.tools],
+            tools=self._schemas,
             tool_format=self._setting.tool_format,
         )
         self._started = time.monotonic()
@@ -279,10 +297,9 @@ class ChatEnv(Env):
         condensing = self._setting.condensing
         if condensing is None:
             return  # the engine refuses a prompt without room for an answer
-        schemas = [tool.schema for tool in self._env.tools]
-        messages = self.conversation.messages
+        messages, tokenizer = self.conversation.messages, self._setting.tokenizer
         self.conversation.replace(
-            await condensing(messages, self._setting.tokenizer, schemas, self.models)
+            await condensing(messages, tokenizer, self._schemas, self.models, self._blocks)
         )
         self._counts["condensed"] += 1
 

@@ -23,7 +23,14 @@ from distill.envs.base import (
     Episode,
     only_teacher,
 )
-from distill.envs.chat import ChatEnv, ChatLimits, ChatSetting, Condensing, MessageEnv
+from distill.envs.chat import (
+    ChatEnv,
+    ChatLimits,
+    ChatSetting,
+    Condensing,
+    MessageEnv,
+    offered_tools,
+)
 from distill.errors import ConfigError
 from distill.sampling import EvalSampling
 from distill.text.condense import (
@@ -35,6 +42,7 @@ from distill.text.condense import (
 )
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits
+from distill.tools.read_block import Blocks, ReadBlock
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
@@ -180,6 +188,11 @@ class ChatConfig(EnvConfig):
         default=None, doc="tokens of a condensed history; default: half of max_tokens"
     )
     keep_last: int = chz.field(default=_KEEP_LAST, doc="last messages that are never condensed")
+    recall: bool = chz.field(
+        default=False,
+        doc="what was condensed is listed as <block_N>, message by message, and the model has a "
+        "tool, read_block, that shows one in full",
+    )
     condenser_tokens: int | None = chz.field(
         default=None,
         doc="condenser=model: most tokens of an answer, thinking and all; default: max_new_tokens",
@@ -205,7 +218,11 @@ class ChatConfig(EnvConfig):
                 f"env.malformed_penalty={self.malformed_penalty} must not be negative: it is taken"
             )
         if self.condenser is None:
-            for name, default in (("condense_to", None), ("keep_last", _KEEP_LAST)):
+            for name, default in (
+                ("condense_to", None),
+                ("keep_last", _KEEP_LAST),
+                ("recall", False),
+            ):
                 if getattr(self, name) != default:
                     raise ConfigError(
                         f"env.{name}={getattr(self, name)} changes nothing without env.condenser; "
@@ -243,7 +260,9 @@ class ChatConfig(EnvConfig):
             ConfigError: limits that leave no room, a template without tools where there are, or
                 settings of tools where there are none.
         """
-        tools = self.toolbox()
+        tools = [*self.toolbox()]
+        if self.recall:
+            tools.append(ReadBlock(Blocks(setting.tokenizer)))
         if not tools:
             self._refuse_tool_settings()
         return ChatSetting(
@@ -297,6 +316,7 @@ class ChatConfig(EnvConfig):
             condenser=self._condenser(setting, target),
             max_tokens=target,
             keep_last=self.keep_last,
+            recall=self.recall,
         )
 
     def _condenser(
@@ -368,7 +388,7 @@ class ChatEnvConfig(ChatConfig):
             if chat.condensing is None:
                 require_room(what, length, chat, setting.max_new_tokens)
             elif length >= chat.limits.max_tokens:
-                asyncio.run(_condensed(problem.make(), chat.condensing, setting.tokenizer))
+                asyncio.run(_condensed(problem.make(), chat, chat.condensing))
         unnamed = any(not problem.teacher for problem in problems_P)
         return ChatDataset(
             problems_P,
@@ -387,20 +407,18 @@ class ChatEnvConfig(ChatConfig):
             )
 
 
-async def _condensed(
-    env: MessageEnv, condensing: Condensing, tokenizer: PreTrainedTokenizerBase
-) -> None:
+async def _condensed(env: MessageEnv, chat: ChatSetting, condensing: Condensing) -> None:
     """Raises DataError if what an episode begins with cannot be condensed."""
     # What must stay is what can be too long, and is the same for every condenser.
-    keywords = KeywordCondenser(tokenizer=tokenizer)
+    keywords = KeywordCondenser(tokenizer=chat.tokenizer)
     by_keywords = replace(condensing, condenser=partial(_given, keywords))
-    schemas = [tool.schema for tool in env.tools]
-    await by_keywords(env.initial_messages(), tokenizer, schemas, {})
+    schemas = [tool.schema for tool in offered_tools(env, chat)]
+    await by_keywords(env.initial_messages(), chat.tokenizer, schemas, {})
 
 
 def first_length(env: MessageEnv, chat: ChatSetting) -> int:
     """Tokens that the model sees before its first turn."""
-    schemas = [tool.schema for tool in env.tools]
+    schemas = [tool.schema for tool in offered_tools(env, chat)]
     return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas or None))
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Before the condensed history, in the user message that stands for it.
 SUMMARY_PREFIX = "Summary of the conversation so far: "
+# Between the summary and the list of what can be read in full.
+IN_FULL = "\n\nIn full, by the tool read_block:\n"
 # Between pieces that were not neighbours.
 GAP = "\n[...]\n"
 INSTRUCTION = (
@@ -260,6 +262,7 @@ async def condense_history(
     max_tokens: int,
     keep_last: int,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    keep_blocks: Callable[[Sequence[Message], int], str] | None = None,
 ) -> list[Message]:
     """The messages, of which the model sees at most `max_tokens` tokens, generation prompt and all.
 
@@ -267,6 +270,8 @@ async def condense_history(
     calls that tool results among these answer. One user message stands for all between, with the
     latest user message that stays as its focus: `SUMMARY_PREFIX` and what the condenser says. Where
     a template wants user and assistant by turns, `keep_last` is even when the user spoke last.
+    `keep_blocks` keeps what was condensed, and lists it in so many tokens, at most half of those
+    that there are for the summary; the list stands behind it.
 
     Raises:
         DataError: what must stay exceeds `max_tokens`; the template refuses the messages; or as of
@@ -290,9 +295,14 @@ async def condense_history(
             f"with {_content_tokens(tokenizer, tail)}, and what the template adds; give more "
             "tokens, a shorter system prompt, or a smaller keep_last"
         )
-    budget, summary = max_tokens - fixed, ""
-    if budget:
-        text = "\n\n".join(map(_transcript, middle))
+    budget, summary, listed = max_tokens - fixed, "", ""
+    if keep_blocks is not None and middle:
+        room = budget // 2 - count_tokens(tokenizer, IN_FULL)
+        if listing := keep_blocks(middle, max(0, room)):
+            listed = IN_FULL + listing
+            budget -= count_tokens(tokenizer, listed)
+    if budget > 0:
+        text = "\n\n".join(map(transcript, middle))
         try:
             summary = await condenser(text, focus=_focus(tail or messages), max_tokens=budget)
         except DataError as error:
@@ -301,11 +311,14 @@ async def condense_history(
                 f"and what a summary of the rest needs ({error})"
             ) from error
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
-    condensed = [*head, _summary_message(summary), *tail]
+    condensed = [*head, _summary_message(summary + listed), *tail]
     while (excess := num_tokens(condensed) - max_tokens) > 0:
         budget -= excess  # beside what the template writes, text may take more than on its own
+        if budget <= 0 and listed:
+            budget += count_tokens(tokenizer, listed)
+            listed = ""
         summary = cut_text(summary, tokenizer=tokenizer, max_tokens=budget)
-        condensed = [*head, _summary_message(summary), *tail]
+        condensed = [*head, _summary_message(summary + listed), *tail]
     return condensed
 
 
@@ -320,13 +333,21 @@ def _parted(
     return list(messages[:head]), list(messages[head:stays]), list(messages[stays:])
 
 
+def is_summary(message: Message) -> bool:
+    """True of the message that stands for what was condensed before."""
+    content = str(message.get("content") or "")
+    return message["role"] == "user" and content.startswith(SUMMARY_PREFIX)
+
+
 def _summary_message(summary: str) -> Message:
     return {"role": "user", "content": SUMMARY_PREFIX + summary}
 
 
-def _transcript(message: Message) -> str:
+def transcript(message: Message) -> str:
     """A message as text; of what was condensed before, the summary alone."""
-    content = str(message.get("content") or "").removeprefix(SUMMARY_PREFIX)
+    content = str(message.get("content") or "")
+    if is_summary(message):
+        content = content.removeprefix(SUMMARY_PREFIX).partition(IN_FULL)[0]
     calls = [
         json.dumps(c.get("function", c), ensure_ascii=False)
         for c in message.get("tool_calls") or ()

@@ -582,6 +582,7 @@ def test_processes_that_are_spawned_load_the_plugin(served_spawned: Served) -> N
     _check_mixed(served_spawned, _mixed_asks(0))
 
 
+@pytest.mark.slow
 @needs_sglang
 def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
     """Prompts prefilled in several passes, and each pass's logits computed in several chunks."""

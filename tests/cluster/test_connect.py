@@ -163,6 +163,7 @@ def test_an_address_of_another_kind_is_refused(
         raise AssertionError("joined")
 
 
+@pytest.mark.slow
 def test_the_token_decides_who_gets_in(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("a" * 64)

@@ -224,6 +224,7 @@ def test_an_actor_without_a_place_is_not_late(new_house: Callable[..., House]) -
     house.until(lambda: member.beat is not None)
 
 
+@pytest.mark.slow
 def test_an_actor_that_ray_makes_again_keeps_its_place(new_house: Callable[..., House]) -> None:
     house = new_house(hang_after_s=4, restarted_by_ray=True)
     handle = ray.remote(Plain).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()

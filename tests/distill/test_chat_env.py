@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,12 @@ from distill.rewards.model_reward import REWARD_MODEL, Conversation, ModelReward
 from distill.rewards.registry import last_number
 from distill.rewards.token_rewards import phrase_bonuses
 from distill.sampling import TrainSampling
+from distill.text.chunks import count_tokens
+from distill.text.condense import SUMMARY_PREFIX
 from distill.tokenizer import load_tokenizer
-from distill.tools.base import Tool
+from distill.tools.base import Tool, ToolError
 from distill.tools.load import load_tools
+from distill.tools.read_block import Blocks
 from distill.types import Segment, StopReason
 from tests.samples import TEMPERATURE
 from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
@@ -404,6 +408,53 @@ def test_the_policy_itself_may_condense(tokenizer: PreTrainedTokenizerBase) -> N
     assert turns < len(policy.seen)
 
 
+def test_what_was_condensed_can_be_read_back(tokenizer: PreTrainedTokenizerBase) -> None:
+    """By number and in full, as a message of a tool's."""
+    secret = "7" * 90
+    dataset = Echoes(
+        words=secret, max_tokens=400, condenser="keywords", condense_to=330, keep_last=1,
+        recall=True, tool_max_tokens=120,
+    )(None, setting(tokenizer, context_length=600))  # fmt: skip
+    read: list[int] = []
+
+    def script(_turn: int, seen: str) -> str:
+        listed = [int(found) for found in re.findall(r"<block_(\d+)>", seen)]
+        if listed and not read:
+            read.append(min(listed))
+            return call("read_block", {"number": read[-1]})
+        return "4" * 44
+
+    policy = Scripted(tokenizer, script)
+    made = trajectory(dataset, policy)
+    assert made.metrics["condensed"] >= 1 and made.metrics["tool_calls"] == 1
+    assert made.metrics["tool_errors"] == 0 and read == [1]
+    assert "read_block" in policy.seen[0], "the tool is offered from the beginning"
+    condensed = next(seen for seen in policy.seen if "<block_1>" in seen)
+    assert "In full, by the tool read_block" in condensed and secret not in condensed
+    after = policy.seen[policy.seen.index(condensed) + 1]
+    assert f"user: {secret}" in after
+    assert all(len(request.prompt_tokens_T) < 400 for request in policy.requests)
+
+
+def test_blocks_are_listed_within_their_budget(tokenizer: PreTrainedTokenizerBase) -> None:
+    blocks = Blocks(tokenizer)
+    said = [{"role": "user", "content": str(i) * 60} for i in range(1, 10)]
+    summary = {"role": "user", "content": SUMMARY_PREFIX + "before"}
+    for budget in (0, 5, 60, 300, 5000):
+        listed = Blocks(tokenizer).keep([summary, *said], budget)
+        assert count_tokens(tokenizer, listed) <= budget
+    whole = blocks.keep([summary, *said[:4]], 5000)
+    assert whole.splitlines()[0].startswith("<block_1> user: 1111") and whole.count("\n") == 3
+    later = blocks.keep(said[4:], 300)
+    first, *rest = later.splitlines()
+    assert re.fullmatch(r"<block_1> to <block_\d>", first)
+    assert rest[-1].startswith("<block_9> user: 9")
+    assert blocks.read(9) == f"user: {'9' * 60}"
+    for number in (0, 10):
+        with pytest.raises(ToolError, match=f"there is no block {number}; there are 9"):
+            blocks.read(number)
+
+
 def test_a_condenser_has_a_budget_a_temperature_and_a_prompt_of_its_own(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -454,6 +505,7 @@ def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
         ({"time_s": 0}, r"env\.time_s=0 must be above 0"),
         ({"malformed_penalty": -1}, r"env\.malformed_penalty=-1 must not be negative"),
         ({"condense_to": 9}, r"env\.condense_to=9 changes nothing without env\.condenser"),
+        ({"recall": True}, r"env\.recall=True changes nothing without env\.condenser"),
         ({"keep_last": 3}, r"env\.keep_last=3 changes nothing without env\.condenser"),
         (
             {"condenser_tokens": 3},

@@ -176,6 +176,7 @@ def test_a_checkpoint_is_evaluated_by_it(
     assert [each["correct"] for each in made["responses"]] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -27,6 +27,7 @@ def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,0 +1,338 @@
+"""`python -m cluster.sample_to_sft model=DIR prompts=FILE data=OUT.jsonl`: responses as SFT rows.
+
+Rejection sampling from a stronger model, or from one that is shown a hint: every prompt is answered
+some times, a reward judges, and what earns `min_reward` is written down as rows for recipe=sft,
+
+    {"messages": [..., {"role": "assistant", "content": "..."}], "reward": 1.0, "line": 3}
+    {"prompt": "...", "completion": "...", "reward": 1.0, "line": 4}
+
+The model is a checkpoint, on an engine of this process, or an OpenAI-compatible endpoint
+(model=http://host:port/v1 name=MODEL), which sees chats. With `hinted=True` it is shown a row's
+`teacher_messages` or `teacher_prompt` in place of the prompt, and the row that is written has the
+prompt alone: the hint is stripped. Responses that were cut off are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import chz
+from rich.console import Console
+from rich.progress import Progress
+
+from actors.config import running_engines
+from actors.envs.judge import together
+from actors.rollout.chat_endpoint import Answer, chat_endpoint
+from actors.sglang.address import is_url
+from cluster.command import run_command
+from cluster.config.common import LocalEngineConfig
+from cluster.config.evaluation import LengthSettings
+from cluster.config.rows import unweighted_sources
+from cluster.early_ends import RunFailed
+from cluster.jsonl_log import write_rows
+from distill.chat.template import (
+    Message,
+    check_messages,
+    check_text,
+    check_tools,
+    render_messages,
+    render_text,
+)
+from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.columns import PromptColumns
+from distill.data.row_files import located
+from distill.data.row_reader import RowReader
+from distill.engine import GenerateRequest
+from distill.errors import ConfigError, DataError
+from distill.rewards.model_reward import ModelReward
+from distill.rewards.registry import (
+    DEFAULT_REWARD,
+    RewardFunction,
+    check_answer,
+    judge,
+    load_reward,
+)
+from distill.sampling import EvalSampling
+from distill.settings import ESSENTIAL, Section, values_of
+from distill.stops import StopSettings
+from distill.tokenizer import load_tokenizer, trained_model
+from distill.types import StopReason
+
+Respond = Callable[["Asked"], Awaitable[list[Answer]]]
+
+
+@chz.chz
+class SampleToSftConfig(
+    PromptColumns, ChatTemplateSettings, StopSettings, LengthSettings, LocalEngineConfig
+):
+    """Samples responses, and writes those that a reward likes as rows for recipe=sft."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    model: str = chz.field(
+        munger=lambda _config, path: path if is_url(path) else trained_model(path),
+        doc="who answers: a checkpoint (or a run's directory), or http://host:port/v1 of an "
+        "OpenAI-compatible endpoint (its key in ISOTHERM_ENDPOINT_API_KEY)",
+        metadata=ESSENTIAL,
+    )
+    name: str | None = chz.field(default=None, doc="the model's name at the endpoint")
+    prompts: str = chz.field(
+        doc="sources of rows, as prompts= of recipe=opd takes them", metadata=ESSENTIAL
+    )
+    data: str = chz.field(
+        doc="the file to write, .jsonl; one that is there already is replaced", metadata=ESSENTIAL
+    )
+    hinted: bool = chz.field(
+        default=False,
+        doc="show the model a row's teacher_messages or teacher_prompt in place of the prompt; "
+        "what is written has the prompt alone",
+    )
+    temperature: float = chz.field(default=1.0, doc="of the samples; 0 is greedy")
+    top_p: float = chz.field(default=1.0, doc="nucleus of the samples; 1 is off")
+    samples: int = chz.field(default=1, doc="responses to each prompt")
+    reward: str | None = chz.field(
+        default=None, doc="what a response earns, as of recipe=rl; default: exact_match"
+    )
+    min_reward: float = chz.field(
+        default=1.0, doc="what a response must earn, where its prompt has an `answer`"
+    )
+    keep: Literal["all", "best"] = chz.field(
+        default="all", doc="of a prompt's responses that qualify: all that differ, or the best"
+    )
+    seed: int = chz.field(default=0, doc="of the samples of a checkpoint")
+    timeout_s: float = chz.field(default=300.0, doc="longest an endpoint may take, seconds")
+    max_concurrent: int = chz.field(default=16, doc="most requests at an endpoint at once")
+
+    @chz.validate
+    def _sampling_is_consistent(self) -> None:
+        if Path(self.data).suffix != ".jsonl":
+            raise ConfigError(f"data={self.data} must end in .jsonl: one JSON object per line")
+        if is_url(self.model) != (self.name is not None):
+            raise ConfigError(
+                f"model={self.model} with name={self.name}: an endpoint's model has a name, and a "
+                "checkpoint has none"
+            )
+        for name in ("samples", "max_concurrent"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0")
+        if self.samples > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"samples={self.samples} with temperature=0 would all be the same; give a "
+                "temperature above 0"
+            )
+        unweighted_sources("prompts", self.prompts)
+        self.sampling()
+
+    def sampling(self) -> EvalSampling:
+        return EvalSampling(
+            temperature=self.temperature, max_new_tokens=self.max_new_tokens, top_p=self.top_p
+        )
+
+    def reward_function(self) -> RewardFunction:
+        """Raises ConfigError for one that no response alone can be judged by."""
+        reward = load_reward(self.reward or DEFAULT_REWARD)
+        if isinstance(reward, ModelReward):
+            raise ConfigError(
+                f"reward={self.reward}: reward models judge runs and evaluations; give a function"
+            )
+        return reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A prompt as the model sees it, and as it is written."""
+
+    where: str
+    line: int
+    shown: str | Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    written: Mapping[str, Any]
+    answer: str | None
+
+
+def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
+    """Samples, judges and writes.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: before anything is sampled.
+        EngineError: an endpoint does not answer. Nothing is written.
+        RunFailed: no response qualifies.
+    """
+    reward = config.reward_function()
+    read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
+    asked = [
+        _asked(config, reward, f"{source.place}:{number}", number, row)
+        for source in unweighted_sources("prompts", config.prompts)
+        for number, row in read(source.place)
+    ]
+    read.require_columns()
+    rows = asyncio.run(_rows(config, reward, asked, console))
+    if not rows:
+        failed = RunFailed(
+            f"none of the responses to {len(asked)} prompts ended by itself with a reward of at "
+            f"least min_reward={config.min_reward:g}; nothing is written"
+        )
+        failed.remedy = "Lower it, raise samples= or max_new_tokens=, or give hints (hinted=True)"
+        raise failed
+    write_rows("data", Path(config.data), rows)
+    answered = len({(row["source"], row["line"]) for row in rows})
+    console.print(
+        f"{len(rows)} responses to {answered} of {len(asked)} prompts are in {config.data}",
+        highlight=False,
+        markup=False,
+    )
+
+
+def _asked(
+    config: SampleToSftConfig,
+    reward: RewardFunction,
+    where: str,
+    line: int,
+    row: Mapping[str, Any],
+) -> Asked:
+    with located(where):
+        plain = _shown(row, "")
+        if plain is None:
+            raise DataError("give `prompt` (a string) or `messages` (chat format)")
+        shown = _shown(row, "teacher_") if config.hinted else plain
+        if shown is None:
+            raise DataError(
+                "hinted=True shows `teacher_messages` or `teacher_prompt`, and the row has neither"
+            )
+        tools = check_tools(row)
+        written: dict[str, Any] = {"prompt": plain}
+        if not isinstance(plain, str):
+            written = {"messages": list(plain)} | ({"tools": tools} if tools else {})
+        answer = None if row.get("answer") is None else str(row["answer"])
+        check_answer(reward, answer)
+        return Asked(
+            where=where, line=line, shown=shown, tools=tools, written=written, answer=answer
+        )
+
+
+def _shown(row: Mapping[str, Any], prefix: str) -> str | list[Message] | None:
+    text, messages = f"{prefix}prompt", f"{prefix}messages"
+    if row.get(messages) is not None:
+        return check_messages(row[messages], messages)
+    return None if row.get(text) is None else check_text(row, text)
+
+
+async def _rows(
+    config: SampleToSftConfig, reward: RewardFunction, asked: Sequence[Asked], console: Console
+) -> list[dict[str, Any]]:
+    """Rows of all prompts, in order."""
+    async with _responder(config) as respond:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("sampling", total=len(asked))
+
+            async def one(each: Asked) -> list[dict[str, Any]]:
+                rows = await _judged(config, reward, each, await respond(each))
+                progress.advance(task)
+                return rows
+
+            made = await together(*(one(each) for each in asked))
+    return [row for rows in made for row in rows]
+
+
+async def _judged(
+    config: SampleToSftConfig, reward: RewardFunction, asked: Asked, answers: Sequence[Answer]
+) -> list[dict[str, Any]]:
+    """Rows of the responses that qualify, the best first."""
+    texts = dict.fromkeys(each.text for each in answers if each.ended and each.text)
+    found: list[tuple[float | None, str]] = []
+    for text in texts:
+        earned = None if asked.answer is None else await judge(reward, text, asked.answer)
+        if earned is None or earned >= config.min_reward:
+            found.append((earned, text))
+    found.sort(key=lambda pair: -(pair[0] or 0.0))
+    source = asked.where.rpartition(":")[0]
+    return [
+        {**_completed(asked.written, text), "reward": earned, "source": source, "line": asked.line}
+        for earned, text in (found[:1] if config.keep == "best" else found)
+    ]
+
+
+def _completed(written: Mapping[str, Any], text: str) -> dict[str, Any]:
+    if "prompt" in written:
+        return {**written, "completion": text}
+    said = {"role": "assistant", "content": text}
+    return {**written, "messages": [*written["messages"], said]}
+
+
+@asynccontextmanager
+async def _responder(config: SampleToSftConfig) -> AsyncIterator[Respond]:
+    make = _by_checkpoint if config.name is None else _by_endpoint
+    async with make(config) as respond:
+        yield respond
+
+
+@asynccontextmanager
+async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
+    assert config.name is not None
+    async with chat_endpoint(
+        config.model,
+        config.name,
+        timeout_s=config.timeout_s,
+        max_concurrent=config.max_concurrent,
+    ) as endpoint:
+
+        async def respond(asked: Asked) -> list[Answer]:
+            shown = asked.shown
+            chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+            sampling = config.sampling()
+            return [
+                await endpoint.answer(chat, sampling, asked.tools) for _ in range(config.samples)
+            ]
+
+        yield respond
+
+
+@asynccontextmanager
+async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
+    from distill.models.loading import ends_of  # transformers: not for --help
+
+    tokenizer = load_tokenizer(config.model)
+    stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
+    tokenizer = config.choose_template(tokenizer)
+    async with running_engines(config.engine_config(config.model, stops)) as (engine,):
+
+        async def respond(asked: Asked) -> list[Answer]:
+            with located(asked.where):
+                if isinstance(asked.shown, str):
+                    prompt_T = render_text(tokenizer, asked.shown)
+                else:
+                    prompt_T = render_messages(tokenizer, asked.shown, tools=asked.tools)
+                samples = await engine.generate(
+                    GenerateRequest(
+                        prompt_tokens_T=prompt_T,
+                        sampling=config.sampling(),
+                        num_samples=config.samples,
+                        seed=config.seed + asked.line,
+                    )
+                )
+            return [
+                Answer(
+                    str(tokenizer.decode(each.tokens_T.tolist(), skip_special_tokens=True)),
+                    each.stop_reason is StopReason.EOS,
+                )
+                for each in samples
+            ]
+
+        yield respond
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(SampleToSftConfig, sample_to_sft, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

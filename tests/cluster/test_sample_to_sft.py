@@ -1,0 +1,138 @@
+"""Rows for SFT, sampled from a checkpoint and from an endpoint; hints stay out of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config.checks import check_sft
+from cluster.config.supervised import SftConfig
+from cluster.sample_to_sft import main
+from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
+from tests.tiny import TinyPair
+
+
+def short(response: str, answer: str) -> float:
+    return float(len(response) <= int(answer))
+
+
+def write(path: Path, *rows: Mapping[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedJudge]:
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
+    with running_judge() as server:
+        yield server
+
+
+def test_a_checkpoint_s_short_answers_become_rows(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": f"{a} + 1 =", "answer": 20} for a in range(4)),
+        {"prompt": "say"},
+    )
+    data = tmp_path / "rows.jsonl"
+    asked = [
+        f"model={tiny_pair.student}", f"prompts={prompts}", f"data={data}", "samples=8",
+        "max_new_tokens=64", f"reward={__name__}:short", "engine=embedded",
+    ]  # fmt: skip
+    assert main(asked) == 0, capsys.readouterr().err
+    rows = rows_of(data)
+    assert rows and {row["prompt"] for row in rows} <= {"say", *(f"{a} + 1 =" for a in range(4))}
+    for row in rows:
+        if row["prompt"] == "say":
+            assert row["reward"] is None
+        else:
+            assert row["reward"] == 1.0 and len(row["completion"]) <= 20
+    again = tmp_path / "again.jsonl"
+    assert main([*asked, f"data={again}"]) == 0
+    assert rows_of(again) == rows, "the seed decides"
+    assert main([*asked, f"data={again}", "keep=best"]) == 0
+    best = rows_of(again)
+    assert len(best) == len({row["line"] for row in rows}) and all(row in rows for row in best)
+    inputs = check_sft(
+        SftConfig(model=tiny_pair.student, data=str(data), out=str(tmp_path / "o"), batch_size=1)
+    )
+    assert len(inputs.rows_D) == len(rows)
+
+
+def test_an_endpoint_sees_the_hint_and_the_row_does_not(
+    endpoint: ScriptedJudge, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.script = lambda text, _given: "7" if "hint" in text else "8"
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "3 + 4?"}]
+    shown = [*chat[:1], {"role": "user", "content": "3 + 4? (hint: 7)"}]
+    prompts = write(
+        tmp_path / "prompts.jsonl",
+        {"messages": chat, "teacher_messages": shown, "answer": "7"},
+        {"prompt": "2 + 5?", "teacher_prompt": "2 + 5? (hint: 7)", "answer": "7"},
+    )
+    data = tmp_path / "rows.jsonl"
+    asked = [
+        f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", f"data={data}",
+        "samples=2", "temperature=0.5", "max_new_tokens=9",
+    ]  # fmt: skip
+    assert main(asked) == 1
+    assert "none of the responses to 2 prompts" in capsys.readouterr().err
+    assert not data.exists()
+    assert main([*asked, "hinted=True"]) == 0, capsys.readouterr().err
+    first, second = rows_of(data)
+    assert first["messages"] == [*chat, {"role": "assistant", "content": "7"}]
+    assert (second["prompt"], second["completion"]) == ("2 + 5?", "7")
+    assert "(hint" not in data.read_text()
+    body = endpoint.bodies[-1]
+    assert (body["temperature"], body["max_tokens"], body["model"]) == (0.5, 9, MODEL)
+    endpoint.finish_reason = "length"
+    assert main([*asked, "hinted=True"]) == 1, "what was cut off is no row"
+
+
+def test_an_endpoint_that_refuses_is_named_without_its_key(
+    endpoint: ScriptedJudge,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "another-key")
+    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    data = tmp_path / "rows.jsonl"
+    assert (
+        main([f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", f"data={data}"]) == 1
+    )
+    said = capsys.readouterr().err
+    assert endpoint.url in said and "ISOTHERM_ENDPOINT_API_KEY is set" in said
+    assert "another-key" not in said and not data.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "rows.txt"}, "data=rows.txt must end in .jsonl"),
+        ({"model": "http://h:1/v1"}, "an endpoint's model has a name"),
+        ({"name": "x"}, "a checkpoint has none"),
+        ({"samples": "0"}, "samples=0 must be at least 1"),
+        ({"samples": "2", "temperature": "0"}, "would all be the same"),
+        ({"reward": "model:m"}, "reward models judge runs and evaluations"),
+        ({"prompts": "a.jsonl:2,b.jsonl"}, "weights change nothing"),
+        ({"hinted": "True"}, "the row has neither"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
+) -> None:
+    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    given = {"model": "m", "prompts": str(prompts), "data": str(tmp_path / "rows.jsonl")} | changes
+    assert main([f"{name}={value}" for name, value in given.items()]) in (1, 2)
+    assert message in capsys.readouterr().err
