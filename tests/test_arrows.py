@@ -38,7 +38,7 @@ ORDER = {
         "placement", "supervision",
         "handshake", "weights", "hosts", "runtime", "recipes", "command", "inspect/report",
         "inspect", "demos", "train", "evaluate", "calibrate", "cli", "report", "audit",
-        "story", "rollouts_to_sft", "demo", "show", "opd_vs_rl",
+        "story", "rollouts_to_sft", "sample_to_sft", "demo", "show", "opd_vs_rl",
     ],
     "isotherm": ["shadowing", "losses", "sampler", "policy", "runs", "__main__"],
 }  # fmt: skip

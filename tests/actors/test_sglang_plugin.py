@@ -637,6 +637,7 @@ def test_unscaled_logprobs_come_along_on_request(served: Served) -> None:
         assert meta.get(plugin.UNSCALED_KEY) in (None, [], [None])
 
 
+@pytest.mark.slow
 @needs_sglang
 def test_stock_is_off_and_does_not_say_so(served: Served, served_stock: Served) -> None:
     """If this fails, SGLang has changed, and the plugin may have to step aside."""

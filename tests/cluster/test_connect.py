@@ -123,6 +123,7 @@ def test_an_autoscaler_is_noticed(tmp_path: Path, version: int) -> None:
         assert join(head.address)["autoscales"] is True
 
 
+@pytest.mark.slow
 def test_without_an_address_ray_starts_here_with_a_cpu_for_every_actor() -> None:
     facts = join(None)
     assert facts["cpus"] == max(os.cpu_count() or 1, 5) and facts["autoscales"] is False
@@ -135,6 +136,7 @@ def test_an_initialised_ray_is_used_and_left_alone(ray_cluster: None) -> None:
     assert ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_an_address_where_nothing_answers_is_refused() -> None:
     with closing(socket.socket()) as taken:
         taken.bind((HOST, 0))  # and does not listen

@@ -86,7 +86,9 @@ def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
     made.supervisor.end_all()
 
 
-@pytest.mark.parametrize("way", ["dies", "waits", "holds the interpreter"])
+@pytest.mark.parametrize(
+    "way", ["dies", "waits", pytest.param("holds the interpreter", marks=pytest.mark.slow)]
+)
 def test_a_second_end_in_the_same_code_ends_the_run_by_its_name(house: House, way: str) -> None:
     with pytest.raises(RunFailed) as failed:
         house.evaluate(way)
