@@ -1,19 +1,24 @@
 """The set of prompt groups that some weights were trained on: the state behind exactly once.
 
-A group id is the prompt's position in the run's seeded stream. Groups are trained in order of id,
-but for those that were set aside because they could not be made; so a watermark and the set-aside
-ids below it say all.
+A group id is the prompt's position in the run's seeded stream. Steps take groups about in order of
+id, and set aside those that could not be made; so a watermark, the set-aside ids below it and the
+few trained ids above it say all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from distill.errors import CheckpointError
 from distill.types import TrajectoryGroup
+
+# Which groups a step takes (cluster/queue/step_rules.py), and what becomes of those that cannot be
+# trained in time.
+StepRuleName = Literal["in_order", "due_first"]
+Overdue = Literal["wait", "late"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,25 +39,44 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Taken:
-    """A step's groups in order of id, and the reason of each id between them that was set aside."""
+    """A step's groups in order of id.
+
+    Attributes:
+        set_aside: ids that are accounted for with them, and were not trained: why not.
+        overdue: groups that are older than the run's `max_staleness`.
+    """
 
     groups_P: list[TrajectoryGroup]
     set_aside: dict[int, str]
+    overdue: int = 0
 
 
 class TrainedGroups:
-    """The prompt groups that a set of weights accounts for: every id below `watermark`.
+    """The prompt groups that a set of weights accounts for. Immutable.
 
-    Each was trained, but for those set aside. `group_id in trained` is true of the trained ones,
-    and `len(trained)` counts them.
+    Every id below `watermark` was trained, but for those set aside; and so were those in `above`.
+    `group_id in trained` is true of the trained ones, and `len(trained)` counts them.
     """
 
-    def __init__(self, watermark: int = 0, set_aside: Mapping[int, str] | None = None) -> None:
-        """`set_aside`: the reason of each id below `watermark` that was not trained."""
+    def __init__(
+        self,
+        watermark: int = 0,
+        set_aside: Mapping[int, str] | None = None,
+        above: Collection[int] = (),
+    ) -> None:
+        """
+        Args:
+            set_aside: the reason of each id below `watermark` that was not trained.
+            above: trained ids above `watermark`, which is not accounted for itself.
+        """
         self._watermark = watermark
         self._set_aside = dict(sorted((set_aside or {}).items()))
+        self._above = frozenset(above)
         assert all(0 <= group_id < watermark for group_id in self._set_aside), (
             f"set aside {list(self._set_aside)}, which are not all below {watermark}"
+        )
+        assert all(group_id > watermark for group_id in self._above), (
+            f"trained {sorted(self._above)}, which are not all above {watermark}"
         )
 
     @property
@@ -64,38 +88,60 @@ class TrainedGroups:
     def set_aside(self) -> Mapping[int, str]:
         return MappingProxyType(self._set_aside)
 
+    @property
+    def above(self) -> frozenset[int]:
+        """Trained ids above the watermark."""
+        return self._above
+
     def __contains__(self, group_id: int) -> bool:
-        return 0 <= group_id < self._watermark and group_id not in self._set_aside
+        below = 0 <= group_id < self._watermark and group_id not in self._set_aside
+        return below or group_id in self._above
 
     def __len__(self) -> int:
-        return self._watermark - len(self._set_aside)
+        return self._watermark - len(self._set_aside) + len(self._above)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrainedGroups) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]  # as of a set
 
     def __repr__(self) -> str:
-        return f"TrainedGroups(watermark={self._watermark}, set_aside={self._set_aside})"
+        above = f", above={sorted(self._above)}" if self._above else ""
+        return f"TrainedGroups(watermark={self._watermark}, set_aside={self._set_aside}{above})"
 
-    def add(self, group_id: int) -> None:
-        """Accounts for the next group, as trained.
+    def after(self, group_ids: Collection[int], set_aside: Mapping[int, str]) -> TrainedGroups:
+        """What weights account for that were trained on `group_ids` besides.
+
+        Args:
+            set_aside: reasons of groups that will not be trained. Those that the watermark passes
+                are accounted for; it stands after a trained group, and does not pass the others.
 
         Raises:
-            AssertionError: the id is accounted for already, or is not the next one.
+            AssertionError: a group is accounted for already, or is set aside at the same time.
         """
-        self._account(group_id)
+        for group_id in group_ids:
+            known = group_id in self or group_id < self._watermark or group_id in set_aside
+            assert not known, f"group {group_id} would be trained twice, or was set aside"
+        assert len(set(group_ids)) == len(group_ids), f"groups {group_ids} name one twice"
+        trained = self._above.union(group_ids)
+        end = at = self._watermark
+        while at in trained or at in set_aside:
+            at += 1
+            if at - 1 in trained:
+                end = at
+        passed = {i: set_aside[i] for i in range(self._watermark, end) if i not in trained}
+        return TrainedGroups(end, self._set_aside | passed, [i for i in trained if i >= end])
 
-    def skip(self, group_id: int, reason: str) -> None:
-        """Accounts for the next group, as set aside; raises what `add` does."""
-        self._account(group_id)
-        self._set_aside[group_id] = reason
-
-    def _account(self, group_id: int) -> None:
-        assert group_id >= self._watermark, f"group {group_id} would be trained twice"
-        assert group_id == self._watermark, (
-            f"group {group_id} is out of order: {self._watermark} is next"
-        )
-        self._watermark += 1
+    def since(self, earlier: TrainedGroups) -> list[int]:
+        """Ids that are trained here and were not in `earlier`, in order."""
+        newer = range(earlier.watermark, self._watermark)
+        ids = {i for i in newer if i not in self._set_aside} | self._above
+        return sorted(ids - earlier.above)
 
     def to_json(self) -> dict[str, Any]:
         set_aside = {str(group_id): reason for group_id, reason in self._set_aside.items()}
-        return {"watermark": self._watermark, "set_aside": set_aside}
+        above = {"above": sorted(self._above)} if self._above else {}
+        return {"watermark": self._watermark, "set_aside": set_aside, **above}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainedGroups:
@@ -103,9 +149,10 @@ class TrainedGroups:
         try:
             watermark = int(value["watermark"])
             set_aside = {int(group_id): reason for group_id, reason in value["set_aside"].items()}
+            above = [int(group_id) for group_id in value.get("above", [])]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"unreadable delivery state {value!r}") from error
-        below = all(0 <= group_id < watermark for group_id in set_aside)
-        if watermark < 0 or not below or not all(isinstance(r, str) for r in set_aside.values()):
+        in_place = all(0 <= i < watermark for i in set_aside) and all(i > watermark for i in above)
+        if watermark < 0 or not in_place or not all(isinstance(r, str) for r in set_aside.values()):
             raise CheckpointError(f"inconsistent delivery state {value!r}")
-        return cls(watermark, set_aside)
+        return cls(watermark, set_aside, above)

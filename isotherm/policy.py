@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cluster.weights.publisher import Publisher, PushSettings
 from distill.data.sft_rows import ExampleEncoder, supervised_row
+from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import context_length, stop_token_ids, vocab_size
 from distill.objective.batching import TrainingRow
@@ -209,7 +210,7 @@ class Policy:
         Raises:
             NonFiniteError, EngineError: the weights are not finite, or did not arrive.
         """
-        return self._publisher(self.learner.weights(), self.version + 1, 0)
+        return self._publisher(self.learner.weights(), self.version + 1, TrainedGroups())
 
     @cached_property
     def _publisher(self) -> Publisher:
@@ -229,7 +230,7 @@ class Policy:
     def _scores(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         return self.learner.logprobs(rows_D)
 
-    def publish(self, version: int, watermark: int) -> None:
+    def publish(self, version: int, trained: TrainedGroups) -> None:
         """The `Credit` of a push: the sampler has acknowledged the version."""
         self.version = version
 

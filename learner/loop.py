@@ -49,9 +49,9 @@ _PUSHES_UNTIL_WARNED = 8
 
 
 class GroupSource(Protocol):
-    """Source of a step's groups: the next ones after those that are trained."""
+    """Source of a step's groups: the next ones beside those that are trained."""
 
-    def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
+    def take(self, trained: TrainedGroups) -> Taken:
         """Blocks until all are there; raises on a deadline, or when the source is closed.
 
         Asked again before anything was trained, it gives the same.
@@ -59,9 +59,9 @@ class GroupSource(Protocol):
         ...
 
 
-# Hands weights of a version, which account for every group below a watermark, to every policy
-# engine; returns `push/*` metrics once all of them acknowledged.
-Publish = Callable[[Weights, int, int], Mapping[str, float]]
+# Hands weights of a version, and what they account for, to every policy engine; returns `push/*`
+# metrics once all of them acknowledged.
+Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
 # Is given a step's number, the groups it trained on, and their rows: see `rows_by_group`.
 Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]
 
@@ -92,7 +92,6 @@ class PolicyLoop:
         publish: Publish,
         store: CheckpointStore,
         loss: PolicyObjectiveLoss,
-        groups_per_step: int,
         teacher_weights: Mapping[str, float] | None = None,
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
@@ -121,7 +120,6 @@ class PolicyLoop:
         self._loss = loss
         self._teacher_weights = teacher_weights
         self._supervised = supervised
-        self._groups_per_step = groups_per_step
         self._trained = TrainedGroups()
         if resume_from:
             self.step_count = resume_from.step
@@ -136,7 +134,7 @@ class PolicyLoop:
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
         pushed = self.publisher(
-            self.learner.weights(self._push_dtype), self.step_count, self._trained.watermark
+            self.learner.weights(self._push_dtype), self.step_count, self._trained
         )
         if (lost := self.learner.lost_share) is None:
             return pushed
@@ -172,9 +170,10 @@ class PolicyLoop:
     def _step(self, waited_s: float) -> dict[str, float]:
         started = time.perf_counter() - waited_s
         with self._stages("wait"):
-            taken = self._source.take(self._trained, self._groups_per_step)
+            taken = self._source.take(self._trained)
         groups_P = taken.groups_P
-        accounted = _accounted(self._trained, taken)  # before the weights change
+        ids = [group.group_id for group in groups_P]
+        accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
         if self._base_is_reference:
             with self._stages("reference"):
                 groups_P = with_reference(groups_P, self.learner.base_logprobs)
@@ -195,6 +194,8 @@ class PolicyLoop:
             "tokens_per_s": metrics["train/tokens"] / seconds,
             "groups/first": groups_P[0].group_id,
             "groups/last": groups_P[-1].group_id,
+            "groups/watermark": self._trained.watermark,
+            "groups/overdue": taken.overdue,
             "groups/set_aside": len(self._trained.set_aside),
         }
 
@@ -251,19 +252,6 @@ class PolicyLoop:
             write=partial(self.learner.save, tokenizer=self._tokenizer),
             delivery=self._trained.to_json(),
         )
-
-
-def _accounted(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
-    """`trained` and what was taken; AssertionError if a group came twice or out of order."""
-    accounted = TrainedGroups(trained.watermark, trained.set_aside)
-    ids = {group.group_id for group in taken.groups_P}
-    assert len(ids) == len(taken.groups_P), f"groups {sorted(ids)} name one twice"
-    for group_id in sorted(ids | taken.set_aside.keys()):
-        if group_id in ids:
-            accounted.add(group_id)
-        else:
-            accounted.skip(group_id, taken.set_aside[group_id])
-    return accounted
 
 
 def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:

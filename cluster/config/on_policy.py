@@ -20,6 +20,7 @@ from cluster.config.rows import unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.sources import parse_sources
+from distill.delivery import Overdue, StepRuleName
 from distill.errors import ConfigError
 from distill.objective.settings import (
     ObjectiveConfig,
@@ -127,6 +128,21 @@ class SamplingSettings(LengthSettings):
         default=1,
         doc="weight versions a rollout may be behind when trained; 0 is fully synchronous",
     )
+    step_rule: StepRuleName = chz.field(
+        default="in_order",
+        doc="groups of a step: in_order (of their prompts; a long answer holds up its step), or "
+        "due_first (the oldest finished ones that leave all others time; for long tails)",
+    )
+    groups_in_flight: int | None = chz.field(
+        default=None,
+        doc="groups that are sampled, finished or trained at a time; unset: as many as the bound "
+        "on staleness allows, (max_staleness + 1) * prompts_per_step",
+    )
+    overdue: Overdue = chz.field(
+        default="wait",
+        doc="step_rule=due_first: wait for groups that would become too stale otherwise, or train "
+        "them late (beyond max_staleness; for tools of unbounded time)",
+    )
 
     @chz.validate
     def _sampling_in_range(self) -> None:
@@ -135,7 +151,32 @@ class SamplingSettings(LengthSettings):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_staleness < 0:
             raise ConfigError(f"max_staleness={self.max_staleness} must not be negative")
+        self._check_window()
         self.train_sampling()
+
+    def _check_window(self) -> None:
+        if self.overdue == "late" and self.step_rule == "in_order":
+            raise ConfigError(
+                "overdue=late needs step_rule=due_first: in_order waits for every group"
+            )
+        most = self.prompts_per_step * (self.max_staleness + 1)
+        given = self.groups_in_flight
+        if given is not None and not self.prompts_per_step <= given <= most:
+            raise ConfigError(
+                f"groups_in_flight={given} must be at least prompts_per_step="
+                f"{self.prompts_per_step}, and at most {most}, (max_staleness + 1) * "
+                "prompts_per_step: more could not all be trained in time; raise max_staleness"
+            )
+
+    @property
+    def window(self) -> int:
+        """Groups in flight: leased, finished, or in weights that are not on the engines yet."""
+        return self.groups_in_flight or self.prompts_per_step * (self.max_staleness + 1)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """The same in steps, rounded up."""
+        return -(-self.window // self.prompts_per_step)
 
     def train_sampling(self) -> TrainSampling:
         return TrainSampling(temperature=self.temperature, max_new_tokens=self.max_new_tokens)

@@ -121,6 +121,9 @@ class RolloutCast:
             total_groups=config.steps * config.prompts_per_step,
             lease_s=config.lease_s,
             max_failures=config.max_group_failures,
+            step_rule=config.step_rule,
+            groups_in_flight=config.window,
+            overdue=config.overdue,
         )
         actor = self._make(
             GroupQueueActor, self._here() | options,

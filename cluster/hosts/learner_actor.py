@@ -156,7 +156,6 @@ def build_policy_loop(
         publish=Publisher(policies, queue, push, learner.logprobs),
         store=store,
         loss=loss,
-        groups_per_step=config.prompts_per_step,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
         # What an engine holds: rounding to it here is the same, and half the bytes.

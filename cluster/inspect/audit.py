@@ -19,7 +19,8 @@ from rich.console import Console
 
 from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
-from cluster.queue.journal import broken_links, read_journal
+from cluster.queue.journal import broken_links, read_journal, step_of
+from distill.delivery import TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
 
 # More are counted, and not shown.
@@ -89,16 +90,11 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A step in published weights: all ids of [first, end) but the skipped ones."""
+    """A step in published weights: its groups, and what the weights account for after it."""
 
     version: int
-    first: int
-    end: int
-    skipped: dict[int, str]
-
-    def __len__(self) -> int:
-        """Groups trained."""
-        return self.end - self.first - len(self.skipped)
+    ids: list[int]
+    after: TrainedGroups
 
 
 class _Auditor:
@@ -107,11 +103,11 @@ class _Auditor:
     def __init__(self) -> None:
         self.problems: list[str] = []
         self.steps: list[_Published] = []
-        self.first = 0  # what the lineage's first step starts from
-        self.inherited: dict[int, str] = {}  # set aside below it
+        self.first = TrainedGroups()  # what the lineage's first step starts from
         self.run_id = ""
         self.epoch = self.committed = 0
         self.per_step: int | None = None
+        self._most_stale: int | None = None
         self.again = self.jobs = self.rewinds = self.recoveries = self.duplicates = 0
         self.undone: set[int] = set()
         self.causes: Counter[str] = Counter()
@@ -124,18 +120,13 @@ class _Auditor:
         self._leases: set[tuple[int, int]] = set()  # (id, attempt)
         self._arrived: set[int] = set()  # in this epoch, published or not
         self._held: set[int] = set()  # arrived, and the payload not lost since
+        self._started: dict[int, int] = {}  # of each id, how many steps had been published
+        self._published = 0  # steps of this epoch
 
     @property
-    def watermark(self) -> int:
-        return self.steps[-1].end if self.steps else self.first
-
-    @property
-    def set_aside(self) -> dict[int, str]:
-        """Reasons of the groups set aside below the watermark."""
-        made = {i: reason for i, reason in self.inherited.items() if i < self.first}
-        for step in self.steps:
-            made |= step.skipped
-        return made
+    def trained(self) -> TrainedGroups:
+        """What the newest weights account for."""
+        return self.steps[-1].after if self.steps else self.first
 
     def read(self, event: Mapping[str, Any]) -> None:
         kind = event["event"]
@@ -155,11 +146,13 @@ class _Auditor:
     def _read_start(self, event: Mapping[str, Any]) -> None:
         self.jobs += 1
         self.ended = False
-        self.per_step = event["settings"]["groups_per_step"]
+        settings = event["settings"]
+        self.per_step = settings["groups_per_step"]
+        bound = settings.get("overdue") != "late"
+        self._most_stale = settings.get("max_staleness") if bound else None
         run_id = event.get("run_id", "")
         if self.jobs == 1:
-            self.first = event["watermark"]
-            self.inherited = _by_id(event["set_aside"])
+            self.first = _account(event)
         elif self.run_id and run_id != self.run_id and event["watermark"]:
             self._complain(
                 f"a job of run {run_id or 'unknown'} starts from {event['watermark']}, and what "
@@ -175,35 +168,34 @@ class _Auditor:
 
     def _go_back(self, who: str, event: Mapping[str, Any]) -> None:
         """Goes back to weights of an earlier step: later ones are undone."""
-        target, epoch, set_aside = event["watermark"], event["epoch"], _by_id(event["set_aside"])
+        target, epoch = _account(event), event["epoch"]
         if epoch != self.epoch + 1:
             self._complain(f"epoch {epoch} follows epoch {self.epoch}")
-        if target > self.watermark:
+        if unseen := target.since(self.trained):
             self._complain(
-                f"{who} starts from {target}, and only groups below {self.watermark} were seen "
-                f"to be trained: {target - self.watermark} are not accounted for"
+                f"{who} starts from {target.watermark}, and only groups below "
+                f"{self.trained.watermark} were seen to be trained: {len(unseen)} are not "
+                "accounted for"
             )
-            self._assume(target, set_aside)
-        while self.steps and self.steps[-1].end > target:
-            undone = self.steps.pop()
-            self.undone |= set(range(undone.first, undone.end)) - undone.skipped.keys()
-        if target != self.watermark:
-            self._complain(f"{who} starts from {target}, which is within a step")
-            self._assume(target, set_aside)
-        if set_aside != self.set_aside:
+            self._assume(target)
+        while self.steps and len(self.trained) > len(target):
+            self.undone |= set(self.steps.pop().ids)
+        ours = self.trained
+        if (target.watermark, target.above) != (ours.watermark, ours.above):
+            self._complain(f"{who} starts from {target.watermark}, which is within a step")
+            self._assume(target)
+        if target.set_aside != ours.set_aside and target.watermark == ours.watermark:
             self._complain(
-                f"{who} starts from {target} with groups {sorted(set_aside)} set aside, and the "
-                f"steps before it skipped {sorted(self.set_aside)}"
+                f"{who} starts from {target.watermark} with groups {sorted(target.set_aside)} set "
+                f"aside, and the steps before it skipped {sorted(ours.set_aside)}"
             )
         self.epoch = epoch
         self._forget()
 
-    def _assume(self, end: int, set_aside: Mapping[int, str]) -> None:
+    def _assume(self, after: TrainedGroups) -> None:
         """A step that nobody saw, so that one problem does not make others."""
-        first = self.watermark
         version = self.steps[-1].version if self.steps else 0
-        skipped = {i: reason for i, reason in set_aside.items() if first <= i < end}
-        self.steps.append(_Published(version, first, end, skipped))
+        self.steps.append(_Published(version, after.since(self.trained), after))
 
     def _read_recover(self, event: Mapping[str, Any]) -> None:
         self.recoveries += 1
@@ -224,25 +216,26 @@ class _Auditor:
     def _read_lease(self, event: Mapping[str, Any]) -> None:
         self._check_epoch(event)
         for group_id, attempt in zip(event["ids"], event["attempts"], strict=True):
-            if group_id < self.watermark:
+            if group_id in self.trained:
                 self._complain(f"group {group_id} was leased though the weights contain it")
             if (group_id, attempt) in self._leases:
                 self._complain(f"attempt {attempt} of group {group_id} was leased twice")
             self._leases.add((group_id, attempt))
+            self._started.setdefault(group_id, self._published)
 
     def _read_put(self, event: Mapping[str, Any]) -> None:
         self._check_epoch(event)
         group_id, attempt = event["id"], event["attempt"]
         if (group_id, attempt) not in self._leases:
             self._complain(f"group {group_id} arrived (attempt {attempt}) without a lease")
-        if group_id in self._held or group_id < self.watermark:
+        if group_id in self._held or group_id in self.trained:
             self._complain(f"group {group_id} was accepted twice")
         self._arrived.add(group_id)
         self._held.add(group_id)
 
     def _read_dup(self, event: Mapping[str, Any]) -> None:
         self.duplicates += 1
-        if event["id"] not in self._arrived and event["id"] >= self.watermark:
+        if event["id"] not in self._arrived and event["id"] not in self.trained:
             self._complain(f"group {event['id']} was dropped as a repeat, and never arrived")
 
     def _read_late(self, event: Mapping[str, Any]) -> None:
@@ -263,49 +256,74 @@ class _Auditor:
     # steps
 
     def _read_take(self, event: Mapping[str, Any]) -> None:
-        skipped = event["skipped"]
-        for group_id in range(event["from"], event["to"]):
-            if str(group_id) not in skipped and group_id not in self._held:
+        for group_id in step_of(event)[0]:
+            if group_id not in self._held:
                 self._complain(f"group {group_id} was taken, and is not there")
 
     def _read_train(self, event: Mapping[str, Any]) -> None:
-        version, first, end = event["version"], event["from"], event["to"]
-        skipped = _by_id(event["skipped"])
-        self._check_order(version, first, end)
+        version, watermark = event["version"], event.get("watermark", event.get("to"))
+        ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
             if self._set_aside.get(group_id) != reason:
                 self._complain(f"group {group_id} was skipped, and not set aside for {reason!r}")
-        live = [i for i in range(first, end) if i not in skipped]
-        for group_id in live:
+        for group_id in ids:
             if group_id not in self._arrived:
                 self._complain(f"group {group_id} was trained, and never arrived in this epoch")
-        if self.per_step is not None and len(live) != self.per_step:
-            self._complain(f"version {version} trains {len(live)} groups, not {self.per_step}")
-        self.again += sum(group_id in self.undone for group_id in live)
-        self.undone -= set(live)
-        self.steps.append(_Published(version, first, end, skipped))
-        self._held = {i for i in self._held if i >= end}
-
-    def _check_order(self, version: int, first: int, end: int) -> None:
-        if first > self.watermark:
-            self._complain(f"groups {self.watermark} to {first - 1} were lost: never trained")
-        for group_id in range(first, min(end, self.watermark)):
-            self._complain(f"group {group_id} was trained twice")
-        if end <= first:
-            self._complain(f"version {version} trains from {first} to {end}: out of order")
+            self._check_age(group_id)
+        if self.per_step is not None and len(ids) != self.per_step:
+            self._complain(f"version {version} trains {len(ids)} groups, not {self.per_step}")
         if self.steps and version <= self.steps[-1].version:
             self._complain(
                 f"version {version} was published after version {self.steps[-1].version}: out of "
                 "order"
             )
+        self.again += sum(group_id in self.undone for group_id in ids)
+        self.undone -= set(ids)
+        after = self._account_for(version, ids, skipped, watermark)
+        self.steps.append(_Published(version, ids, after))
+        self._published += 1
+        self._held = {i for i in self._held if i not in after}
+
+    def _account_for(
+        self, version: int, ids: list[int], skipped: Mapping[int, str], watermark: int
+    ) -> TrainedGroups:
+        """What weights account for after a step; complains of groups that came twice or never."""
+        before = self.trained
+        new = [i for i in ids if i not in before and i >= before.watermark and i not in skipped]
+        for group_id in sorted(set(ids) - set(new)):
+            self._complain(f"group {group_id} was trained twice")
+        after = before.after(sorted(set(new)), skipped)
+        known = {*new, *before.above, *skipped}
+        if lost := [i for i in range(before.watermark, watermark) if i not in known]:
+            self._complain(f"groups {lost} were lost: never trained")
+            after = before.after(sorted({*new, *lost}), skipped)
+        if after.watermark != watermark:
+            self._complain(
+                f"version {version} accounts for groups below {watermark}, and its steps for those "
+                f"below {after.watermark}"
+            )
+        return after
+
+    def _check_age(self, group_id: int) -> None:
+        """Complains of a group that was trained later than the run's settings allow."""
+        age = self._published - self._started.get(group_id, self._published)
+        if self._most_stale is not None and age > self._most_stale:
+            self._complain(
+                f"group {group_id} was trained {age} versions after it was leased, and "
+                f"max_staleness={self._most_stale}"
+            )
 
     def _read_commit(self, event: Mapping[str, Any]) -> None:
-        if event["watermark"] > self.watermark:
+        if event["watermark"] > self.trained.watermark:
             self._complain(
                 f"the checkpoint of step {event['step']} accounts for groups below "
-                f"{event['watermark']}, and only those below {self.watermark} were trained"
+                f"{event['watermark']}, and only those below {self.trained.watermark} were trained"
             )
         self.committed = event["watermark"]
+
+
+def _account(event: Mapping[str, Any]) -> TrainedGroups:
+    return TrainedGroups.from_json(event)
 
 
 def _by_id(reasons: Mapping[str, str]) -> dict[int, str]:
@@ -333,20 +351,23 @@ def audit(
             raise DataError(f"{path}: an event without its fields, {event}: {error!r}") from error
     if not auditor.jobs:
         raise DataError(f"{path} is empty: no job of this run got as far as its queue")
-    set_aside = auditor.set_aside
-    trained = sum(len(step) for step in auditor.steps)
-    ends = {step.version: step.end for step in auditor.steps}
-    auditor.problems += witnesses.contradict(auditor.run_id, ends, set_aside)
+    trained = sum(len(step.ids) for step in auditor.steps)
+    accounts = {step.version: step.after for step in auditor.steps}
+    auditor.problems += witnesses.contradict(auditor.run_id, accounts)
     per_step = groups_per_step or auditor.per_step or 0
     if steps is not None and trained != steps * per_step:
         auditor.problems.append(
             f"{trained} groups were trained; {steps} steps of {per_step} are {steps * per_step}"
         )
+    elif steps is not None and auditor.trained.above:
+        auditor.problems.append(
+            f"all {steps} steps were trained, and group {auditor.trained.watermark} was passed over"
+        )
     return Audit(
         problems=[*_begins_late(auditor), *auditor.problems],
         trained=trained,
-        watermark=auditor.watermark,
-        set_aside=set_aside,
+        watermark=auditor.trained.watermark,
+        set_aside=dict(auditor.trained.set_aside),
         steps=len(auditor.steps),
         committed=auditor.committed,
         again=auditor.again,
@@ -356,17 +377,17 @@ def audit(
         re_leases=dict(auditor.causes),
         duplicates=auditor.duplicates,
         ended=auditor.ended,
-        first=auditor.first,
+        first=auditor.first.watermark,
     )
 
 
 def _begins_late(auditor: _Auditor) -> list[str]:
-    if not auditor.first:
+    if not (first := auditor.first.watermark):
         return []
-    rest = "" if auditor.problems else f"; each from {auditor.first} on was trained exactly once"
+    rest = "" if auditor.problems else f"; each from {first} on was trained exactly once"
     return [
-        f"the journal begins with group {auditor.first}, and how those below it were trained is "
-        f"written nowhere: of groups 0 to {auditor.first - 1} nothing is proved{rest}"
+        f"the journal begins with group {first}, and how those below it were trained is "
+        f"written nowhere: of groups 0 to {first - 1} nothing is proved{rest}"
     ]
 
 

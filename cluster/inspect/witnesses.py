@@ -44,22 +44,20 @@ class Witnesses:
         checkpoints = CheckpointStore(out / "checkpoints", keep=1).complete()
         return cls(
             run_id=_run_id(out / "config.json"),
-            ends={m["step"]: m["groups/last"] + 1 for m in metrics if "groups/last" in m},
+            ends={m["step"]: _end_of(m) for m in metrics if "groups/last" in m},
             saved={each.step: TrainedGroups.from_json(each.delivery) for each in checkpoints},
         )
 
-    def contradict(
-        self, run_id: str, ends: Mapping[int, int], set_aside: Mapping[int, str]
-    ) -> Iterator[str]:
+    def contradict(self, run_id: str, accounts: Mapping[int, TrainedGroups]) -> Iterator[str]:
         """Contradictions between these files and a ledger.
 
         Args:
             run_id: the ledger's; "" if it does not say.
-            ends: the watermark after each step, by the ledger.
-            set_aside: ids that its steps did not train, and why.
+            accounts: what weights account for after each step, by the ledger.
         """
         if run_id and self.run_id and run_id != self.run_id:
             yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"
+        ends = {step: account.watermark for step, account in accounts.items()}
         for step, end in self.ends.items():
             if ends.get(step) != end:
                 yield _otherwise(f"metrics.jsonl: step {step} ends", end, ends.get(step))
@@ -69,8 +67,13 @@ class Witnesses:
                 yield _otherwise(
                     f"the checkpoint of step {step} accounts for groups", trained.watermark, end
                 )
-            elif trained.set_aside != {i: r for i, r in set_aside.items() if i < trained.watermark}:
+            elif trained != accounts[step]:
                 yield f"the checkpoint of step {step} lacks other groups than the ledger's steps do"
+
+
+def _end_of(metrics: Mapping[str, float]) -> int:
+    """The watermark after a step; earlier releases, which trained in order of id, wrote none."""
+    return int(metrics.get("groups/watermark", metrics["groups/last"] + 1))
 
 
 def _otherwise(what: str, end: int, ledgers: int | None) -> str:

@@ -5,8 +5,8 @@
     driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
 
 It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
-learner. Groups come out in order of id whatever order they arrive in, so fast (short) groups do not
-crowd out slow ones; a repeated `put` or `take` changes nothing.
+learner. Which groups come out is for the run's step rule to say, and none of them lets fast (short)
+groups crowd out slow ones. A repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
 with its ledger, from the journal, and without payloads: groups that were delivered and not yet
@@ -61,8 +61,8 @@ class GroupQueue:
 
     # the learner's end
 
-    def take(self, trained: TrainedGroups, num_groups: int) -> Taken:
-        """The next `num_groups` groups after what `trained` accounts for, and what they skip.
+    def take(self, trained: TrainedGroups) -> Taken:
+        """The next step's groups after what `trained` accounts for, and what they skip.
 
         The same question gets the same answer, until `publish` says that weights contain it.
 
@@ -73,32 +73,32 @@ class GroupQueue:
         deadline = time.monotonic() + self.timeout_s
         while True:
             poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            answer: TakeAnswer = self._get(self.actor.take.remote(trained, num_groups, poll_s))
+            answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s))
             if answer.closed:
                 raise QueueClosed("the queue was closed")
             if answer.payloads is not None:
                 self._epoch = answer.epoch
                 groups_P = [unpack(payload) for payload in answer.payloads]
-                return Taken(groups_P=groups_P, set_aside=answer.set_aside)
+                return Taken(groups_P=groups_P, set_aside=answer.set_aside, overdue=answer.overdue)
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
                     f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
                     "rollout workers"
                 )
 
-    def publish(self, version: int, watermark: int) -> None:
-        """Weights that account for everything below `watermark` are on every policy engine.
+    def publish(self, version: int, trained: TrainedGroups) -> None:
+        """Weights that account for `trained` are on every policy engine.
 
         Frees their slots and drops their payloads. After a rewind, what a lost learner published
         changes nothing.
         """
-        self._get(self.actor.publish.remote(version, watermark, self._epoch))
+        self._get(self.actor.publish.remote(version, trained, self._epoch))
 
     # the driver's end: references, for it polls all actors while it waits
 
-    def poll(self, watermark: int, num_groups: int) -> Any:
+    def poll(self) -> Any:
         """Reference to True once a `take` would not wait; to False after 2 s, or when closed."""
-        return self.actor.poll.remote(watermark, num_groups, _POLL_S)
+        return self.actor.poll.remote(_POLL_S)
 
     def forfeit(self, worker: str, reason: str) -> Any:
         """The worker died: a reference to the ids that are to be leased again."""

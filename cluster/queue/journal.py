@@ -2,21 +2,22 @@
 
     {"t": 1790000000.123, "event": "put", "id": 17, "attempt": 1, "worker": "rollout-0", "epoch": 1}
 
-    start      a job began: run (its queue), run_id (config.json's), epoch, watermark, set_aside,
-               settings
+    start      a job began: run (its queue), run_id (config.json's), epoch, settings, watermark,
+               set_aside, above (`distill.delivery.TrainedGroups`)
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted
     dup, late  the same, and is dropped; late has a reason
     fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
-    take       from, to, skipped: handed to the learner
-    train      version, from, to, skipped: in weights that are on every engine
+    take       ids, skipped: handed to the learner
+    train      version, ids, watermark, skipped: in weights that are on every engine
     commit     step, watermark: in a checkpoint on disk
-    rewind     epoch, watermark, set_aside, reason: the learner went back to a checkpoint
+    rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
     recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost
     end        the run ended as it should
 
+Steps of earlier releases have `from` and `to` in place of `ids`: all between but the skipped ones.
 Each line also has `after`, a digest of the line before it ("" in the first): so lines that were
 removed, repeated, moved or edited are known (`broken_links`).
 
@@ -208,16 +209,25 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "expire":
             ledger.release(event["ids"], event["reason"])
         case "take":
-            num_groups = event["to"] - event["from"] - len(event["skipped"])
-            ledger.take(event["from"], num_groups)
+            step = ledger.take()
+            ids, _ = step_of(event)
+            assert step is not None and step.group_ids == ids, f"the next step is {step}"
         case "train":
-            ledger.publish(event["version"], event["to"])
+            ledger.publish(event["version"], ledger.trained.after(*step_of(event)))
         case "commit":
             ledger.commit(event["step"], event["watermark"])
         case "rewind":
             ledger.rewind(_trained(event), event["reason"])
         case "recover":
             ledger.recover()
+
+
+def step_of(event: Mapping[str, Any]) -> tuple[list[int], dict[int, str]]:
+    """Ids of a `take` or `train` event, and the reasons of those that it skips."""
+    skipped = {int(group_id): reason for group_id, reason in event["skipped"].items()}
+    if "ids" in event:
+        return event["ids"], skipped
+    return [i for i in range(event["from"], event["to"]) if i not in skipped], skipped
 
 
 def _lease(event: Mapping[str, Any], epoch: int) -> Lease:

@@ -3,16 +3,16 @@
 No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
 happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.
 
-    not yet leased -> leased -> delivered -> below the published watermark
+    not yet leased -> leased -> delivered -> in published weights
                       |    ^
                       v    |
                      pending -> set aside         failed too often
 
-Steps take live groups (those not set aside) in order of id. A group holds a slot from its lease
-until the weights that its step produced are on every policy engine, and there are
-(max_staleness + 1) * groups_per_step slots: so a group leased at weight version v is trained at
-version v + max_staleness at the latest. One that is leased again keeps its slot. For each group set
-aside the run has one more.
+A group holds a slot from its lease until the weights that its step produced are on every policy
+engine; there are `groups_in_flight` slots. Which groups a step takes is up to a rule
+(cluster/queue/step_rules.py). A group leased at weight version v is trained at version
+v + max_staleness at the latest, unless the rule is to train overdue groups late. One that is leased
+again keeps its slot and its age. For each group set aside the run has one more.
 
 A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
 reported to be in an environment's or a reward's code are suspects; so is each that is there at a
@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distill.delivery import Lease, TrainedGroups
+from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
+from distill.delivery import Lease, Overdue, StepRuleName, TrainedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,16 @@ class LedgerSettings:
     """Settings of a run's ledger.
 
     Attributes:
+        max_staleness: weight versions between a group's first lease and its training, at most.
         total_groups: live groups of the whole run, those trained before included.
         lease_s: how long a group may be without progress before it is leased to another.
         max_failures: failures of its own after which a group is set aside.
         max_deaths: the same for leases that ran out. More than failures, because what hangs may be
             an engine.
+        step_rule: `in_order` or `due_first`.
+        groups_in_flight: most groups between their lease and published weights that contain them;
+            0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
+        overdue: `wait` for groups that would be trained too late otherwise, or train them `late`.
     """
 
     groups_per_step: int
@@ -51,28 +57,42 @@ class LedgerSettings:
     lease_s: float
     max_failures: int = 3
     max_deaths: int = 10
+    step_rule: StepRuleName = "in_order"
+    groups_in_flight: int = 0
+    overdue: Overdue = "wait"
 
     def __post_init__(self) -> None:
         assert self.groups_per_step > 0 and self.max_staleness >= 0
         assert self.max_failures > 0 and self.max_deaths > 0
+        most = self.groups_per_step * (self.max_staleness + 1)
+        assert not self.groups_in_flight or self.groups_per_step <= self.groups_in_flight <= most
 
     @property
     def window(self) -> int:
         """Most groups between their lease and published weights that contain them."""
-        return self.groups_per_step * (self.max_staleness + 1)
+        return self.groups_in_flight or self.groups_per_step * (self.max_staleness + 1)
+
+    def rule(self) -> StepRule:
+        """The rule of the run's steps."""
+        if self.step_rule == "in_order":
+            return InOrder(self.window)
+        return DueFirst(self.max_staleness, self.window, late=self.overdue == "late")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The ids of a step in order, and the reasons of those between them that were set aside."""
+    """Groups of a step.
+
+    Attributes:
+        group_ids: in order.
+        set_aside: ids that its weights account for without having been trained on them, beside
+            those of the weights before, and why.
+        overdue: groups that are older than `max_staleness`.
+    """
 
     group_ids: list[int]
     set_aside: dict[int, str]
-
-    @property
-    def end(self) -> int:
-        """The watermark of weights that contain this step."""
-        return self.group_ids[-1] + 1
+    overdue: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +103,8 @@ class QueueStatus:
         depth: groups delivered and not yet in published weights.
         leased: worker, attempt and age in seconds of every group under way, by id.
         pending: ids waiting to be leased again.
-        missing: ids that the next step waits for, lowest first.
+        missing: ids that the next step waits for, lowest first. (While too few are finished it
+            waits for any, in `due_first`.)
         credit: groups that may start now, beside the pending ones.
         set_aside: groups set aside since the start of the run.
         re_leases: leases of groups that had been leased before.
@@ -155,9 +176,8 @@ class Ledger:
         """
         self.record = record
         self.epoch = epoch
-        self.version: int | None = None
         self._clock = clock
-        self._settings = settings
+        self._settings, self._rule = settings, settings.rule()
         self._failures: Counter[int] = Counter()
         self._deaths: Counter[int] = Counter()
         self._suspicion: Counter[int] = Counter()
@@ -173,17 +193,19 @@ class Ledger:
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:
-        self._published = self._next = trained.watermark
-        self._trained = len(trained)  # live ids below the published watermark
+        self._trained, self._next = trained, trained.watermark
+        self._steps = 0  # published since
         above = {i: r for i, r in self._set_aside.items() if i >= trained.watermark}
         self._set_aside = {**trained.set_aside, **above}
-        # Each live id that was started and is not published is in exactly one of these.
+        # Each live id that was started and is not published, and what `_steps` was at its first
+        # lease; it is in exactly one of the three others.
+        self._started: dict[int, int] = {}
         self._pending: set[int] = set()
         self._leased: dict[int, _Held] = {}
         self._delivered: set[int] = set()
         self._attempts: Counter[int] = Counter()
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
-        self._taken: dict[int, Step] = {}
+        self._taken: Step | None = None
 
     # the workers' end
 
@@ -227,7 +249,7 @@ class Ledger:
         ids = heapq.nsmallest(max_groups, self._pending - suspects)
         last = len(ids) + min(max_groups - len(ids), self.credit)
         while len(ids) < last:
-            if self._next not in self._set_aside:  # after a rewind it may be
+            if not self._is_over(self._next):  # after a rewind it may be
                 ids.append(self._next)
             self._next += 1
         return ids
@@ -241,9 +263,14 @@ class Ledger:
         self._pending.discard(group_id)
         self._attempts[group_id] += 1
         attempt = self._attempts[group_id]
+        self._started.setdefault(group_id, self._steps)
         self._re_leases += attempt > 1
         self._leased[group_id] = _Held(worker, attempt, self._clock())
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
+
+    def _is_over(self, group_id: int) -> bool:
+        """It is in published weights, or was set aside."""
+        return group_id in self._trained or group_id in self._set_aside
 
     def _is_held(self, lease: Lease) -> bool:
         held = self._leased.get(lease.group_id)
@@ -261,7 +288,7 @@ class Ledger:
             self._duplicates += 1
             self.record("late", **fields, reason=why)
             return False
-        if group_id < self._published or group_id in self._delivered:
+        if group_id in self._trained or group_id in self._delivered:
             self._duplicates += 1
             self.record("dup", **fields)
             return False
@@ -280,7 +307,8 @@ class Ledger:
             return f"epoch {lease.epoch} is over"
         if lease.group_id in self._set_aside:
             return f"it was set aside: {self._set_aside[lease.group_id]}"
-        if lease.group_id >= self._published and lease.attempt > self._attempts[lease.group_id]:
+        known = lease.group_id in self._trained or lease.attempt <= self._attempts[lease.group_id]
+        if not known:
             # Its lease was lost: the disk was full when it was written, and then the queue died.
             return "no such lease is known"
         return ""
@@ -375,6 +403,7 @@ class Ledger:
         self._meter()
 
     def _put_aside(self, group_id: int, reason: str) -> None:
+        del self._started[group_id]
         self._set_aside[group_id] = reason
         self._consecutive_set_aside += 1
         self._last_reason = reason
@@ -388,13 +417,7 @@ class Ledger:
         self.epoch += 1
         self._last_reason = reason
         self._start_from(trained)
-        self.record(
-            "rewind",
-            epoch=self.epoch,
-            watermark=trained.watermark,
-            set_aside=_by_text(trained.set_aside),
-            reason=reason,
-        )
+        self.record("rewind", epoch=self.epoch, **trained.to_json(), reason=reason)
         self._meter()
 
     def commit(self, step: int, watermark: int) -> None:
@@ -406,93 +429,85 @@ class Ledger:
 
     # the learner's end
 
-    def ready(self, watermark: int, num_groups: int) -> Step | None:
-        """The next `num_groups` live groups from `watermark` on, if all of them are delivered.
+    def ready(self) -> Step | None:
+        """The next step, if its groups are delivered."""
+        taken = self._taken
+        if taken is not None and not self._set_aside.keys() & set(taken.group_ids):
+            return taken if self._delivered.issuperset(taken.group_ids) else None
+        if (ids := self._rule.choose(self._view())) is None:
+            return None
+        after = self._trained.after(ids, self._set_aside)
+        skipped = after.set_aside.items() - self._trained.set_aside.items()
+        bound = self._steps - self._settings.max_staleness
+        overdue = sum(self._started[group_id] < bound for group_id in ids)
+        return Step(group_ids=ids, set_aside=dict(sorted(skipped)), overdue=overdue)
+
+    def take(self, trained: TrainedGroups | None = None) -> Step | None:
+        """`ready`, remembered: it stays the next step, until it is published.
+
+        Args:
+            trained: what the learner's weights account for.
 
         Raises:
-            AssertionError: they are in published weights.
+            AssertionError: that is not what is published.
         """
-        assert watermark >= self._published, (
-            f"groups from {watermark} on are asked for, and those below {self._published} are in "
-            "published weights: they would be trained twice"
+        if trained is not None and len(trained) > len(self._trained):
+            # The queue died with the lines of a full disk, that of the publication among them.
+            self.publish(len(trained) // self._settings.groups_per_step, trained)
+        assert trained is None or trained == self._trained, (
+            f"the learner asks for groups after {trained}, and the published weights account for "
+            f"{self._trained}: some would be trained twice, or never"
         )
-        ids: list[int] = []
-        skipped: dict[int, str] = {}
-        group_id = watermark
-        while len(ids) < num_groups:
-            if (reason := self._set_aside.get(group_id)) is not None:
-                skipped[group_id] = reason
-            elif group_id in self._delivered:
-                ids.append(group_id)
-            else:
-                return None
-            group_id += 1
-        return Step(group_ids=ids, set_aside=skipped)
-
-    def take(self, watermark: int, num_groups: int) -> Step | None:
-        """`ready`, remembered: `publish` will account for exactly these."""
-        step = self.ready(watermark, num_groups)
-        if step is not None and self._taken.get(watermark) != step:
-            self._taken[watermark] = step
-            self.record(
-                "take", **{"from": watermark, "to": step.end}, skipped=_by_text(step.set_aside)
-            )
+        step = self.ready()
+        if step is not None and step != self._taken:
+            self._taken = step
+            self.record("take", ids=step.group_ids, skipped=_by_text(step.set_aside))
         return step
 
-    def missing(self, watermark: int, num_groups: int) -> list[int]:
-        """Missing ids: those of the next `num_groups` live ones from `watermark` on."""
-        missing: list[int] = []
-        live, group_id = 0, watermark
-        while live < num_groups:
-            if group_id not in self._set_aside:
-                live += 1
-                if group_id not in self._delivered:
-                    missing.append(group_id)
+    def missing(self) -> list[int]:
+        """Ids that the next step waits for: started ones, and if those are too few, the next."""
+        left = self._settings.total_groups - len(self._trained)
+        lacking = min(self._settings.groups_per_step, left) - len(self._started)
+        missing, group_id = self._rule.waited_for(self._view()) if left else [], self._next
+        while lacking > 0:
+            if not self._is_over(group_id):
+                missing.append(group_id)
+                lacking -= 1
             group_id += 1
         return missing
 
-    def publish(self, version: int, watermark: int, epoch: int | None = None) -> None:
-        """Weights that account for everything below `watermark` are on every engine.
+    def publish(self, version: int, trained: TrainedGroups, epoch: int | None = None) -> None:
+        """Weights that account for `trained` are on every engine.
 
         Frees the slots of what they contain. A repeat changes nothing, nor does a call of an
         `epoch` that is over: those weights are lost.
-        """
-        if epoch is not None and epoch != self.epoch:
-            return
-        self.version = version
-        if watermark <= self._published:
-            return
-        first = self._published
-        skipped = self._account(watermark)
-        self.record(
-            "train", version=version, **{"from": first, "to": watermark}, skipped=_by_text(skipped)
-        )
-        self._meter()
-
-    def _account(self, watermark: int) -> dict[int, str]:
-        """Moves the published watermark; returns what was set aside on the way.
 
         What the learner took counts. Since then the queue may have died, had those groups made
         again, and set one aside that the weights contain.
         """
-        skipped = {i: r for i, r in self._set_aside.items() if self._published <= i < watermark}
-        for first, step in self._taken.items():
-            if step.end <= watermark:
-                skipped = {i: r for i, r in skipped.items() if not first <= i < step.end}
-                skipped |= step.set_aside
-        below = range(self._published, watermark)
-        for group_id in below:
-            if group_id not in skipped:
-                self._set_aside.pop(group_id, None)
+        over = epoch is not None and epoch != self.epoch
+        if over or len(trained) <= len(self._trained):
+            return
+        ids = trained.since(self._trained)
+        skipped = dict(sorted(trained.set_aside.items() - self._trained.set_aside.items()))
+        for group_id in (*ids, *skipped):
+            self._started.pop(group_id, None)
             self._pending.discard(group_id)
             self._leased.pop(group_id, None)
             self._delivered.discard(group_id)
             self._attempts.pop(group_id, None)
-        self._trained += len(below) - len(skipped)
-        self._taken = {first: step for first, step in self._taken.items() if step.end > watermark}
-        self._published = watermark
-        self._next = max(self._next, watermark)
-        return dict(sorted(skipped.items()))
+        self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | skipped
+        self._trained, self._taken = trained, None
+        self._steps += 1
+        self._next = max(self._next, trained.watermark)
+        self.record(
+            "train",
+            version=version,
+            ids=ids,
+            watermark=trained.watermark,
+            skipped=_by_text(skipped),
+        )
+        self._meter()
 
     # the queue's own
 
@@ -506,7 +521,7 @@ class Ledger:
         self._pending |= self._delivered
         lost = sorted(self._delivered)
         self._delivered = set()
-        above = {i: r for i, r in self._set_aside.items() if i >= self._published}
+        above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
         self._meter()
 
@@ -519,29 +534,40 @@ class Ledger:
         may_start = self.credit or self._pending
         self._starved = not may_start and len(self._delivered) > len(self._leased)
 
+    def _view(self) -> View:
+        return View(
+            step=self._steps,
+            groups_per_step=self._settings.groups_per_step,
+            started=self._started,
+            finished=self._delivered,
+        )
+
     @property
     def credit(self) -> int:
         """Number of new groups that may start."""
-        started = len(self._pending) + len(self._leased) + len(self._delivered)
-        left = self._settings.total_groups - self._trained - started
-        return max(0, min(self._settings.window - started, left))
+        return max(0, min(self._rule.room(self._view()), self._to_start))
 
     @property
     def all_started(self) -> bool:
         """Every group of the run was leased at least once."""
-        started = len(self._pending) + len(self._leased) + len(self._delivered)
-        return self._trained + started >= self._settings.total_groups
+        return self._to_start <= 0
 
     @property
-    def published(self) -> int:
-        """The watermark of the weights on the engines."""
-        return self._published
+    def _to_start(self) -> int:
+        return self._settings.total_groups - len(self._trained) - len(self._started)
+
+    @property
+    def trained(self) -> TrainedGroups:
+        """What the weights on the engines account for."""
+        return self._trained
+
+    def holds(self, group_id: int) -> bool:
+        """It was delivered, and is not in published weights."""
+        return group_id in self._delivered
 
     def status(self) -> QueueStatus:
         self._meter()
         now = self._clock()
-        left = self._settings.total_groups - self._trained
-        next_step = min(self._settings.groups_per_step, left)
         return QueueStatus(
             depth=len(self._delivered),
             leased={
@@ -549,7 +575,7 @@ class Ledger:
                 for i, held in sorted(self._leased.items())
             },
             pending=sorted(self._pending),
-            missing=self.missing(self._published, next_step),
+            missing=self.missing(),
             credit=self.credit,
             set_aside=len(self._set_aside),
             re_leases=self._re_leases,
@@ -557,7 +583,7 @@ class Ledger:
             duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,
             last_reason=self._last_reason,
-            published=self._published,
+            published=self._trained.watermark,
             exhausted=self.all_started and not self._pending,
             epoch=self.epoch,
             starved_s=self._starved_s,

@@ -36,6 +36,7 @@ class TakeAnswer:
 
     payloads: list[bytes] | None
     set_aside: dict[int, str]
+    overdue: int
     missing: list[int]
     closed: bool
     epoch: int
@@ -93,7 +94,7 @@ class GroupQueueActor:
             leases=leases if isinstance(leases, list) else [],
             closed=self._closed,
             all_started=self._ledger.all_started,
-            progress=(self._ledger.epoch, self._ledger.published),
+            progress=(self._ledger.epoch, len(self._ledger.trained)),
         )
 
     async def deliver(self, worker: str, leases: Sequence[Lease], *payloads: bytes) -> None:
@@ -116,42 +117,29 @@ class GroupQueueActor:
 
     # the learner's end
 
-    async def take(self, trained: TrainedGroups, num_groups: int, poll_s: float) -> TakeAnswer:
-        await self._expire()
-        watermark = trained.watermark
-        await _until(
-            self._may_train,
-            lambda: self._closed or self._ledger.ready(watermark, num_groups),
-            poll_s,
-        )
-        step = None if self._closed else self._ledger.take(watermark, num_groups)
+    async def take(self, trained: TrainedGroups, poll_s: float) -> TakeAnswer:
+        await self.poll(poll_s)
+        step = None if self._closed else self._ledger.take(trained)
         return TakeAnswer(
             payloads=[self._payloads[group_id] for group_id in step.group_ids] if step else None,
             set_aside=step.set_aside if step else {},
-            missing=[] if step else self._ledger.missing(watermark, num_groups),
+            overdue=step.overdue if step else 0,
+            missing=[] if step else self._ledger.missing(),
             closed=self._closed,
             epoch=self._ledger.epoch,
         )
 
-    async def publish(self, version: int, watermark: int, epoch: int | None) -> None:
-        self._ledger.publish(version, watermark, epoch)
-        self._drop_payloads()
-        await _wake(self._may_start)
-
-    def _drop_payloads(self) -> None:
-        for group_id in [i for i in self._payloads if i < self._ledger.published]:
-            del self._payloads[group_id]
+    async def publish(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
+        self._ledger.publish(version, trained, epoch)
+        self._payloads = {i: p for i, p in self._payloads.items() if self._ledger.holds(i)}
+        await self._wake_all()  # the next step may be ready: its bound on age has moved
 
     # the driver's end
 
-    async def poll(self, watermark: int, num_groups: int, poll_s: float) -> bool:
+    async def poll(self, poll_s: float) -> bool:
         await self._expire()
-        await _until(
-            self._may_train,
-            lambda: self._closed or self._ledger.ready(watermark, num_groups),
-            poll_s,
-        )
-        return not self._closed and self._ledger.ready(watermark, num_groups) is not None
+        await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
+        return not self._closed and self._ledger.ready() is not None
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
         self._deaths[worker] += 1

@@ -139,8 +139,6 @@ class _Run:
             running.progress.hidden.add("reward/mean")
         self._warned_of_cut = False
         self._kl_turn = KlTurn()
-        trained = trained_in(running.resume_from)
-        self._watermark = trained.watermark
         resume_from = running.resume_from
         self.fleet = Fleet(
             config=config,
@@ -150,7 +148,7 @@ class _Run:
             signals=running.signals,
             examine=self._examine,
             say=running.progress.note,
-            trained=trained,
+            trained=trained_in(running.resume_from),
             start_model=resume_from.model_dir if resume_from else config.student,
         )
 
@@ -189,12 +187,11 @@ class _Run:
     # what `drive` asks for
 
     def before_step(self) -> float:
-        return self.fleet.wait_for_groups(self._watermark)
+        return self.fleet.wait_for_groups()
 
     def on_step(self, metrics: dict[str, float]) -> None:
         step = int(metrics["step"])
         every = self._config.eval_every
-        self._watermark = int(metrics["groups/last"]) + 1
         self._warn_of_cut(metrics)
         if (turned := self._kl_turn.see(metrics)) is not None:
             self._running.progress.note(turned)
@@ -232,7 +229,6 @@ class _Run:
 
     def recover(self, lost: LearnerLost) -> int:
         checkpoint = self.fleet.recover(lost)
-        self._watermark = trained_in(checkpoint).watermark
         return checkpoint.step if checkpoint else 0
 
     def end_waits(self) -> None:

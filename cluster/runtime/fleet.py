@@ -142,7 +142,7 @@ class Fleet:
             say,
             up_after_s=config.scale_up_after_s,
             down_after_s=config.scale_down_after_s,
-            steps_in_flight=config.max_staleness + 1,
+            steps_in_flight=config.steps_in_flight,
         )
         self._watchdog = Watchdog(self, say, config.stall_after_s, config.deadline_s)
 
@@ -184,7 +184,7 @@ class Fleet:
         return self.bounds.get(role, (1, 1))[0]
 
     def _groups_a_worker(self) -> int:
-        window = self._config.prompts_per_step * (self._config.max_staleness + 1)
+        window = self._config.window
         workers = self.supervisor.expected(ROLLOUT) if self._working else self._size(ROLLOUT)
         return -(-window // max(1, workers))
 
@@ -278,7 +278,7 @@ class Fleet:
 
     # while the learner is idle
 
-    def wait_for_groups(self, watermark: int) -> float:
+    def wait_for_groups(self) -> float:
         """Returns once the next step's groups are there; the seconds that took.
 
         Raises:
@@ -290,8 +290,7 @@ class Fleet:
             while True:
                 self._admission.admit_waiting()
                 self.let_go()
-                ready = self.queue.poll(watermark, self._config.prompts_per_step)
-                if self.driver.call("groups", ready):
+                if self.driver.call("groups", self.queue.poll()):
                     return time.monotonic() - started
                 if (status := self._poller.queue) is not None:
                     self._watchdog.check(status, self.statuses, self.supervisor.still_s())

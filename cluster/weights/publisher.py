@@ -31,6 +31,7 @@ from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.transport import Transport
 from cluster.weights.transports import choose_transports
 from cluster.weights.weight_probe import WeightProbe
+from distill.delivery import TrainedGroups
 from distill.engine import Score
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 class Credit(Protocol):
     """Receiver of the credit that a push frees: the queue."""
 
-    def publish(self, version: int, watermark: int) -> None:
-        """Weights that account for every group below `watermark` are on every engine."""
+    def publish(self, version: int, trained: TrainedGroups) -> None:
+        """Weights that account for `trained` are on every engine."""
         ...
 
 
@@ -71,7 +72,7 @@ class PushSettings:
 
 
 class Publisher:
-    """`publish(weights, version, watermark)`: returns once slots are free."""
+    """`publish(weights, version, trained)`: returns once slots are free."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Publisher:
             for transport in self._transports or []
         )
 
-    def __call__(self, weights: Weights, version: int, watermark: int) -> dict[str, float]:
+    def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
 
         Raises:
@@ -118,7 +119,7 @@ class Publisher:
             "push/pause": max(pauses.values(), default=0.0),
             "push/engines": len(pauses),
         }
-        self._credit.publish(version, watermark)
+        self._credit.publish(version, trained)
         every = self._settings.probe_every
         if every and version % every == 0:
             self._ask(version)

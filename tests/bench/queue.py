@@ -132,10 +132,10 @@ def measure_workers(workers: int, journal: str) -> dict[str, float]:
     for step in range(1, WARMUP_STEPS + STEPS + 1):
         if step == WARMUP_STEPS + 1:
             before, started = used(), time.perf_counter()
-        taken = queue.take(trained, PER_STEP)
-        for group in taken.groups_P:
-            trained.add(group.group_id)
-        queue.publish(step, trained.watermark)
+        taken = queue.take(trained)
+        ids = [group.group_id for group in taken.groups_P]
+        trained = trained.after(ids, taken.set_aside)
+        queue.publish(step, trained)
     seconds = time.perf_counter() - started
     spent = [1e6 * (b - a) for a, b in zip(before, used(), strict=True)]
     ray.get(queue.close())

@@ -190,7 +190,7 @@ class TorturedRun:
         if early:
             found.append(f"steps {early} train samples of weights that were lost")
         for before, after in pairwise(metrics):
-            if after["groups/first"] <= before["groups/last"]:
+            if after["groups/watermark"] < before["groups/watermark"]:
                 found.append(f"step {after['step']:.0f} trains groups of the step before it")
         summary = self.out / "summary.json"
         status = json.loads(summary.read_text())["status"] if summary.exists() else "none"

@@ -59,14 +59,10 @@ class Run:
 
     def step(self, version: int) -> None:
         self.make()
-        step = self.ledger.take(self.trained.watermark, 2)
+        step = self.ledger.take(self.trained)
         assert step is not None
-        for group_id in range(self.trained.watermark, step.end):
-            if group_id in step.set_aside:
-                self.trained.skip(group_id, step.set_aside[group_id])
-            else:
-                self.trained.add(group_id)
-        self.ledger.publish(version, step.end)
+        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.ledger.publish(version, self.trained)
 
 
 def one_job(path: Path) -> Run:
@@ -174,7 +170,7 @@ def train_twice(events: list[Event]) -> None:
 
 def swap_steps(events: list[Event]) -> None:
     second, third = nth_train(events, 1), nth_train(events, 2)
-    for name in ("from", "to"):
+    for name in ("ids", "watermark"):
         second[name], third[name] = third[name], second[name]
 
 
@@ -189,7 +185,9 @@ def accept_twice(events: list[Event]) -> None:
 
 
 def skip_a_good_one(events: list[Event]) -> None:
-    nth_train(events, 1)["skipped"] = {"3": "nobody knows"}
+    second = nth_train(events, 1)
+    second["skipped"] = {"3": "nobody knows"}
+    second["ids"].remove(3)
 
 
 def forget_the_poison(events: list[Event]) -> None:
@@ -240,7 +238,7 @@ def drop_the_first(events: list[Event]) -> None:
 
 def take_before_it_came(events: list[Event]) -> None:
     at = next(i for i, e in enumerate(events) if e["event"] == "put" and e["id"] == 3)
-    later = next(i for i, e in enumerate(events) if e["event"] == "train" and e["from"] == 3)
+    later = next(i for i, e in enumerate(events) if e["event"] == "train" and 3 in e["ids"])
     events.insert(later - 1, events.pop(at))
 
 
@@ -271,9 +269,9 @@ def an_unknown_event(events: list[Event]) -> None:
     [
         (without_put, "group 3 was trained, and never arrived in this epoch"),
         (without_lease, "group 4 arrived (attempt 1) without a lease"),
-        (skip_a_step, "groups 3 to 4 were lost: never trained"),
+        (skip_a_step, "groups [3, 4] were lost: never trained"),
         (train_twice, "group 4 was trained twice"),
-        (swap_steps, "groups 3 to 4 were lost: never trained"),
+        (swap_steps, "groups [3, 4] were lost: never trained"),
         (swap_versions, "version 2 was published after version 3: out of order"),
         (accept_twice, "group 3 was accepted twice"),
         (skip_a_good_one, "group 3 was skipped, and not set aside for 'nobody knows'"),
@@ -350,9 +348,11 @@ def test_an_accident_of_lines_leaves_a_truth_or_no_proof(
     """Any lines deleted, doubled, swapped, or lost at either end; metrics.jsonl knows the steps."""
     path = tmp_path / "ledger.jsonl"
     path.write_bytes(b"".join(real_lines))
-    ends = {event["version"]: event["to"] for event in read_journal(path) if "to" in event
-            and event["event"] == "train"}  # fmt: skip
-    metrics = [{"step": step, "groups/last": end - 1} for step, end in ends.items()]
+    ends = {event["version"]: event["watermark"] for event in read_journal(path)
+            if event["event"] == "train"}  # fmt: skip
+    metrics = [
+        {"step": step, "groups/last": 0, "groups/watermark": end} for step, end in ends.items()
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
     truth = audit(path)
     assert truth.problems == []

@@ -1,4 +1,4 @@
-"""Leases, arrivals, failures and deaths in any order: in order, once, in the window, nothing stuck.
+"""Leases, arrivals, failures and deaths in any order: each group once, in time, and nothing stuck.
 
 The machine keeps its journal as a run does, and now and then replaces the ledger by what the
 journal says, as a queue that was killed does.
@@ -44,20 +44,22 @@ class LedgerMachine(RuleBasedStateMachine):
         steps=st.integers(0, 6),
         steps_before=st.integers(0, 2),
         poison_before=st.booleans(),
+        rule=st.sampled_from(["in_order", "due_first", "late"]),
+        room=st.floats(0, 1),
     )
     def start(
-        self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool
-    ) -> None:
+        self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool,
+        rule: str, room: float,
+    ) -> None:  # fmt: skip
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "ledger.jsonl"
         self.journal = Journal(self.path)
-        self.per_step, self.max_staleness = per_step, max_staleness
+        self.per_step, self.max_staleness, self.rule = per_step, max_staleness, rule
+        self.window = per_step + int(room * per_step * max_staleness)
         self.now = 0.0
-        self.trained = TrainedGroups()
-        if poison_before and steps_before:
-            self.trained.skip(0, "poison")
-        while len(self.trained) < per_step * steps_before:
-            self.trained.add(self.trained.watermark)
+        before = per_step * steps_before
+        poison = {0: "poison"} if poison_before and before else {}
+        self.trained = TrainedGroups(before + len(poison), poison)
         self.version = steps_before
         self.total = per_step * (steps_before + steps)
         self.settings = {
@@ -67,6 +69,9 @@ class LedgerMachine(RuleBasedStateMachine):
             "lease_s": LEASE_S,
             "max_failures": 2,
             "max_deaths": 4,
+            "step_rule": "in_order" if rule == "in_order" else "due_first",
+            "groups_in_flight": self.window,
+            "overdue": "late" if rule == "late" else "wait",
         }
         self.journal.record(
             "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
@@ -78,8 +83,8 @@ class LedgerMachine(RuleBasedStateMachine):
             clock=lambda: self.now,
             record=self.journal.record,
         )
-        self.committed = [(self.version, copy(self.trained))]
-        self.published = self.trained.watermark
+        self.committed = [(self.version, self.trained)]
+        self.published = self.trained
         self.forget()
 
     def forget(self) -> None:
@@ -102,7 +107,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ids == sorted(set(ids) - set(fresh)) + sorted(fresh)  # pending ones come first
         for lease in leases:
             group_id = lease.group_id
-            assert group_id not in self.held and group_id >= self.published
+            assert group_id not in self.held and group_id not in self.published
             assert lease.attempt == 1 + len(self.leases.setdefault(group_id, []))
             assert lease.epoch == self.ledger.epoch
             self.leases[group_id].append(lease)
@@ -117,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.leases)))
         lease = data.draw(st.sampled_from(self.leases[group_id]))
         wanted = (
-            group_id >= self.published
+            group_id not in self.published
             and group_id not in self.held
             and group_id not in self.set_aside()
         )
@@ -171,22 +176,37 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        watermark = self.trained.watermark
-        step = self.ledger.take(watermark, self.per_step)
-        assert step == self.ledger.take(watermark, self.per_step)
-        aside, expected, group_id = self.set_aside(), [], watermark
-        while len(expected) < self.per_step:
-            if group_id not in aside:
-                expected.append(group_id)
-            group_id += 1
-        if set(expected) <= self.held:
-            assert step is not None and step.group_ids == expected
-            assert step.set_aside == {i: aside[i] for i in range(watermark, group_id) if i in aside}
-            self.taken = (step.group_ids, step.set_aside)
+        step = self.ledger.take(self.trained)
+        assert step == self.ledger.take(self.trained)
+        missing = self.ledger.missing()
+        if step is None:
+            self.taken = None  # the queue lost it
+            finished = len(self.held) >= self.per_step
+            assert missing or len(self.trained) == self.total
+            assert not finished or not self.leaves_time(sorted(self.held)[: self.per_step])
         else:
-            assert step is None
-            missing = self.ledger.missing(watermark, self.per_step)
-            assert missing == [i for i in expected if i not in self.held]
+            assert step.group_ids == sorted(step.group_ids) and set(step.group_ids) <= self.held
+            assert len(step.group_ids) == self.per_step
+            assert self.taken is not None or self.leaves_time(step.group_ids)
+            self.taken = (step.group_ids, step.set_aside)
+
+    def leaves_time(self, ids: list[int]) -> bool:
+        """A step of these would be as the rule says, by counting the steps that follow."""
+        gone = self.set_aside()
+        live = sorted(i for i in self.leased_at if i not in self.trained and i not in gone)
+        rest = [group_id for group_id in live if group_id not in ids]
+        in_order = ids == live[: self.per_step]
+        if self.rule == "late" or in_order:
+            return True
+        if self.rule == "in_order":
+            return False
+        version = self.version
+        while rest:  # the oldest first, a step after the other
+            version += 1
+            if version - self.leased_at[rest[0]] > self.max_staleness:
+                return False
+            rest = rest[self.per_step :]
+        return True
 
     @precondition(lambda self: self.taken)
     @rule(again=st.booleans())
@@ -194,45 +214,43 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.taken is not None
         group_ids, skipped = self.taken
         self.taken = None
-        for group_id in range(self.trained.watermark, group_ids[-1] + 1):
-            if group_id in skipped:
-                self.trained.skip(group_id, skipped[group_id])
-            else:
-                # it may have been leased again since, by a queue that lost it: the first one counts
-                assert self.version - self.leased_at[group_id] <= self.max_staleness
-                self.trained.add(group_id)
+        for group_id in group_ids if self.rule != "late" else ():
+            # it may have been leased again since, by a queue that lost it: the first one counts
+            assert self.version - self.leased_at[group_id] <= self.max_staleness
+        self.trained = self.trained.after(group_ids, skipped)
+        assert skipped.items() <= self.trained.set_aside.items()
         self.version += 1
         for _ in range(1 + again):
-            self.ledger.publish(self.version, self.trained.watermark, self.ledger.epoch)
-        self.published = self.trained.watermark
-        self.held = {i for i in self.held if i >= self.published}
+            self.ledger.publish(self.version, self.trained, self.ledger.epoch)
+        self.published = self.trained
+        self.held -= set(group_ids)
 
     @rule()
     def a_lost_learners_publication_changes_nothing(self) -> None:
         before = self.status()
-        self.ledger.publish(99, self.published + 5, self.ledger.epoch - 1)
+        more = TrainedGroups(max([self.published.watermark, *self.published.above]) + 5)
+        self.ledger.publish(99, more, self.ledger.epoch - 1)
         self.ledger.publish(self.version, self.published, self.ledger.epoch)
         assert self.status() == before
 
     @rule()
     def commit(self) -> None:
-        if self.published == self.trained.watermark:
-            self.committed.append((self.version, copy(self.trained)))
+        if self.published == self.trained:
+            self.committed.append((self.version, self.trained))
             self.ledger.commit(self.version, self.trained.watermark)
 
     @rule()
     def lose_the_learner(self) -> None:
         version, trained = self.committed[-1]
         aside = self.set_aside()
-        self.version, self.trained = version, copy(trained)
+        self.version, self.trained = version, trained
         epoch = self.ledger.epoch
         self.ledger.rewind(self.trained, "the learner died")
         assert self.ledger.epoch == epoch + 1
-        self.published = self.trained.watermark
+        self.published = self.trained
         self.forget()
-        assert {i: r for i, r in aside.items() if i >= self.published}.items() <= (
-            self.set_aside().items()
-        )  # poison stays poison
+        later = {i: r for i, r in aside.items() if i not in trained}
+        assert later.items() <= self.set_aside().items()  # poison stays poison
 
     # the queue
 
@@ -272,19 +290,18 @@ class LedgerMachine(RuleBasedStateMachine):
         started = [*status.pending, *status.leased, *sorted(self.held)]
         assert len(started) == len(set(started))
         assert status.depth == len(self.held)
-        assert len(started) <= self.per_step * (self.max_staleness + 1)
-        assert len(started) + status.credit <= self.per_step * (self.max_staleness + 1)
+        assert len(started) + status.credit <= self.window
         assert not set(started) & self.set_aside().keys()
-        live_trained = self.published - sum(i < self.published for i in self.set_aside())
-        assert live_trained + len(started) <= self.total
-        assert status.published == self.published
+        assert len(self.published) + len(started) <= self.total
+        assert status.published == self.published.watermark
+        assert not [group_id for group_id in started if group_id in self.published]
 
     def teardown(self) -> None:
         """From wherever it stopped, the run goes on to its end: nothing is lost or stuck."""
         if not hasattr(self, "ledger"):
             return
         while len(self.trained) < self.total:
-            before = self.trained.watermark
+            before = len(self.trained)
             while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
                 for group_id, held in reversed(self.status().leased.items()):
                     lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
@@ -293,7 +310,7 @@ class LedgerMachine(RuleBasedStateMachine):
                     self.held.add(group_id)
             self.take()
             self.train_and_publish(False)
-            assert self.trained.watermark > before
+            assert len(self.trained) > before
         assert len(self.trained) == self.total
         status = self.status()
         assert (status.depth, status.credit, status.leased, status.pending) == (0, 0, {}, [])
@@ -305,16 +322,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(found.problems) == (found.first > 0)  # it proves nothing of those below
         assert found.trained == self.total - sum(i in self.trained for i in range(found.first))
         assert found.watermark == self.trained.watermark
-        assert found.set_aside == dict(self.trained.set_aside)
+        assert found.set_aside == dict(self.trained.set_aside) and not self.trained.above
         self.directory.cleanup()
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
-
-
-def copy(trained: TrainedGroups) -> TrainedGroups:
-    return TrainedGroups.from_json(trained.to_json())
 
 
 def new(
@@ -348,7 +361,7 @@ def test_time_without_credit_is_counted_to_the_second() -> None:
     for one in leases:
         ledger.deliver(one)
     assert passes(10) == (10, 17)
-    ledger.publish(1, 2)
+    ledger.publish(1, TrainedGroups(2))
     assert passes(5) == (10, 22)  # two may start
     first, second = ledger.lease("a", 2)
     assert passes(3) == (10, 25)  # as many under way as finished
@@ -363,12 +376,12 @@ def test_the_fastest_group_waits_for_the_slowest() -> None:
     first, second = ledger.lease("a", 9)
     assert (first.group_id, second.group_id) == (0, 1)
     assert ledger.lease("a", 9) == []  # synchronous: the next step waits for the publication
-    assert ledger.deliver(second) and ledger.take(0, 2) is None
-    assert ledger.missing(0, 2) == [0]
+    assert ledger.deliver(second) and ledger.take() is None
+    assert ledger.missing() == [0]
     assert ledger.deliver(first)
-    step = ledger.take(0, 2)
+    step = ledger.take()
     assert step is not None and step.group_ids == [0, 1] and step.set_aside == {}
-    ledger.publish(1, 2)
+    ledger.publish(1, TrainedGroups(2))
     assert lease(ledger, 1) == [2]
 
 
@@ -386,10 +399,10 @@ def test_a_group_that_fails_too_often_is_set_aside_and_the_run_has_one_more() ->
     for group_id in (1, 2):
         assert ledger.deliver(Lease(group_id=group_id, attempt=1, epoch=1))
     assert ledger.status().consecutive_set_aside == 0
-    step = ledger.take(0, 2)
+    step = ledger.take()
     assert step is not None and step.group_ids == [1, 2]
     assert step.set_aside == {0: "failed 3 times: KeyError: 'answer'"}
-    ledger.publish(1, 3)
+    ledger.publish(1, TrainedGroups(3, step.set_aside))
     assert ledger.all_started and ledger.lease("a", 9) == []
 
 
@@ -500,9 +513,10 @@ def test_the_guilty_are_set_aside_soon_and_the_innocent_never(
             if version == steps:
                 break
             chance.choice(workers).work(ledger, chance, max_groups)
-            if (step := ledger.take(ledger.published, per_step)) is not None:
+            if (step := ledger.take()) is not None:
                 version += 1
-                ledger.publish(version, step.end)
+                trained = trained.after(step.group_ids, step.set_aside)
+                ledger.publish(version, trained)
             if queue_dies and chance.random() < 0.02:
                 journal.close()
                 played = replay(path).ledger
@@ -558,12 +572,12 @@ def test_the_learners_step_stands_though_the_queue_lost_it_and_set_one_aside() -
     ledger = new(max_failures=1)
     for one in ledger.lease("a", 9):
         ledger.deliver(one)
-    assert ledger.take(0, 2) is not None
+    assert ledger.take() is not None
     ledger.recover()
     [again, _] = ledger.lease("a", 9)
     ledger.fail(again, "no longer")
     assert ledger.status().set_aside == 1
-    ledger.publish(1, 2)
+    ledger.publish(1, TrainedGroups(2))
     assert ledger.status().set_aside == 0
     assert lease(ledger, 9) == [2, 3]
 
@@ -573,7 +587,7 @@ def test_a_resumed_run_starts_after_what_its_weights_account_for() -> None:
     resumed = new(TrainedGroups(5, {3: "poison"}))
     assert lease(resumed, 1) == [5]
     with pytest.raises(AssertionError, match="would be trained twice"):
-        resumed.take(4, 2)
+        resumed.take(TrainedGroups(4))
 
 
 def test_what_was_never_leased_is_not_believed() -> None:

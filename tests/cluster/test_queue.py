@@ -77,13 +77,9 @@ def ids(made: Taken | list[Lease]) -> list[int]:
     return [one.group_id for one in groups]
 
 
-def account(trained: TrainedGroups, taken: Taken) -> None:
-    """What the learner does once a step is trained."""
-    for group_id in sorted([*ids(taken), *taken.set_aside]):
-        if group_id in taken.set_aside:
-            trained.skip(group_id, taken.set_aside[group_id])
-        else:
-            trained.add(group_id)
+def with_step(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
+    """What the learner accounts for once a step is trained."""
+    return trained.after(ids(taken), taken.set_aside)
 
 
 def payloads(queue: GroupQueue) -> list[int]:
@@ -106,20 +102,20 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     leases = lease(queue, 9)
     assert ids(leases) == [0, 1, 2, 3]
     trained = TrainedGroups()
-    waiting = queue.poll(0, 2)
+    waiting = queue.poll()
     put(queue, leases[3], leases[1], leases[1], leases[3])
     put(queue, leases[0])
     assert is_true(waiting)
-    taken = queue.take(trained, 2)
-    assert ids(taken) == ids(queue.take(trained, 2)) == [0, 1]  # the same answer
-    account(trained, taken)
-    queue.publish(1, trained.watermark)
+    taken = queue.take(trained)
+    assert ids(taken) == ids(queue.take(trained)) == [0, 1]  # the same answer
+    trained = with_step(trained, taken)
+    queue.publish(1, trained)
     put(queue, leases[0], leases[1], leases[2])  # repeats are dropped after they were trained, too
-    taken = queue.take(trained, 2)
+    taken = queue.take(trained)
     assert ids(taken) == [2, 3]
     assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
-    account(trained, taken)
-    queue.publish(2, trained.watermark)
+    trained = with_step(trained, taken)
+    queue.publish(2, trained)
     assert payloads(queue) == [] and get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
     assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
@@ -133,10 +129,10 @@ def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
     assert ids(leases) == [0, 1]
     waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
     put(queue, *leases)
-    queue.take(TrainedGroups(), 2)
+    queue.take(TrainedGroups())
     assert wait([waiting], timeout=0.2)[0] == []  # taken is not published
-    queue.publish(1, 2)
-    queue.publish(1, 2)
+    queue.publish(1, TrainedGroups(2))
+    queue.publish(1, TrainedGroups(2))
     assert ids(get(waiting).leases) == [2, 3]
     assert get(queue.status()).credit == 0
 
@@ -184,10 +180,10 @@ def test_poison_is_set_aside_and_the_learner_is_told(new_queue: NewQueue) -> Non
     fail(queue, again, "KeyError")
     [third] = lease(queue, 9)
     put(queue, third, second)
-    taken = queue.take(trained, 2)
+    taken = queue.take(trained)
     assert ids(taken) == [1, 2] and taken.set_aside == {0: "failed 2 times: KeyError"}
-    account(trained, taken)
-    queue.publish(1, trained.watermark)
+    trained = with_step(trained, taken)
+    queue.publish(1, trained)
     assert trained.to_json()["watermark"] == 3 and len(trained) == 2
     assert get(queue.status()).set_aside == 1
 
@@ -236,26 +232,26 @@ def test_a_deadline_says_who_waits_for_whom(new_queue: NewQueue) -> None:
     leases = lease(queue, 9)
     put(queue, leases[0], leases[2])
     with pytest.raises(QueueTimeout, match=r"waited 0 s for groups \[1\] from the rollout work"):
-        queue.take(TrainedGroups(), 2)
+        queue.take(TrainedGroups())
     with pytest.raises(QueueTimeout, match="waited 0 s for the learner to publish and free slots"):
         lease(queue, 1)
-    assert not is_true(queue.poll(0, 2))
+    assert not is_true(queue.poll())
     put(queue, leases[1])  # a wait that ended took nothing with it
-    assert ids(queue.take(TrainedGroups(), 3)) == [0, 1, 2]
+    assert ids(queue.take(TrainedGroups())) == [0, 1]
 
 
 def test_closing_ends_every_wait(new_queue: NewQueue) -> None:
     queue = new_queue(on_ray=True)
     leases = lease(queue, 9)
-    taking = queue.actor.take.remote(TrainedGroups(), 1, 60.0)
-    waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll(0, 1)]
+    taking = queue.actor.take.remote(TrainedGroups(), 60.0)
+    waits = [taking, queue.actor.lease.remote("a", 1, "x", 60.0), queue.poll()]
     assert wait(waits, timeout=0.2)[0] == []
     get(queue.close())
     assert get(waits[1]).leases == [] and get(waits[1]).closed
     assert get(taking).closed and get(waits[2]) is False
     put(queue, leases[0])
     with pytest.raises(QueueClosed):
-        queue.take(TrainedGroups(), 1)
+        queue.take(TrainedGroups())
     assert lease(queue, 1) == []
     kill_queue(queue)
     assert lease(queue, 1) == []  # and it stays closed
@@ -275,7 +271,7 @@ def test_all_ends_cross_processes(new_queue: NewQueue) -> None:
         return asyncio.run(two_groups())
 
     assert get(work.remote(WorkerEnd(queue, "a"))) == [0, 1]
-    assert ids(queue.take(TrainedGroups(), 2)) == [0, 1]
+    assert ids(queue.take(TrainedGroups())) == [0, 1]
 
 
 # what dies
@@ -285,18 +281,18 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
     queue = new_queue()
     trained = TrainedGroups()
     put(queue, *lease(queue, 2))
-    account(trained, queue.take(trained, 2))
-    queue.publish(1, 2)
+    trained = with_step(trained, queue.take(trained))
+    queue.publish(1, TrainedGroups(2))
     get(queue.commit(1, 2))
     saved = TrainedGroups.from_json(trained.to_json())
     old = lease(queue, 2)
     put(queue, *old)
-    account(trained, queue.take(trained, 2))
-    queue.publish(2, 4)
+    trained = with_step(trained, queue.take(trained))
+    queue.publish(2, TrainedGroups(4))
     late = lease(queue, 1)
 
     get(queue.rewind(saved, "the learner died"))
-    queue.publish(2, 4)  # was on its way when the learner died
+    queue.publish(2, TrainedGroups(4))  # was on its way when the learner died
     put(queue, *late)
     status = get(queue.status())
     assert (status.published, status.depth, status.duplicates, status.epoch) == (2, 0, 1, 2)
@@ -304,8 +300,8 @@ def test_a_lost_learner_trains_again_from_its_checkpoint(new_queue: NewQueue, jo
         leases = lease(queue, 2)
         assert {one.epoch for one in leases} == {2}
         put(queue, *leases)
-        account(saved, queue.take(saved, 2))
-        queue.publish(version, saved.watermark)
+        saved = with_step(saved, queue.take(saved))
+        queue.publish(version, saved)
     get(queue.close())
     found = audit(journal, steps=4)
     assert found.problems == [] and found.again == 2 and found.rewinds == 1
@@ -315,8 +311,8 @@ def test_a_new_job_starts_a_new_epoch(new_queue: NewQueue, journal: str) -> None
     queue = new_queue(total_groups=2)
     leases = lease(queue, 2)
     put(queue, *leases)
-    account(trained := TrainedGroups(), queue.take(TrainedGroups(), 2))
-    queue.publish(1, 2)
+    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+    queue.publish(1, trained)
     following = new_queue(trained=trained, total_groups=4)
     again = lease(following, 9)
     assert [(one.group_id, one.epoch) for one in again] == [(2, 2), (3, 2)]
@@ -336,7 +332,7 @@ def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) ->
     assert (after.credit, after.delivered) == (before.credit, before.delivered)
     assert ids(lease(queue, 1, "b")) == [1]
     put(queue, leases[0], leases[1], leases[2])  # from their old leases, which live
-    assert ids(queue.take(TrainedGroups(), 2)) == [0, 1]
+    assert ids(queue.take(TrainedGroups())) == [0, 1]
     assert [e["event"] for e in read_journal(journal)].count("recover") == 1
 
 
@@ -387,10 +383,10 @@ def test_the_queue_is_killed_again_and_again(new_queue: NewQueue, journal: str) 
     killer.start()
     try:
         for version in range(1, steps + 1):
-            taken = queue.take(trained, per_step)
+            taken = queue.take(trained)
             order += ids(taken)
-            account(trained, taken)
-            queue.publish(version, trained.watermark)
+            trained = with_step(trained, taken)
+            queue.publish(version, trained)
             get(queue.commit(version, trained.watermark))
     finally:
         stop.set()

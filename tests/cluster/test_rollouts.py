@@ -174,7 +174,7 @@ def test_the_loop_shows_what_it_trained_on(
     objective = ObjectiveConfig(
         kl_coef=0, reward_coef=1.0, remove_constant_reward_groups=True, num_substeps=2
     )
-    world = World(groups)
+    world = World(groups, per_step=4)
     loop = PolicyLoop(
         learner=Learner(
             LearnerConfig(model=tiny_pair.student, total_steps=1, device="cpu"), str(tmp_path / "f")
@@ -184,7 +184,6 @@ def test_the_loop_shows_what_it_trained_on(
         publish=world.publish,
         store=CheckpointStore(tmp_path / "checkpoints", keep=1),
         loss=PolicyObjectiveLoss(objective=objective),
-        groups_per_step=4,
         keep=RolloutLog(tmp_path / "r", 1).keep,
     )
     loop.step()

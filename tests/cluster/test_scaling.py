@@ -19,6 +19,7 @@ from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings, QueueStatus
 from cluster.runtime.scaling import Scaling
 from cluster.supervision.supervise import ActorSpec, Member, State
+from distill.delivery import TrainedGroups
 from tests.queues import queue_on_ray
 from tests.samples import group
 
@@ -272,7 +273,8 @@ def test_a_worker_that_leaves_while_it_waits_for_credit_takes_no_group_along(
         await asyncio.sleep(0.5)  # its call is in the queue, without credit
         waiting.cancel()
         await asyncio.gather(*(stays.put(one, group(one.group_id)) for one in leases))
-        await queue.actor.publish.remote(1, 2, None)  # which leases 2 and 3 to the one that left
+        # Leases 2 and 3 to the one that left.
+        await queue.actor.publish.remote(1, TrainedGroups(2), None)
         with pytest.raises(asyncio.CancelledError):
             await waiting
         return [lease.group_id for lease in await stays.lease(2)]

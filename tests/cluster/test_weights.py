@@ -33,6 +33,7 @@ from cluster.weights.transports import (
     SharedMemoryTransport,
     choose_transports,
 )
+from distill.delivery import TrainedGroups
 from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.errors import (
     CalibrationError,
@@ -64,8 +65,8 @@ class Queue:
     def __init__(self) -> None:
         self.published: list[tuple[int, int]] = []
 
-    def publish(self, version: int, watermark: int) -> None:
-        self.published.append((version, watermark))
+    def publish(self, version: int, trained: TrainedGroups) -> None:
+        self.published.append((version, trained.watermark))
 
 
 class Liar(EmbeddedEngine):
@@ -151,7 +152,7 @@ def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **change
 
 def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]:
     """A publication of weights with four groups a version."""
-    return publish(weights, version, 4 * version)
+    return publish(weights, version, TrainedGroups(4 * version))
 
 
 def versions(engines: Mapping[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the weights account for: a watermark, and what was set aside below it."""
+"""What the weights account for: a watermark, what was set aside below it, and ids above it."""
 
 from __future__ import annotations
 
@@ -13,48 +13,53 @@ from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError
 
 
-@given(poison=st.lists(st.booleans(), max_size=12))
-def test_it_remembers_what_a_set_remembers(poison: list[bool]) -> None:
-    trained, plain, reasons = TrainedGroups(), set(), {}
-    for group_id, poisonous in enumerate(poison):
-        if poisonous:
-            reasons[group_id] = f"reason {group_id}"
-            trained.skip(group_id, reasons[group_id])
-        else:
-            plain.add(group_id)
-            trained.add(group_id)
+@given(
+    poison=st.sets(st.integers(0, 11), max_size=6),
+    order=st.permutations(range(12)),
+    sizes=st.lists(st.integers(1, 4), max_size=8),
+)
+def test_it_remembers_what_a_set_remembers(
+    poison: set[int], order: list[int], sizes: list[int]
+) -> None:
+    """Groups in any order; the watermark stands after the last trained one without a gap below."""
+    reasons = {group_id: f"reason {group_id}" for group_id in poison}
+    left = [group_id for group_id in order if group_id not in poison]
+    trained, plain = TrainedGroups(), set[int]()
+    for size in sizes:
+        before, ids, left = trained, left[:size], left[size:]
+        plain |= set(ids)
+        trained = before.after(ids, reasons)
+        assert trained.since(before) == sorted(ids)
+        assert trained.since(TrainedGroups()) == sorted(plain)
         trained = TrainedGroups.from_json(json.loads(json.dumps(trained.to_json())))
         trained = pickle.loads(pickle.dumps(trained))  # it goes to the queue
         assert {i for i in range(-2, 14) if i in trained} == plain
         assert len(trained) == len(plain)
-        assert trained.watermark == group_id + 1
-        assert trained.set_aside == reasons
+        whole = [i for i in plain if all(j in plain or j in poison for j in range(i))]
+        assert trained.watermark == max([i + 1 for i in whole], default=0)
+        assert trained.above == {i for i in plain if i >= trained.watermark}
+        passed = {i: r for i, r in reasons.items() if i < trained.watermark}
+        assert trained.set_aside == passed
+        assert (trained == before) == (not ids)
 
 
 def test_what_is_written() -> None:
-    trained = TrainedGroups(17)
-    trained.skip(17, "its environment raised KeyError")
-    trained.add(18)
+    trained = TrainedGroups(17).after([18], {17: "its environment raised KeyError"})
     written = {"watermark": 19, "set_aside": {"17": "its environment raised KeyError"}}
     assert trained.to_json() == written
+    assert trained.after([22, 20], {}).to_json() == {**written, "above": [20, 22]}
+    assert TrainedGroups.from_json(written) == trained  # of an earlier release
 
 
-@pytest.mark.parametrize("again", [0, 1, 2])
+@pytest.mark.parametrize("again", [0, 1, 2, 5])
 def test_a_group_is_never_trained_twice(again: int) -> None:
-    trained = TrainedGroups(3, {1: "poison"})
+    trained = TrainedGroups(3, {1: "poison"}, [5])
     with pytest.raises(AssertionError, match=f"group {again} would be trained twice"):
-        trained.add(again)
-    with pytest.raises(AssertionError, match=f"group {again} would be trained twice"):
-        trained.skip(again, "poison")
-    assert trained.to_json() == TrainedGroups(3, {1: "poison"}).to_json()
-
-
-def test_nor_is_one_left_out() -> None:
-    trained = TrainedGroups(3)
-    with pytest.raises(AssertionError, match="group 4 is out of order: 3 is next"):
-        trained.add(4)
-    with pytest.raises(AssertionError, match="group 5 is out of order: 3 is next"):
-        trained.skip(5, "poison")
+        trained.after([3, again], {})
+    with pytest.raises(AssertionError, match="group 3 would be trained twice, or was set aside"):
+        trained.after([3], {3: "poison"})
+    with pytest.raises(AssertionError, match="name one twice"):
+        trained.after([4, 4], {})
 
 
 def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
@@ -66,6 +71,8 @@ def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
         trained.set_aside[2] = "more"  # type: ignore[index]
     with pytest.raises(AssertionError, match="not all below 3"):
         TrainedGroups(3, {3: "poison"})
+    with pytest.raises(AssertionError, match="not all above 3"):
+        TrainedGroups(3, {}, [3])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,9 @@ def test_what_is_set_aside_cannot_be_changed_from_outside() -> None:
         {"watermark": 3, "set_aside": {"3": "reason"}},
         {"watermark": 3, "set_aside": {"-1": "reason"}},
         {"watermark": -1, "set_aside": {}},
+        {"watermark": 3, "set_aside": {}, "above": [3]},
+        {"watermark": 3, "set_aside": {}, "above": ["x"]},
+        {"watermark": 3, "set_aside": {}, "above": 4},
     ],
 )
 def test_unreadable_states_are_refused(value: dict) -> None:

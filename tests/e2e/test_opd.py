@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
+from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
 from tests.conftest import TinyPair
@@ -77,10 +79,22 @@ def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -
     assert all(step["train/ratio"] == pytest.approx(1, abs=1e-4) for step in steps)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"step_rule": "due_first", "policy_engines": 2, "rollout_workers": 2},
+        pytest.param({"step_rule": "due_first", "overdue": "late"}, marks=pytest.mark.slow),
+    ],
+    ids=["in_order", "due_first", "late"],
+)
 def test_overlapped_runs_are_stale_by_at_most_the_bound(
-    tiny_pair: TinyPair, tmp_path: Path
+    tiny_pair: TinyPair, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    steps = metrics(distil(tiny_pair, tmp_path / "run", max_staleness=2, steps=8))
+    out = distil(tiny_pair, tmp_path / "run", max_staleness=2, steps=8, **settings)
+    steps = metrics(out)
+    assert audit(out / "ledger.jsonl", steps=8).problems == []
+    assert sum(step["groups/overdue"] for step in steps) == 0
     assert max(step["staleness/max"] for step in steps) <= 2
     assert any(step["staleness/max"] > 0 for step in steps), "rollouts never ran ahead"
     assert max(step["train/logprob_gap"] for step in steps) > 1e-3, "the weights never moved"

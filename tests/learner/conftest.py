@@ -83,29 +83,33 @@ class Handed:
 
     groups_P: list[TrajectoryGroup]
     set_aside: dict[int, str]
+    overdue: int = 0
 
 
 class World:
     """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
 
     def __init__(
-        self, groups: Sequence[TrajectoryGroup], set_aside: Mapping[int, str] | None = None
+        self,
+        groups: Sequence[TrajectoryGroup],
+        set_aside: Mapping[int, str] | None = None,
+        per_step: int = 2,
     ) -> None:
         """`set_aside` comes with the first groups that are taken."""
-        self.groups = list(groups)
+        self.groups, self.per_step = list(groups), per_step
         self.set_aside = dict(set_aside or {})
         self.events: list[str] = []
         self.published: list[tuple[int, dict[str, bytes]]] = []
 
-    def take(self, _trained: TrainedGroups, num_groups: int) -> Handed:
-        taken, self.groups = self.groups[:num_groups], self.groups[num_groups:]
-        assert len(taken) == num_groups, "the loop asks for more than a step's groups"
+    def take(self, _trained: TrainedGroups) -> Handed:
+        taken, self.groups = self.groups[: self.per_step], self.groups[self.per_step :]
+        assert len(taken) == self.per_step, "the loop asks for more than a step's groups"
         self.events.append(f"take {[made.group_id for made in taken]}")
         set_aside, self.set_aside = self.set_aside, {}
         return Handed(groups_P=taken, set_aside=set_aside)
 
-    def publish(self, weights: Weights, version: int, watermark: int) -> dict[str, float]:
-        self.watermark = watermark
+    def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
+        self.watermark = trained.watermark
         self.events.append(f"publish {version}")
         copied = {
             name: t.contiguous().view(torch.uint8).numpy().tobytes()
@@ -127,7 +131,6 @@ def new_loop(
         *,
         teachers: LocalTeachers | None = None,
         learner: Mapping[str, object] | None = None,
-        groups_per_step: int = 2,
         resume_from: Checkpoint | None = None,
         **settings: object,
     ) -> PolicyLoop:
@@ -139,7 +142,6 @@ def new_loop(
             publish=world.publish,
             store=store,
             loss=PolicyObjectiveLoss(objective=objective, teachers=teachers),
-            groups_per_step=groups_per_step,
             resume_from=resume_from,
             **settings,
         )

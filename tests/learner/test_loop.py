@@ -79,8 +79,9 @@ def test_groups_set_aside_are_accounted_for(new_loop: NewLoop) -> None:
     metrics = loop.step()
     assert world.watermark == 3 and metrics["groups/set_aside"] == 1
     assert loop.save().delivery == {"watermark": 3, "set_aside": {"1": "its reward failed"}}
-    with pytest.raises(AssertionError, match="out of order"):
-        loop.step()  # nobody says what became of group 3
+    loop.step()  # before group 3, which may still come
+    assert world.watermark == 3
+    assert loop.save().delivery["above"] == [4, 5]
 
 
 def test_what_was_waited_for_counts(new_loop: NewLoop) -> None:

@@ -605,9 +605,8 @@ def test_nothing_is_lost_of_what_is_not_rounded_or_not_changed(base: str, tmp_pa
 
 def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> list[float]:
     loop = new_loop(
-        World([group(i) for i in range(9)]),
+        World([group(i) for i in range(9)], per_step=1),
         ObjectiveConfig(reward_coef=1.0),
-        groups_per_step=1,
         learner={"model": start, "lora_rank": 16, "lr": lr, "lr_schedule": "constant"},
         **settings,
     )
@@ -630,5 +629,5 @@ def test_pushes_say_what_is_lost_and_a_small_rate_is_warned_of_once(
 
 
 def test_a_model_without_an_adapter_has_no_lost_share(new_loop: NewLoop) -> None:
-    loop = new_loop(World([group()]), ObjectiveConfig(), groups_per_step=1)
+    loop = new_loop(World([group()], per_step=1), ObjectiveConfig())
     assert "push/lost_share" not in loop.step()

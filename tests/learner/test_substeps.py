@@ -67,8 +67,8 @@ def test_updates_train_on_groups_in_turn(
     cut: list[list[int]],
 ) -> None:
     objective = ObjectiveConfig(reward_coef=1.0, num_substeps=num_substeps)
-    world = World(GROUPS)
-    loop = new_loop(world, objective, groups_per_step=groups_per_step)
+    world = World(GROUPS, per_step=groups_per_step)
+    loop = new_loop(world, objective)
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
     skipped = ["skip_update"] * (num_substeps - len(cut))
@@ -107,7 +107,7 @@ def test_ratios_are_against_the_log_probs_before_the_first_update(
     objective = ObjectiveConfig(
         loss="cispo", clip_low=0, clip_high=0, correction=correction, num_substeps=2
     )
-    loop = new_loop(World(GROUPS), objective, groups_per_step=4)
+    loop = new_loop(World(GROUPS, per_step=4), objective)
     before = loop.learner.logprobs(policy_rows(GROUPS[:4], objective))
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
@@ -160,7 +160,7 @@ def test_groups_of_one_reward_are_left_out(
     new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = [with_rewards(GROUPS[0], 1, 1), GROUPS[1], with_rewards(GROUPS[2], 0, 0)]
-    loop = new_loop(World(groups), FILTERED, groups_per_step=3)
+    loop = new_loop(World(groups, per_step=3), FILTERED)
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
     assert [sources(parts) for parts in watched.updates] == [[rows_of(1)]]

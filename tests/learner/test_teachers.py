@@ -128,7 +128,7 @@ def test_the_row_s_own_context_is_no_privilege(new_loop: NewLoop, teachers: Loca
     own = replace(segment, teacher_context_T=segment.tokens_T[:first], teacher_replaces=first)
     told = replace(plain, trajectories_G=[replace(member, segments=[own])])
     made = [
-        new_loop(World([made]), FULL, teachers=teachers, groups_per_step=1).step()["train/loss"]
+        new_loop(World([made], per_step=1), FULL, teachers=teachers).step()["train/loss"]
         for made in (plain, told)
     ]
     assert made[0] == pytest.approx(made[1], rel=1e-6)

@@ -1,0 +1,165 @@
+"""Which groups a step takes: by hand, and in simulated runs with long tails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.inspect.audit import audit
+from cluster.queue.journal import Journal, replay
+from cluster.queue.ledger import Ledger, LedgerSettings
+from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
+from distill.delivery import TrainedGroups
+from tests.bench.scheduling import Outcome, Schedule, Simulation, Workload
+
+
+def view(step: int, started: dict[int, int], *finished: int) -> View:
+    return View(step=step, groups_per_step=2, started=started, finished=set(finished))
+
+
+def test_in_order_a_step_waits_for_its_own_groups_and_no_others() -> None:
+    rule, started = InOrder(window=6), {0: 0, 1: 0, 2: 0, 3: 0, 4: 0}
+    assert rule.room(view(0, started)) == 1
+    assert rule.choose(view(0, started, 1, 2, 3)) is None
+    assert rule.waited_for(view(0, started, 1, 2, 3)) == [0]
+    assert rule.choose(view(0, started, 3, 1, 0)) == [0, 1]
+
+
+def test_due_first_the_short_overtake_the_long_until_these_are_due() -> None:
+    rule = DueFirst(horizon=2, window=6)
+    started = {0: 0, 1: 0, 2: 0, 3: 0}
+    assert rule.choose(view(0, started, 3)) is None
+    assert rule.waited_for(view(0, started, 3)) == [0, 1, 2]
+    assert rule.choose(view(0, started, 3, 2)) == [2, 3]
+    started = {0: 0, 1: 0, 4: 1, 5: 1, 6: 1, 7: 1}
+    assert rule.choose(view(1, started, 7, 5, 6)) == [5, 6]  # the oldest of them
+    # Now 0 and 1 have this step alone.
+    started = {0: 0, 1: 0, 4: 1, 7: 1, 8: 2}
+    assert rule.choose(view(2, started, 1, 4, 7, 8)) is None
+    assert rule.waited_for(view(2, started, 1, 4, 7, 8)) == [0]
+    assert rule.choose(view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
+
+
+def test_due_first_leaves_no_more_than_the_steps_to_come_can_take() -> None:
+    """Four that started together are two steps' worth: neither may be put off any more."""
+    rule = DueFirst(horizon=2, window=6)
+    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+    assert rule.choose(view(1, started, 4, 5)) is None
+    assert rule.waited_for(view(1, started, 4, 5)) == [0, 1, 2, 3]
+    assert rule.choose(view(1, started, 2, 4, 5)) is None
+    assert rule.choose(view(1, started, 2, 3, 4, 5)) == [2, 3]
+
+
+def test_the_overdue_are_waited_for_or_trained_late() -> None:
+    started = {0: 0, 4: 3, 5: 3}
+    assert DueFirst(horizon=2, window=6).choose(view(3, started, 4, 5)) is None
+    late = DueFirst(horizon=2, window=6, late=True)
+    assert late.choose(view(3, started, 4, 5)) == [4, 5]
+    assert late.waited_for(view(3, started, 4, 5)) == []
+    assert late.choose(view(3, started, 0, 4, 5)) == [0, 4]
+
+
+@pytest.mark.parametrize("rule", [InOrder(window=2), DueFirst(horizon=0, window=2)])
+def test_a_synchronous_run_goes_in_order(rule: StepRule) -> None:
+    assert rule.choose(view(3, {6: 3, 7: 3}, 7)) is None
+    assert rule.choose(view(3, {6: 3, 7: 3}, 7, 6)) == [6, 7]
+    assert rule.room(view(3, {6: 3, 7: 3})) == 0
+
+
+def test_what_is_trained_late_is_counted() -> None:
+    rules: dict[str, Any] = {"step_rule": "due_first", "overdue": "late"}
+    ledger = Ledger(
+        LedgerSettings(
+            groups_per_step=1, max_staleness=1, total_groups=4, lease_s=60, **rules
+        ),
+        TrainedGroups(),
+        epoch=1,
+    )  # fmt: skip
+    trained, counted = TrainedGroups(), []
+    slow, other = ledger.lease("a", 2)
+    for version in (1, 2, 3, 4):
+        if version == 4:
+            other = slow
+        ledger.deliver(other)
+        step = ledger.take(trained)
+        assert step is not None and step.group_ids == [other.group_id]
+        counted.append(step.overdue)
+        trained = trained.after(step.group_ids, step.set_aside)
+        ledger.publish(version, trained)
+        [other] = ledger.lease("a", 1) or [slow]
+    assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
+
+
+def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
+    """A run with overdue=late is no proof of a bound that its journal claims."""
+    path = tmp_path / "ledger.jsonl"
+    journal = Journal(path)
+    settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
+                "step_rule": "due_first"}  # fmt: skip
+    journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
+    journal.record(
+        "lease", ids=[0, 1, 2, 3], attempts=[1] * 4, worker="a", epoch=1, request=""
+    )  # fmt: skip
+    for version, group_id in enumerate((1, 2, 0, 3), start=1):
+        journal.record("put", id=group_id, attempt=1, worker="a", epoch=1)
+        watermark = {0: 3, 3: 4}.get(group_id, 0)
+        journal.record("take", ids=[group_id], skipped={})
+        journal.record("train", version=version, ids=[group_id], watermark=watermark, skipped={})
+    assert audit(path, steps=4).problems == [
+        "group 0 was trained 2 versions after it was leased, and max_staleness=1",
+        "group 3 was trained 3 versions after it was leased, and max_staleness=1",
+    ]
+
+
+def test_a_journal_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
+    """Its steps are ranges of ids, and its settings name no rule."""
+    path = tmp_path / "ledger.jsonl"
+    settings = {"groups_per_step": 2, "max_staleness": 1, "total_groups": 6, "lease_s": 60.0,
+                "max_failures": 1, "max_deaths": 2}  # fmt: skip
+    put = {"event": "put", "attempt": 1, "worker": "a", "epoch": 1}
+    skipped = {"1": "failed 1 times: x"}
+    events: list[dict[str, Any]] = [
+        {"event": "start", "run": "r", "epoch": 1, "settings": settings, "watermark": 0,
+         "set_aside": {}},
+        {"event": "lease", "ids": [0, 1, 2, 3], "attempts": [1] * 4, "worker": "a", "epoch": 1,
+         "request": "x-1"},
+        {"event": "fail", "id": 1, "attempt": 1, "worker": "a", "reason": "x"},
+        {"event": "set_aside", "id": 1, "reason": "failed 1 times: x"},
+        *({**put, "id": i} for i in (0, 2, 3)),
+        {"event": "take", "from": 0, "to": 3, "skipped": skipped},
+        {"event": "train", "version": 1, "from": 0, "to": 3, "skipped": skipped},
+        {"event": "commit", "step": 1, "watermark": 3},
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps({"t": 1.0} | event) + "\n" for event in events))
+    played = replay(path).ledger
+    assert played is not None and played.trained == TrainedGroups(3, {1: "failed 1 times: x"})
+    assert [lease.group_id for lease in played.lease("a", 9)] == [4, 5, 6]
+    found = audit(path, steps=1)
+    assert found.problems == [] and (found.watermark, found.committed) == (3, 3)
+
+
+def simulated(agents: bool = False, **schedule: Any) -> Outcome:
+    """One engine of 64 slots (so that no routing is left to chance), steps of as many samples."""
+    workload = Workload(group_size=4, agents=agents)
+    made = Schedule(**schedule)
+    return Simulation(made, workload, groups_per_step=16, engines=1, steps=40).run()
+
+
+def test_of_long_tails_due_first_makes_more_steps_at_no_cost_in_staleness() -> None:
+    """All clocks are simulated, and so the same on each machine."""
+    in_order = simulated(max_staleness=2)
+    due = simulated(rule="due_first", max_staleness=8, steps_in_flight=3)
+    assert due.rate > 1.3 * in_order.rate
+    assert due.off < 1.4 * in_order.off and due.age <= 8
+    assert abs(due.bias) < 0.05 and in_order.age <= 2
+    synchronous = [simulated(rule=rule, max_staleness=0) for rule in ("in_order", "due_first")]
+    assert synchronous[0] == synchronous[1] and synchronous[0].most == 0
+
+
+def test_tools_without_end_hold_up_a_bound_and_not_those_that_are_late() -> None:
+    bounded = simulated(agents=True, rule="due_first", max_staleness=2)
+    late = simulated(agents=True, rule="due_first", max_staleness=2, overdue="late")
+    assert bounded.age <= 2 < late.age and late.rate > 1.2 * bounded.rate
