@@ -24,12 +24,17 @@ class GenerateRequest:
 
     `seed` makes the samples a function of (weights, prompt, sampling, seed), whatever else the
     engine is doing at the time; sample g of the request uses (seed, g).
+
+    Attributes:
+        session: requests of one session share a prefix, so one engine serves them best, which has
+            it cached; "": nobody shares its prefix.
     """
 
     prompt_tokens_T: TokenArray
     sampling: Sampling
     num_samples: int
     seed: int
+    session: str = ""
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens_T) == 0:

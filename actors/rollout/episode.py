@@ -114,11 +114,14 @@ async def play_group(
     async with user_code():
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
     seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
+    session = f"{seed}-{group_id}"
     try:
-        first_G = await _first_turns(policy, envs_G, sampling, seeds_G, user_code)
+        first_G = await _first_turns(policy, envs_G, sampling, seeds_G, session, user_code)
         async with asyncio.TaskGroup() as tasks:
             playing = [
-                tasks.create_task(_play(policy, env, first, sampling, member_seed, user_code))
+                tasks.create_task(
+                    _play(policy, env, first, sampling, member_seed, session, user_code)
+                )
                 for env, first, member_seed in zip(envs_G, first_G, seeds_G, strict=True)
             ]
     except ExceptionGroup as failures:
@@ -154,6 +157,7 @@ async def _first_turns(
     envs_G: Sequence[Env],
     sampling: Sampling,
     seeds_G: Sequence[int],
+    session: str,
     user_code: UserCode,
 ) -> list[tuple[TokenArray, Sample] | None]:
     """First observation and sample of each member; None for those that wait for others."""
@@ -174,6 +178,7 @@ async def _first_turns(
             sampling=sampling,
             num_samples=len(members),
             seed=seeds_G[members[0]],
+            session=session,
         )
         for members in members_by_prompt.values()
     ]
@@ -191,6 +196,7 @@ async def _play(
     first: tuple[TokenArray, Sample] | None,
     sampling: Sampling,
     seed: int,
+    session: str,
     user_code: UserCode,
 ) -> Episode:
     """Plays one episode, from its first sample where there is one, to its end."""
@@ -201,6 +207,7 @@ async def _play(
             sampling=sampling,
             num_samples=1,
             seed=_mix(seed, len(turns)),
+            session=session,
         )
         [sample] = await policy.generate(request)
         return sample

@@ -34,22 +34,34 @@ _POLL_S = 0.1
 _TELL_S = 0.2
 # Of the system's: workers must not choose alike, whatever seeds an environment sets.
 _RANDOM = random.SystemRandom()
+# A session leaves its engine once that is so much busier than another: its samples, and how many
+# times as many. Its prefix is computed again elsewhere.
+_SPILL, _SPILL_FACTOR = 16, 2
+# Sessions that a pool remembers; the oldest are forgotten.
+_MOST_SESSIONS = 4096
 # Answers that are wrong (not those that never come) are asked for so many times.
 _TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """An engine of a pool: what is under way there, and until when it is left alone."""
+    """An engine of a pool: what is under way there, and until when it is left alone.
+
+    Attributes:
+        load: samples under way, as far as they were sent from here; `sent`: since the beginning.
+        requests: the same in requests.
+    """
 
     handle: Any
     load: int = 0
+    sent: int = 0
     requests: int = 0
     rests_until: float = 0.0
 
     @contextmanager
     def carrying(self, weight: int) -> Iterator[None]:
         self.load += weight
+        self.sent += weight
         self.requests += 1
         try:
             yield
@@ -63,7 +75,9 @@ class EnginePool:
 
     Each request goes to the better of two random ones by their own queues, which hold what other
     copies of this pool sent, too: the busiest of n is then O(log log n) above the mean
-    (Mitzenmacher 2001), and no order of engines favours the first.
+    (Mitzenmacher 2001), and no order of engines favours the first. Later requests of a session (the
+    turns of a group's episodes) go where its first one went, for there its prefix is cached, unless
+    that engine is far busier than another.
 
     A request whose engine is lost goes to another, and waits for one where there is none; so
     engines may die, come back and join while requests are under way. Pickles.
@@ -79,6 +93,7 @@ class EnginePool:
         self._name, self._patience_s = name, patience_s
         self._members: dict[str, _Member] = {}
         self._left: list[tuple[str, _Member]] = []  # with requests that were under way
+        self._homes: dict[str, _Member] = {}  # of sessions, the latest last
         self.update(members)
 
     def update(self, members: Mapping[str, Any]) -> None:
@@ -106,7 +121,7 @@ class EnginePool:
         return counts
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        return await self._send("generate", request.num_samples, request)
+        return await self._send("generate", request.num_samples, request, session=request.session)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("score", len(requests), list(requests))
@@ -117,6 +132,26 @@ class EnginePool:
     async def rewards(self, conversations: Sequence[Conversation]) -> list[float]:
         """The scores by a pool of reward models (`distill.rewards.model_reward.RewardScorer`)."""
         return await self._send("rewards", len(conversations), list(conversations))
+
+    async def _choose(self, able: Sequence[_Member], session: str) -> _Member:
+        home = self._homes.get(session)
+        others = [member for member in able if member is not home]
+        if home is None or home not in able:
+            pair = _RANDOM.sample(others, min(2, len(others)))
+            loads = await _loads(pair) if len(pair) > 1 else [0]
+            chosen = pair[loads.index(min(loads))]
+        elif others:
+            other = _RANDOM.choice(others)
+            at_home, elsewhere = await _loads([home, other])
+            chosen = home if at_home <= _SPILL_FACTOR * elsewhere + _SPILL else other
+        else:
+            chosen = home
+        if session:
+            self._homes.pop(session, None)
+            self._homes[session] = chosen  # the latest last
+            while len(self._homes) > _MOST_SESSIONS:
+                del self._homes[next(iter(self._homes))]
+        return chosen
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
         return max(
@@ -138,13 +173,13 @@ class EnginePool:
     async def abort(self) -> int:
         return sum([await member.handle.abort.remote() for member in self._members.values()])
 
-    async def _send(self, method: str, weight: int, *arguments: Any) -> Any:
+    async def _send(self, method: str, weight: int, *arguments: Any, session: str = "") -> Any:
         deadline = time.monotonic() + self._patience_s
         tried: set[int] = set()
         wrong = 0
         error: Exception | None = None
         while True:
-            member = await self._pick(tried, deadline, error)
+            member = await self._pick(tried, deadline, error, session)
             try:
                 with member.carrying(weight):
                     return await getattr(member.handle, method).remote(*arguments)
@@ -162,8 +197,10 @@ class EnginePool:
                 if _is_loss(raised) or len(self._members) > 1:
                     member.rests_until = time.monotonic() + _REST_S
 
-    async def _pick(self, tried: set[int], deadline: float, error: Exception | None) -> _Member:
-        """An engine that did not fail lately: the less busy one of two.
+    async def _pick(
+        self, tried: set[int], deadline: float, error: Exception | None, session: str
+    ) -> _Member:
+        """An engine that did not fail lately: the session's, or the less busy one of two.
 
         Raises:
             EngineLost: there is none until the deadline.
@@ -177,7 +214,7 @@ class EnginePool:
                 if (member.rests_until <= now if self._patience_s else id(member) not in tried)
             ]
             if able:
-                return await _less_busy(_RANDOM.sample(able, min(2, len(able))))
+                return await self._choose(able, session)
             if now >= deadline:
                 last = "" if error is None else f"; the last said: {reason_of(error)}"
                 raise EngineLost(
@@ -187,14 +224,20 @@ class EnginePool:
             await asyncio.sleep(_POLL_S)
 
 
-async def _less_busy(members: Sequence[_Member]) -> _Member:
-    """The less loaded engine, by the engines' own queues; by our count if one does not answer."""
-    if len(members) == 1:
-        return members[0]
+async def _loads(members: Sequence[_Member]) -> list[int]:
+    """Samples at each engine, by its own queue; by our count if one of them does not answer.
+
+    What was sent there while it was asked counts, too: many requests are made at the same time,
+    when slots are freed, and none of them has arrived when the first asks.
+    """
+    before = [member.sent for member in members]
     told = await asyncio.gather(*map(_queue_length, members))
     if None in told:
-        return min(members, key=lambda member: member.load)
-    return min(zip(told, members, strict=True), key=lambda pair: pair[0] or 0)[1]
+        return [member.load for member in members]
+    return [
+        (length or 0) + member.sent - sent
+        for length, member, sent in zip(told, members, before, strict=True)
+    ]
 
 
 async def _queue_length(member: _Member) -> int | None:

@@ -134,6 +134,7 @@ def mean_tokens(workload: Workload) -> float:
 class Request:
     """What `EnginePool` passes on: the turns of some episodes, sampled together."""
 
+    session: str
     episodes: list[tuple[int, ...]]  # by name
     lengths: list[int]
     contexts: list[int]
@@ -270,6 +271,7 @@ class Schedule:
 
     Attributes:
         steps_in_flight: P groups each; the ledger's window.
+        sticky: the turns of a group go to one engine.
     """
 
     rule: StepRuleName = "in_order"
@@ -277,6 +279,7 @@ class Schedule:
     steps_in_flight: float | None = None
     overdue: Overdue = "wait"
     workers: int = 4
+    sticky: bool = True
 
     def __str__(self) -> str:
         if self.rule == "in_order":
@@ -285,6 +288,7 @@ class Schedule:
             name = f"due_first {self.max_staleness}" + (" late" if self.overdue == "late" else "")
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
+        name += "" if self.sticky else ", any engine"
         return name
 
 
@@ -348,7 +352,7 @@ class Simulation:
             overdue=schedule.overdue,
         )
         self._each = -(-settings.window // schedule.workers)
-        self._workers = schedule.workers
+        self._workers, self._sticky = schedule.workers, schedule.sticky
         self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: 0.0)
         self._changed: asyncio.Condition
         self._version = 0
@@ -406,7 +410,7 @@ class Simulation:
         else:
             lengths = [turns[0].length for turns in episodes]
             names = [(lease.group_id, number) for number in range(len(episodes))]
-            request: Any = Request(names, lengths, [0] * len(lengths))
+            request: Any = Request(str(lease.group_id), names, lengths, [0] * len(lengths))
             made = await pool.generate(request)
         self._made[lease.group_id] = made  # type: ignore[assignment]
         async with self._changed:
@@ -418,7 +422,8 @@ class Simulation:
         context = 0
         for turn in turns:
             context += turn.observed
-            request: Any = Request([name], [turn.length], [context])
+            session = str(name[0]) if self._sticky else ""
+            request: Any = Request(session, [name], [turn.length], [context])
             answers: Any = await pool.generate(request)
             sampled.update(answers[0])
             context += turn.length
@@ -515,6 +520,15 @@ SCHEDULES = (
     Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
 )
 
+AGENTS = (
+    Schedule(max_staleness=1, sticky=False),
+    Schedule(max_staleness=1),
+    Schedule(max_staleness=4),
+    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, sticky=False),
+    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
+)
+
 
 @chz.chz
 class SchedulingConfig:
@@ -534,7 +548,7 @@ def table(config: SchedulingConfig, of_slots: int) -> Table:
     for column in ("", "rate", "step s", "learner", "engines", "pause", "off", "p95", "max", "age",
                    "mixed", "bias", "length of steps 1 to 8"):  # fmt: skip
         made.add_column(column, justify="left" if not column else "right")
-    for schedule in SCHEDULES:
+    for schedule in AGENTS if config.agents else SCHEDULES:
         found = Outcome.mean([_outcome(config, schedule, samples, s) for s in range(config.seeds)])
         made.add_row(
             str(schedule), f"{found.rate:.0%}", f"{found.step_s:.0f}", f"{found.learner:.0%}",

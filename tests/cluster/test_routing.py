@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,12 @@ class Busy:
     def __init__(self, clock: Clock, speed: int = 32, tells: bool = True) -> None:
         self.groups, self.load, self._speed, self._tells = 0, 0, speed, tells
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self.sessions: list[str] = []
         clock.engines.append(self)
 
     async def generate(self, request: GenerateRequest) -> list[Any]:
         self.groups += 1
+        self.sessions.append(request.session)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((request.num_samples, done))
         await done
@@ -68,6 +71,7 @@ class Busy:
     async def queue_length(self) -> int:
         if not self._tells:
             await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0)  # as a call of an actor: whoever asks at the same time has asked
         return sum(samples for samples, _ in self._waiting)
 
     def work(self) -> None:
@@ -120,3 +124,62 @@ def test_an_engine_that_does_not_tell_holds_nobody_up(monkeypatch: pytest.Monkey
     made = [Busy(clock, tells=False), Busy(clock)]
     asyncio.run(roll_out(clock, made, workers=2, groups_per_worker=2, rounds=5))
     assert min(engine.groups for engine in made) > 0
+
+
+def test_requests_of_one_moment_do_not_all_go_to_one_engine() -> None:
+    """Slots are freed together, so all are asked for before any request has arrived."""
+    clock = Clock()
+    made = [Busy(clock) for _ in range(2)]
+
+    async def at_once() -> None:
+        pool = EnginePool("policy", {str(i): Handle(e) for i, e in enumerate(made)}, 60)
+        everyone = asyncio.gather(*(pool.generate(REQUEST) for _ in range(64)))
+        await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
+
+    asyncio.run(at_once())
+    assert [engine.groups for engine in made] == [32, 32]
+
+
+def test_turns_of_an_episode_stay_at_one_engine() -> None:
+    clock = Clock()
+    made = [Busy(clock) for _ in range(4)]
+
+    async def episodes() -> None:
+        pool = EnginePool("policy", {str(i): Handle(e) for i, e in enumerate(made)}, 60)
+
+        async def turns(session: str) -> None:
+            for _ in range(5):
+                await pool.generate(replace(REQUEST, session=session, num_samples=1))
+
+        everyone = asyncio.gather(*(turns(f"group {i}") for i in range(40)))
+        await asyncio.gather(clock.run(everyone), everyone)  # type: ignore[arg-type]
+
+    asyncio.run(episodes())
+    assert sorted(name for engine in made for name in set(engine.sessions)) == sorted(
+        f"group {i}" for i in range(40)
+    )
+    assert max(engine.groups for engine in made) < 2 * 5 * 40 / len(made)
+
+
+def test_a_session_leaves_an_engine_that_is_overrun_or_gone() -> None:
+    clock = Clock()
+    busy, idle = Busy(clock, speed=0), Busy(clock)
+    homely = replace(REQUEST, session="s", num_samples=1)
+
+    async def spill() -> None:
+        pool = EnginePool("policy", {"busy": Handle(busy)}, 60)
+        stuck = [asyncio.create_task(pool.generate(homely)) for _ in range(17)]
+        await asyncio.sleep(0.01)
+        handles = {"idle": Handle(idle), "busy": pool._members["busy"].handle}
+        pool.update(handles)
+        answer = asyncio.create_task(pool.generate(homely))
+        await clock.run(answer)
+        assert (busy.groups, idle.groups) == (17, 1)  # 17 of its own, and none at the other
+        pool.update({"busy": handles["busy"]})
+        stuck.append(asyncio.create_task(pool.generate(homely)))
+        await asyncio.sleep(0.01)
+        assert busy.groups == 18  # its home is no longer in the pool
+        for task in stuck:
+            task.cancel()
+
+    asyncio.run(spill())
