@@ -49,12 +49,17 @@ class Sample:
 
     `logprobs_T` are log softmax(z / T) of the distribution before any truncation, at the request's
     temperature (at temperature 0: of the unscaled distribution; evaluation never trains on them).
+
+    Attributes:
+        cached_tokens: how much of the prompt the engine had in its cache; None: it has no cache, or
+            does not say.
     """
 
     tokens_T: TokenArray
     logprobs_T: FloatArray
     versions_T: TokenArray
     stop_reason: StopReason
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

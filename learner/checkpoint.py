@@ -6,6 +6,7 @@
         optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint)
         trainer.pt      schedule and RNG (read with weights_only=True)
         manifest.json   step, delivery state, size and SHA-256 of every file: written last
+    out/checkpoints/best.json       the step of the best evaluation, its metric and value
 
 A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint; and
 none whose files have changed since, which is looked at when a run resumes.
@@ -20,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})$")
+_BEST = "best.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +60,27 @@ class Checkpoint:
         return str(self.path / "adapter")
 
 
-class CheckpointStore:
-    """The checkpoints of one run, newest `keep` of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best evaluation: of which step's weights, and the value of which metric."""
 
-    def __init__(self, root: str | Path, keep: int) -> None:
-        assert keep >= 1
+    step: int
+    metric: str
+    value: float
+
+
+class CheckpointStore:
+    """The checkpoints of one run: the newest, the best, and some of those between."""
+
+    def __init__(self, root: str | Path, keep: int, keep_every: int = 0) -> None:
+        """
+        Args:
+            keep: how many of the newest stay.
+            keep_every: so do those of steps that it divides; 0: none of them.
+        """
+        assert keep >= 1 and keep_every >= 0
         self.root = Path(root)
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._intact: list[Checkpoint] = []  # written or read by this object
 
     def save(
@@ -74,7 +90,7 @@ class CheckpointStore:
         write: Callable[[Path], None],
         delivery: Mapping[str, Any],
     ) -> Checkpoint:
-        """Writes a checkpoint into a new directory, and drops the oldest beyond `keep`.
+        """Writes a checkpoint into a new directory, and drops older ones that are not to be kept.
 
         A step has one state: where it is saved already, it is left as it is.
 
@@ -105,11 +121,43 @@ class CheckpointStore:
         except Exception as error:  # OSError; torch: RuntimeError; tokenizers: a bare Exception
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._explain(final, error)) from error
-        for old in self.complete()[: -self._keep]:
+        for old in self._superseded():
             shutil.rmtree(old.path)
         made = Checkpoint(path=final, step=step, delivery=delivery, seal=manifest["seal"])
         self._intact.append(made)
         return made
+
+    def _superseded(self) -> list[Checkpoint]:
+        best = self.best()
+        return [
+            old
+            for old in self.complete()[: -self._keep]
+            if not (self._keep_every and old.step % self._keep_every == 0)
+            and not (best and best.step == old.step)
+        ]
+
+    def best(self) -> Best | None:
+        """The best evaluation that `mark_best` was told of; None if its checkpoint is gone."""
+        try:
+            best = Best(**orjson.loads((self.root / _BEST).read_bytes()))
+        except (OSError, ValueError, TypeError):  # there is none, or it was edited: the next counts
+            return None
+        return best if any(each.step == best.step for each in self.complete()) else None
+
+    def mark_best(self, best: Best) -> None:
+        """Marks the checkpoint of the best evaluation: it stays until there is a better one.
+
+        Raises:
+            CheckpointError: the mark could not be written.
+        """
+        partial = self.root / f".{_BEST}.partial"
+        try:
+            _write_synced(partial, orjson.dumps(asdict(best)))
+            partial.rename(self.root / _BEST)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.root / _BEST}: {error}. {disk_remedy(error)}"
+            ) from error
 
     def latest(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
         """The newest checkpoint whose files are as they were written; None where no step was saved.

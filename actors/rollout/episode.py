@@ -61,7 +61,10 @@ async def rollout_group(
     return TrajectoryGroup(
         group_id=group_id,
         trajectories_G=trajectories_G,
-        metrics={} if builder.teacher_tokens_T is None else _unhinted(trajectories_G),
+        metrics={
+            **_cached(episodes_G),
+            **({} if builder.teacher_tokens_T is None else _unhinted(trajectories_G)),
+        },
         teacher=builder.teacher,
         tag=builder.tag,
     )
@@ -79,6 +82,16 @@ def _trajectory(
         stop_reason=episode.stop_reason,
         metrics=episode.metrics,
     )
+
+
+def _cached(episodes_G: Sequence[Episode]) -> dict[str, float]:
+    """The share of the tokens before later turns that engines had in their caches."""
+    later = [turn for episode in episodes_G for turn in episode.turns[1:]]
+    told = [turn for turn in later if turn.sample.cached_tokens is not None]
+    if not told:
+        return {}
+    cached = sum(turn.sample.cached_tokens or 0 for turn in told)
+    return {"rollout/cached_share": cached / sum(len(turn.observation_T) for turn in told)}
 
 
 def _unhinted(trajectories_G: Sequence[Trajectory]) -> dict[str, float]:

@@ -45,6 +45,7 @@ def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = ()) -> Sampl
         logprobs_T=_finite(logprobs_T, "output_token_logprobs"),
         versions_T=_versions(meta, len(tokens_T)),
         stop_reason=reason,
+        cached_tokens=meta.get("cached_tokens"),
     )
 
 

@@ -167,6 +167,17 @@ class OutputSettings:
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
     keep_checkpoints: int = chz.field(default=2, doc="newest checkpoints kept", metadata=MAY_CHANGE)
+    keep_every: int = chz.field(
+        default=0,
+        doc="and those of steps that it divides, a multiple of checkpoint_every; 0: none of them",
+        metadata=MAY_CHANGE,
+    )
+    keep_best: str | None = chz.field(
+        default=None,
+        doc="and that of the evaluation (eval_every=) which is best by this metric, "
+        "eval/accuracy say, saved for it; of kl, nll and loss the smallest is best",
+        metadata=MAY_CHANGE,
+    )
     track: str = chz.field(
         default="",
         doc=f"who gets the metrics besides out=: {', '.join(TRACKERS)}; several with commas "
@@ -194,9 +205,21 @@ class OutputSettings:
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.keep_every < 0 or self.keep_every % self.checkpoint_every:
+            raise ConfigError(
+                f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
+                f"{self.checkpoint_every}: no other steps have checkpoints"
+            )
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ConfigError(f"track={self.track}: {known_names(name, TRACKERS)}")
+
+    def require_evaluations(self, eval_every: int) -> None:
+        """Raises ConfigError if `keep_best` has nothing to choose from."""
+        if self.keep_best is not None and not eval_every:
+            raise ConfigError(
+                f"keep_best={self.keep_best} needs evaluations to choose from: give eval_every="
+            )
 
     @property
     def trackers(self) -> list[str]:

@@ -227,6 +227,7 @@ class RolloutConfig(
 
     @chz.validate
     def _in_range(self) -> None:
+        self.require_evaluations(self.eval_every)
         if self.local:
             self._require_what_is_here()
         self.require_work_for_all(

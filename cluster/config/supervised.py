@@ -114,6 +114,7 @@ class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, Comm
 
     @chz.validate
     def _batch_in_range(self) -> None:
+        self.require_evaluations(self.eval_every)
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size} must be at least 1")
         if self.epochs is not None and not 0 < self.epochs < float("inf"):

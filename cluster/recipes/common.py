@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -29,6 +29,7 @@ from cluster.placement.roles import (
 )
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
 from cluster.recipes.observer import Observer, present_observer
+from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
 from cluster.run_files.tracking import Progression
@@ -50,6 +51,7 @@ class RunSession:
     observer: Observer
     progress: Progression
     trackers: Trackers
+    best: BestCheckpoint
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
 
@@ -65,6 +67,7 @@ class RunSession:
         """One optimizer step's metrics: to disk first, then to whoever watches."""
         self.under_way = True
         self.directory.append_metrics(metrics)
+        self.best.see(metrics)
         self.observer.line(metrics)
         self.progress.step(metrics)
         self.trackers.log(metrics)
@@ -73,6 +76,7 @@ class RunSession:
         """An evaluation outside of a step, of the weights after `step`: a line of its own."""
         line = {"step": step, **metrics}
         self.directory.append_metrics(line)
+        self.best.see(line)
         self.observer.line(line)
         self.trackers.log(line)
 
@@ -86,6 +90,7 @@ class RunSession:
         self.directory.finish(checkpoint)
         steps = self.directory.read_steps()
         seconds = [step["time/step"] for step in steps]
+        best = self.directory.store.best()
         self.summary = (
             {"status": "finished"}
             | self.summary
@@ -93,6 +98,7 @@ class RunSession:
                 "steps": checkpoint.step,
                 "checkpoint": {"path": str(checkpoint.path), "seal": checkpoint.seal},
                 "final": str(self.directory.final),
+                **({} if best is None else {"best": asdict(best)}),
                 "train_tokens": int(sum(step["train/tokens"] for step in steps)),
                 "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
                 "time/step": fmean(seconds),
@@ -134,6 +140,7 @@ def session(
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
             observer=observer, progress=progress, trackers=trackers,
+            best=BestCheckpoint(directory.store, config.keep_best),
         )  # fmt: skip
         status = 1
         try:

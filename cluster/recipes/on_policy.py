@@ -178,6 +178,7 @@ class _Run:
             first_step=running.first_step,
             steps=config.steps,
             checkpoint_every=config.checkpoint_every,
+            wanted=lambda: running.best.due,
         )
         self._settle()
         if self._has_eval:
@@ -222,6 +223,7 @@ class _Run:
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
+        self._running.best.saved({checkpoint.step})
         self._running.trackers.show_rollouts(self._tokenizer)
 
     def on_unsaved(self, error: CheckpointError) -> None:

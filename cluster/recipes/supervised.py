@@ -135,6 +135,7 @@ class _Run:
             first_step=running.first_step,
             steps=config.steps,
             checkpoint_every=config.checkpoint_every,
+            wanted=lambda: running.best.due,
         )
         if config.validates:
             self._validate_apart("after", step=checkpoint.step)
@@ -153,7 +154,7 @@ class _Run:
             self._running.record(metrics)  # the step is trained, whatever became of the other
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        pass
+        self._running.best.saved({checkpoint.step})
 
     def on_unsaved(self, error: CheckpointError) -> None:
         self._running.unsaved(error)

@@ -71,7 +71,9 @@ class RunDirectory:
         self._attempt = secrets.token_hex(3)
         self._config = config
         self._data = dict(digests or {})
-        self.store = CheckpointStore(self.path / "checkpoints", config.keep_checkpoints)
+        self.store = CheckpointStore(
+            self.path / "checkpoints", config.keep_checkpoints, config.keep_every
+        )
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._evaluations = LineFile(self.path / "evaluations.jsonl")

@@ -245,14 +245,22 @@ class Trainee(Protocol):
 
 
 def drive(
-    run: Trainee, driver: Driver, *, first_step: int, steps: int, checkpoint_every: int
+    run: Trainee,
+    driver: Driver,
+    *,
+    first_step: int,
+    steps: int,
+    checkpoint_every: int,
+    wanted: Callable[[], bool],
 ) -> Checkpoint:
     """Runs the learner's steps and checkpoints; returns the last checkpoint.
+
+    A checkpoint is saved every so many steps, after each that is `wanted`, and after the last.
 
     On a signal: ends the learner's waits, saves a checkpoint of the last whole step, and raises
     Interrupted. A lost learner is brought back, and the steps since its checkpoint are done again.
     """
-    saving = _Saving(run, driver, checkpoint_every, steps)
+    saving = _Saving(run, driver, checkpoint_every, steps, wanted)
     step, pending = first_step, None
     try:
         while True:
@@ -288,13 +296,16 @@ def _recovered(run: Trainee, lost: LearnerLost) -> int:
 class _Saving:
     """Checkpoints when they are due. A disk that is full is given time."""
 
-    def __init__(self, run: Trainee, driver: Driver, every: int, steps: int) -> None:
+    def __init__(
+        self, run: Trainee, driver: Driver, every: int, steps: int, wanted: Callable[[], bool]
+    ) -> None:
         self._run, self._driver, self._every, self._steps = run, driver, every, steps
+        self._wanted = wanted
         self._failures = 0
         self._not_before = 0.0
 
     def after(self, step: int) -> None:
-        due = step % self._every == 0 or self._failures
+        due = step % self._every == 0 or self._failures or self._wanted()
         if step < self._steps and due and time.monotonic() >= self._not_before:
             self._save()
 

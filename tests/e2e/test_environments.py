@@ -94,6 +94,7 @@ def test_the_page_s_environment_trains_as_it_stands(
     out = tmp_path / "run"
     arguments = without_prompts(brief_pair, out, backwards, steps=3, engine=engine,
         keep_rollouts_every=1, max_staleness=0, local=engine == "embedded",
+        policy_engines=2 if engine == "sglang" else 1,
     )  # fmt: skip
     if engine == "embedded":
         code, output = main(["recipe=opd", *arguments]), capsys.readouterr().out
@@ -107,6 +108,8 @@ def test_the_page_s_environment_trains_as_it_stands(
         assert step["rollout/turns"] > 1
         assert step["train/logprob_gap"] < 1e-3, "the learner scores another chain"
         assert step["opd/reverse_kl/turn=1"] > 0 and step["opd/reverse_kl/turn=2"] > 0
+        if engine == "sglang":  # a second turn goes to that of two engines which has its prefix
+            assert step["rollout/cached_share"] > 0.5
     kept = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
     assert [group["step"] for group in kept] == [1, 2, 3]
     other = shutil.copy(backwards, tmp_path / "other.txt")

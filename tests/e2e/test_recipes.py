@@ -179,6 +179,7 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
         config = DpoConfig(
             model=tiny_pair.student, data=data, out=str(out), steps=steps, batch_size=8, lr=1e-3,
             checkpoint_every=4, local=True, validation=apart, eval_every=2,
+            keep_checkpoints=1, keep_best="validation/loss",
         )  # fmt: skip
         run_dpo(config, QUIET)
         return metrics(out)
@@ -195,7 +196,12 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
     held_out = [line for line in lines(tmp_path / "straight") if "validation/loss" in line]
     assert [line["step"] for line in held_out] == [0, 2, 4, 6, 8]
     assert held_out[0]["validation/loss"] == pytest.approx(0.6931, abs=1e-3)
+    best = min(held_out[1:], key=lambda line: line["validation/loss"])
+    marked = json.loads((tmp_path / "straight/checkpoints/best.json").read_text())
+    assert (marked["step"], marked["value"]) == (best["step"], best["validation/loss"])
+    assert (tmp_path / f"straight/checkpoints/step-{int(best['step']):06d}/model").is_dir()
     summaries = [json.loads((tmp_path / run / "summary.json").read_text()) for run in RUNS]
+    assert summaries[0]["best"] == marked
     for when in ("before", "after"):
         straightly, resumedly = (each[f"validation {when}"] for each in summaries)
         for name in ("validation/loss", "validation/accuracy", "validation/margin"):

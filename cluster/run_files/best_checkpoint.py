@@ -1,0 +1,59 @@
+"""`keep_best=METRIC`: the checkpoint of the best evaluation is saved, named and kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from distill.errors import ConfigError
+from learner.checkpoint import Best, CheckpointStore
+
+# What is better the smaller it is: divergences and losses.
+_SMALLER = re.compile(r"(^|[/_])(kl|nll|loss)($|[/_])")
+# In what every evaluation of the policy, or of held-out rows, measures.
+_EVALUATIONS = ("time/eval", "time/validation")
+
+
+class BestCheckpoint:
+    """Watches a run's evaluations. Its memory is the store's, so it outlives an attempt."""
+
+    def __init__(self, store: CheckpointStore, metric: str | None) -> None:
+        self._store, self._metric = store, metric
+        self._found: Best | None = None  # whose checkpoint is not saved yet
+
+    @property
+    def due(self) -> bool:
+        """The present weights are the best so far, and no checkpoint has them."""
+        return self._found is not None
+
+    def see(self, metrics: Mapping[str, float]) -> None:
+        """Sees a line of metrics: a step's, with or without its evaluation, or an evaluation's.
+
+        Raises:
+            ConfigError: the run's evaluations do not measure the metric.
+        """
+        step, self._found = int(metrics["step"]), None
+        if self._metric is None or not any(name in metrics for name in _EVALUATIONS):
+            return
+        if self._metric not in metrics:
+            known = [name for name in metrics if name.startswith(("eval/", "validation/"))]
+            raise ConfigError(
+                f"keep_best={self._metric} is nothing that this run's evaluations measure; they "
+                f"measure {', '.join(sorted(known))}"
+            )
+        found = Best(step=step, metric=self._metric, value=metrics[self._metric])
+        best = self._store.best()
+        if step and (best is None or best.metric != found.metric or self._better(found, best)):
+            self._found = found
+            self.saved({each.step for each in self._store.complete()})
+
+    def saved(self, steps: set[int]) -> None:
+        """Checkpoints of these steps exist."""
+        if self._found is not None and self._found.step in steps:
+            self._store.mark_best(self._found)
+            self._found = None
+
+    def _better(self, one: Best, other: Best) -> bool:
+        if _SMALLER.search(one.metric):
+            return one.value < other.value
+        return one.value > other.value

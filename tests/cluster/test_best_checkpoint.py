@@ -1,0 +1,103 @@
+"""Which checkpoints stay: the newest, each N-th, and that of the best evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config.on_policy import OpdConfig
+from cluster.run_files.best_checkpoint import BestCheckpoint
+from distill.errors import ConfigError
+from learner.checkpoint import Best, CheckpointStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=1, keep_every=4)
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.save(step=step, write=lambda path: (path / "w").write_text("w") and None, delivery={})
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [checkpoint.step for checkpoint in store.complete()]
+
+
+def test_each_nth_stays_beside_the_newest(store: CheckpointStore) -> None:
+    for step in range(1, 11):
+        save(store, step)
+    assert steps(store) == [4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best"),
+    [
+        ("eval/accuracy", {2: 0.1, 3: 0.5, 5: 0.5, 6: 0.4}, 3),
+        ("eval/reverse_kl", {2: 0.1, 3: 0.01, 5: 0.5, 6: 0.02}, 3),
+        ("validation/nll/source=a", {2: 3.0, 3: 2.0, 5: 1.0, 6: 4.0}, 5),
+        ("validation/loss", {2: 3.0, 6: 2.0, 7: 2.5}, 6),
+    ],
+)
+def test_the_best_evaluation_s_checkpoint_is_asked_for_and_stays(
+    store: CheckpointStore, metric: str, values: dict[int, float], best: int
+) -> None:
+    watch = BestCheckpoint(store, metric)
+    watch.see({"step": 0, "time/eval": 1.0, metric: 1e9})  # no checkpoint has those weights
+    asked = []
+    for step in range(1, 10):
+        found = {"time/eval": 1.0, metric: values[step]} if step in values else {}
+        watch.see({"step": step, "train/loss": 1.0, **found})
+        if watch.due:
+            asked.append(step)
+            save(store, step)
+            watch.saved({step})
+        assert not watch.due
+        watch = BestCheckpoint(CheckpointStore(store.root, keep=1), metric)  # another attempt
+    save(store, 10)
+    assert asked[-1] == best and best in steps(store)
+    assert json.loads((store.root / "best.json").read_text()) == {
+        "step": best, "metric": metric, "value": values[best],
+    }  # fmt: skip
+
+
+def test_weights_that_were_not_saved_are_not_the_best(store: CheckpointStore) -> None:
+    watch = BestCheckpoint(store, "eval/accuracy")
+    watch.see({"step": 2, "time/eval": 1.0, "eval/accuracy": 0.9})
+    assert watch.due  # the disk is full, and the run goes on
+    watch.see({"step": 3})
+    assert not watch.due
+    save(store, 3)
+    watch.saved({3})
+    assert store.best() is None
+    watch.see({"step": 3, "time/eval": 1.0, "eval/accuracy": 0.2})  # after the last step
+    assert store.best() == Best(step=3, metric="eval/accuracy", value=0.2) and not watch.due
+    (store.root / "best.json").write_text("{")
+    assert store.best() is None
+
+
+def test_another_metric_begins_anew(store: CheckpointStore) -> None:
+    save(store, 1)
+    store.mark_best(Best(step=1, metric="eval/accuracy", value=0.9))
+    watch = BestCheckpoint(store, "eval/pass@4")
+    watch.see({"step": 2, "time/eval": 1.0, "eval/pass@4": 0.3})
+    assert watch.due
+
+
+def test_a_metric_that_nobody_measures_is_refused(store: CheckpointStore) -> None:
+    watch = BestCheckpoint(store, "eval/acuracy")
+    watch.see({"step": 0, "eval/teacher/accuracy": 1.0})  # the teacher's line
+    with pytest.raises(ConfigError, match=r"keep_best=eval/acuracy .* they measure eval/accuracy"):
+        watch.see({"step": 0, "time/eval": 1.0, "eval/accuracy": 0.3})
+
+
+def test_settings_that_keep_nothing_are_refused(opd: Callable[..., OpdConfig]) -> None:
+    with pytest.raises(ConfigError, match="keep_best=eval/accuracy needs evaluations"):
+        opd(keep_best="eval/accuracy")
+    with pytest.raises(
+        ConfigError, match="keep_every=15 must be a multiple of checkpoint_every=10"
+    ):
+        opd(keep_every=15)
