@@ -431,8 +431,7 @@ class Ledger:
 
     def ready(self) -> Step | None:
         """The next step, if its groups are delivered."""
-        taken = self._taken
-        if taken is not None and not self._set_aside.keys() & set(taken.group_ids):
+        if (taken := self._promised) is not None:
             return taken if self._delivered.issuperset(taken.group_ids) else None
         if (ids := self._rule.choose(self._view())) is None:
             return None
@@ -441,6 +440,14 @@ class Ledger:
         bound = self._steps - self._settings.max_staleness
         overdue = sum(self._started[group_id] < bound for group_id in ids)
         return Step(group_ids=ids, set_aside=dict(sorted(skipped)), overdue=overdue)
+
+    @property
+    def _promised(self) -> Step | None:
+        """What was taken last, unless it can be made no more. (Its payloads may be lost.)"""
+        taken = self._taken
+        if taken is None or self._set_aside.keys() & set(taken.group_ids):
+            return None
+        return taken
 
     def take(self, trained: TrainedGroups | None = None) -> Step | None:
         """`ready`, remembered: it stays the next step, until it is published.
@@ -466,6 +473,8 @@ class Ledger:
 
     def missing(self) -> list[int]:
         """Ids that the next step waits for: started ones, and if those are too few, the next."""
+        if (taken := self._promised) is not None:
+            return [i for i in taken.group_ids if i not in self._delivered]
         left = self._settings.total_groups - len(self._trained)
         lacking = min(self._settings.groups_per_step, left) - len(self._started)
         missing, group_id = self._rule.waited_for(self._view()) if left else [], self._next

@@ -93,6 +93,30 @@ def test_what_is_trained_late_is_counted() -> None:
     assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
 
 
+def test_a_step_that_was_taken_stays_the_next_whatever_is_lost() -> None:
+    """The learner may train on it already; if it asks again, others are no answer."""
+    settings = LedgerSettings(
+        groups_per_step=2, max_staleness=2, total_groups=12, lease_s=60, step_rule="due_first",
+        max_failures=1,
+    )  # fmt: skip
+    ledger = Ledger(settings, TrainedGroups(), epoch=1)
+    leases = ledger.lease("a", 9)
+    for one in leases[2:4]:
+        ledger.deliver(one)
+    taken = ledger.take()
+    assert taken is not None and taken.group_ids == [2, 3]
+    ledger.recover()
+    for one in leases[:2]:
+        ledger.deliver(one)
+    assert ledger.take() is None and ledger.missing() == ledger.status().missing == [2, 3]
+    [again, _] = ledger.lease("b", 2)
+    assert again.group_id == 2
+    ledger.fail(again, "no more")  # and so the step cannot be made any more
+    step = ledger.take()
+    assert step is not None and step.group_ids == [0, 1]
+    assert step.set_aside == {}  # 2 is for the watermark to pass, once 3 is trained
+
+
 def test_the_audit_finds_what_is_too_old(tmp_path: Path) -> None:
     """A run with overdue=late is no proof of a bound that its journal claims."""
     path = tmp_path / "ledger.jsonl"
