@@ -15,6 +15,7 @@ from distill.models.attention import (
     PASS_KEYWORD,
     CausalPass,
     JointPass,
+    PackedPass,
     Pass,
     SlotMap,
 )
@@ -77,6 +78,16 @@ class SharedPrefixModel:
     def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
         """`hidden` of rows that are right-padded already."""
         return self.prefill(tokens_NT, keep=False)[0]
+
+    def hidden_packed(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states of independent rows, end to end, (L, H): nothing is padded."""
+        lengths = [len(row) for row in rows]
+        tokens_L = torch.from_numpy(np.concatenate(rows).astype(np.int64))
+        positions_L = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+        current = PackedPass(lengths, self.device)
+        return self.run(tokens_L[None].to(self.device), positions_L[None].to(self.device), current)[
+            0
+        ]
 
     def hidden_after(
         self,
