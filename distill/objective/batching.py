@@ -50,6 +50,7 @@ class TrainingRow:
         behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
         temperature: the T of the learner's log-probs.
         source: where the row came from, for error messages and the dump of bad rows.
+        data_source: name of the source of data that it was drawn from, where there are several.
         proximal_logprobs_T: of the learner itself at the start of the step; None: not computed.
         reference_logprobs_T: of a reference model; None without one.
         teacher: which of several teachers it belongs to.
@@ -72,6 +73,7 @@ class TrainingRow:
     behaviour_logprobs_T: FloatArray
     temperature: float
     source: str
+    data_source: str = ""
     proximal_logprobs_T: FloatArray | None = None
     reference_logprobs_T: FloatArray | None = None
     teacher: str = ""

@@ -216,6 +216,10 @@ def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path
     steps = metrics(tmp_path / "run")
     assert len(steps) == 6  # 32 rows, 3 epochs
     assert all(step["train/padding_share"] == 0 for step in steps), "prompts have two lengths"
+    for step in steps:  # each row trains two tokens
+        ones, twos = (step[f"train/nll/source={name}"] for name in ("ones", "twos"))
+        share = step["train/share/source=ones"]
+        assert share * ones + (1 - share) * twos == pytest.approx(step["train/nll"], rel=1e-5)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     before, after = (summary[f"validation {when}"] for when in ("before", "after"))
     for of in ("", "/source=ones", "/source=twos"):
