@@ -228,7 +228,9 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
 def test_supervised_rows(sft: NewSft, prompts) -> None:
     assert len(check_sft(sft()).rows_D) == 6
     path = prompts({"prompt": "a", "completion": "b"}, {"prompt": "a"})
-    with pytest.raises(DataError, match=f"{path}:2: `completion` is missing; the row has .*completion_key="):
+    with pytest.raises(
+        DataError, match=f"{path}:2: `completion` is missing; the row has .*completion_key="
+    ):
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
     with pytest.raises(DataError, match=f"{path}:1: 129 tokens exceed the limit of 128"):
