@@ -84,10 +84,8 @@ class SharedPrefixModel:
         lengths = [len(row) for row in rows]
         tokens_L = torch.from_numpy(np.concatenate(rows).astype(np.int64))
         positions_L = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
-        current = PackedPass(lengths, self.device)
-        return self.run(tokens_L[None].to(self.device), positions_L[None].to(self.device), current)[
-            0
-        ]
+        tokens_1L, positions_1L = (each[None].to(self.device) for each in (tokens_L, positions_L))
+        return self.run(tokens_1L, positions_1L, PackedPass(lengths, self.device))[0]
 
     def hidden_after(
         self,
