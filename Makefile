@@ -16,7 +16,7 @@ help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
 	@echo "make show    a recipe with tools, games or documents: TASK=tools|rl_tools|selfplay|condensed"
 	@echo "make opd-vs-rl  optimizer steps that OPD and GRPO need: a table and a picture (long)"
-	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings"
+	@echo "make tutorials  notebooks in a browser: one temperature, an environment of your own, RL's settings, SFT to OPD"
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"

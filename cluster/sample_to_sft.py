@@ -148,10 +148,14 @@ class SampleToSftConfig(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt as the model sees it, and as it is written."""
+    """A prompt as the model sees it, and as it is written.
+
+    `seed` is that of a checkpoint's samples: no two prompts have the same.
+    """
 
     where: str
     line: int
+    seed: int
     shown: str | Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
     written: Mapping[str, Any]
@@ -168,11 +172,12 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
     """
     reward = config.reward_function()
     read = RowReader(PromptColumns(**values_of(PromptColumns, config)))
-    asked = [
-        _asked(config, reward, f"{source.place}:{number}", number, row)
-        for source in unweighted_sources("prompts", config.prompts)
-        for number, row in read(source.place)
-    ]
+    asked: list[Asked] = []
+    for source in unweighted_sources("prompts", config.prompts):
+        first = asked[-1].seed if asked else config.seed  # lines count on from source to source
+        for number, row in read(source.place):
+            where = f"{source.place}:{number}"
+            asked.append(_asked(config, reward, where, number, first + number, row))
     read.require_columns()
     rows = asyncio.run(_rows(config, reward, asked, console))
     if not rows:
@@ -196,6 +201,7 @@ def _asked(
     reward: RewardFunction,
     where: str,
     line: int,
+    seed: int,
     row: Mapping[str, Any],
 ) -> Asked:
     with located(where):
@@ -214,7 +220,13 @@ def _asked(
         answer = None if row.get("answer") is None else str(row["answer"])
         check_answer(reward, answer)
         return Asked(
-            where=where, line=line, shown=shown, tools=tools, written=written, answer=answer
+            where=where,
+            line=line,
+            seed=seed,
+            shown=shown,
+            tools=tools,
+            written=written,
+            answer=answer,
         )
 
 
@@ -229,7 +241,8 @@ async def _rows(
     config: SampleToSftConfig, reward: RewardFunction, asked: Sequence[Asked], console: Console
 ) -> list[dict[str, Any]]:
     """Rows of all prompts, in order."""
-    async with _responder(config) as respond:
+    answering = _by_checkpoint if config.name is None else _by_endpoint
+    async with answering(config) as respond:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("sampling", total=len(asked))
 
@@ -268,13 +281,6 @@ def _completed(written: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _responder(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    make = _by_checkpoint if config.name is None else _by_endpoint
-    async with make(config) as respond:
-        yield respond
-
-
-@asynccontextmanager
 async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
     assert config.name is not None
     async with chat_endpoint(
@@ -288,9 +294,8 @@ async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
             shown = asked.shown
             chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
             sampling = config.sampling()
-            return [
-                await endpoint.answer(chat, sampling, asked.tools) for _ in range(config.samples)
-            ]
+            answers = (endpoint.answer(chat, sampling, asked.tools) for _ in range(config.samples))
+            return await together(*answers)
 
         yield respond
 
@@ -315,7 +320,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
                         prompt_tokens_T=prompt_T,
                         sampling=config.sampling(),
                         num_samples=config.samples,
-                        seed=config.seed + asked.line,
+                        seed=asked.seed,
                     )
                 )
             return [

@@ -23,10 +23,10 @@ from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import context_length, stop_token_ids, vocab_size
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
-from distill.sampling import UNSCALED
+from distill.sampling import UNSCALED, Sampling
 from distill.types import FloatArray
 from isotherm.losses import Loss, Unit, choose_loss
-from isotherm.sampler import Completion, Prompt, Sampler
+from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
@@ -34,7 +34,7 @@ from learner.learner import Learner, Part
 _PUSH_TIMEOUT_S = 3600.0
 
 
-class Policy:
+class Policy(Samples):
     """A model with an optimizer, and a sampler that holds its weights as of the last `push`.
 
     Attributes:
@@ -76,41 +76,10 @@ class Policy:
 
     # rollouts
 
-    def sample(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        num_samples: int = 1,
-        seed: int | None = None,
-    ) -> list[Completion]:
-        """`Sampler.sample`, by the weights of the last push."""
-        return self.sampler.sample(
-            prompt,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            num_samples=num_samples,
-            seed=seed,
-        )
-
-    def sample_batch(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        num_samples: int = 1,
-        seed: int | None = None,
+    def _sampled(
+        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int | None
     ) -> list[list[Completion]]:
-        """`Sampler.sample_batch`, by the weights of the last push."""
-        return self.sampler.sample_batch(
-            prompts,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            num_samples=num_samples,
-            seed=seed,
-        )
+        return self.sampler._sampled(prompts, sampling, num_samples, seed)
 
     def logprobs(self, tokens: npt.ArrayLike, *, temperature: float, start: int = 1) -> FloatArray:
         """log p_T of given tokens from index `start` to the end, by the learner's present weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -89,44 +90,14 @@ class Completion:
         )
 
 
-class Sampler:
-    """A model that samples and scores. It has a thread of its own, until `close`.
+class Samples(ABC):
+    """Sampling by the weights that are held; a policy's are those of its last push."""
 
-    Attributes:
-        tokenizer: the checkpoint's.
-        engine: handle of the `EmbeddedEngine`, for all else that it can do.
-        next_seed: of the next call of `sample` that names none; it counts up.
-    """
-
-    def __init__(
-        self, model: str, *, dtype: str = "float32", device: str = "auto", seed: int = 0
-    ) -> None:
-        """
-        Args:
-            model: Hugging Face checkpoint directory (or hub name).
-            dtype: of weights and activations; log-probs are float32 whatever it is.
-            seed: of the first call of `sample` that names none.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded.
-        """
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
-        self.engine: Any = LocalActor(EmbeddedEngine, model_path=model, dtype=dtype, device=device)
-        self.next_seed = seed
-        _value(self.engine.info.remote())
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that it holds; 0: those of the checkpoint."""
-        return _value(self.engine.info.remote()).weight_version
-
-    def encode(self, prompt: Prompt) -> TokenArray:
-        """Token ids of a prompt."""
-        if isinstance(prompt, str):
-            return render_text(self.tokenizer, prompt)
-        if isinstance(prompt, np.ndarray):
-            return prompt.astype(np.int32)
-        return render_messages(self.tokenizer, prompt)
+    @abstractmethod
+    def _sampled(
+        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int | None
+    ) -> list[list[Completion]]:
+        """The completions of each prompt; the i-th one's seed is `seed` + i."""
 
     def sample(
         self,
@@ -171,6 +142,51 @@ class Sampler:
             if temperature
             else EvalSampling(temperature=temperature, max_new_tokens=max_new_tokens)
         )
+        return self._sampled(prompts, sampling, num_samples, seed)
+
+
+class Sampler(Samples):
+    """A model that samples and scores. It has a thread of its own, until `close`.
+
+    Attributes:
+        tokenizer: the checkpoint's.
+        engine: handle of the `EmbeddedEngine`, for all else that it can do.
+        next_seed: of the next call of `sample` that names none; it counts up.
+    """
+
+    def __init__(
+        self, model: str, *, dtype: str = "float32", device: str = "auto", seed: int = 0
+    ) -> None:
+        """
+        Args:
+            model: Hugging Face checkpoint directory (or hub name).
+            dtype: of weights and activations; log-probs are float32 whatever it is.
+            seed: of the first call of `sample` that names none.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be loaded.
+        """
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(model)
+        self.engine: Any = LocalActor(EmbeddedEngine, model_path=model, dtype=dtype, device=device)
+        self.next_seed = seed
+        _value(self.engine.info.remote())
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that it holds; 0: those of the checkpoint."""
+        return _value(self.engine.info.remote()).weight_version
+
+    def encode(self, prompt: Prompt) -> TokenArray:
+        """Token ids of a prompt."""
+        if isinstance(prompt, str):
+            return render_text(self.tokenizer, prompt)
+        if isinstance(prompt, np.ndarray):
+            return prompt.astype(np.int32)
+        return render_messages(self.tokenizer, prompt)
+
+    def _sampled(
+        self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, seed: int | None
+    ) -> list[list[Completion]]:
         if seed is None:
             seed, self.next_seed = self.next_seed, self.next_seed + len(prompts)
         prompts_P = [self.encode(prompt) for prompt in prompts]
@@ -186,7 +202,10 @@ class Sampler:
             for i, prompt_T in enumerate(prompts_P)
         ]
         return [
-            [self._completion(prompt_T, sample, temperature) for sample in _value(reference)]
+            [
+                self._completion(prompt_T, sample, sampling.temperature)
+                for sample in _value(reference)
+            ]
             for prompt_T, reference in zip(prompts_P, pending, strict=True)
         ]
 

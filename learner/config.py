@@ -206,7 +206,21 @@ class DropoutSettings:
 
 
 @chz.chz
-class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
+class PackingSettings:
+    """Packing of rows."""
+
+    section: ClassVar[Section] = Section.OPTIMIZER
+
+    packing: bool = chz.field(
+        default=False,
+        doc="run rows of all lengths end to end in one sequence up to token_budget, none of them "
+        "seeing another, instead of padding them (docs/learner.md)",
+        metadata=MAY_CHANGE,
+    )
+
+
+@chz.chz
+class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings, PackingSettings):
     """A learner: `LearnerSettings` on a model and a device.
 
     With dropout, no loss may compare with a sampler's or a reference's log-probs.

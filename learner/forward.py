@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.errors import ConfigError
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import rope_length, silence, train_time_noise
 from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyHead
@@ -40,6 +42,7 @@ class Forward:
         dropout: bool = False,
         root: Root | None = None,
         shares: bool | None = None,
+        packs: bool = False,
         event: Event = (),
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
@@ -55,10 +58,11 @@ class Forward:
             shares: what `shares_prefixes` said of the model before it was sharded: inside FSDP a
                 pass that raises would leave a layer as it is between FSDP's hooks. None: probed
                 here.
+            packs: rows follow one another unpadded, in one row.
             event: tokens that are one outcome in all statistics (`distill.stops`).
 
         Raises:
-            ConfigError: its logits cannot be reproduced.
+            ConfigError: its logits cannot be reproduced, or it cannot pack.
         """
         assert shares is not None or root is None, "a model is probed before it is sharded"
         model.eval()
@@ -72,6 +76,12 @@ class Forward:
         # Our attention has no dropout; a model that trains with any keeps its own.
         noisy = dropout and train_time_noise(model.config)
         self._model = SharedPrefixModel(model) if shares and not noisy else PlainModel(model)
+        if packs and isinstance(self._model, PlainModel):
+            raise ConfigError(
+                f"packing=True: {type(model).__name__} runs with its own attention, which would "
+                "let packed rows see one another; use packing=False"
+            )
+        self.packs = packs
         self._causal_lm, self._dropout = model, dropout
         self._autocast = partial(
             torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
@@ -151,16 +161,23 @@ class Forward:
             f"past {self._longest} tokens this model's rotary frequencies depend on the longest "
             "row of a batch"
         )
-        hidden_NH = self._with_shared_prefixes(batch.rows)
-        if hidden_NH is None:
-            hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
-            hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
-        return hidden_NH
+        if BatchShape.of(batch.rows, self.packs).shares(self.most_mask):
+            return self._with_shared_prefixes(batch.rows)
+        if self.packs:
+            return self._packed(batch.rows)
+        hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
+        return hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
 
-    def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor | None:
-        """Hidden states that predict the trained tokens; None where sharing does not pay."""
-        if not BatchShape.of(rows_B).shares(self.most_mask):
-            return None
+    def _packed(self, rows_B: Sequence[TrainingRow]) -> Tensor:
+        """Hidden states that predict the trained tokens, of rows one after another."""
+        assert isinstance(self._model, SharedPrefixModel)
+        hidden_LH = self._model.hidden_packed([row.tokens_T for row in rows_B])
+        trained_L = np.concatenate([row.loss_mask_T for row in rows_B])
+        position_N = torch.from_numpy(trained_L.nonzero()[0] - 1)  # a row's first is never trained
+        return hidden_LH.index_select(0, position_N.to(hidden_LH.device))
+
+    def _with_shared_prefixes(self, rows_B: Sequence[TrainingRow]) -> Tensor:
+        """Hidden states that predict the trained tokens; each prefix is run once."""
         assert isinstance(self._model, SharedPrefixModel)
         place_of_prefix: dict[bytes, int] = {}
         prefixes, prefix_of_row, suffixes, positions = [], [], [], []

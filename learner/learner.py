@@ -16,9 +16,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.errors import CheckpointError, NonFiniteError
 from distill.models.loading import resolve_device
 from distill.objective.batching import (
+    BatchShape,
     TrainingRow,
     deal,
-    padded_size,
     split_by_token_budget,
     tokens_in_step,
 )
@@ -119,13 +119,15 @@ class Learner:
         if self._flops is not None:
             seconds = sum(made[name] for name in shares[0].seconds)
             made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
-        padded = sum(padded_size(m.rows_B) for mine in dealt for m in mine if m.counted)
+        shapes = (
+            BatchShape.of(m.rows_B, self._worker.packs) for mine in dealt for m in mine if m.counted
+        )
         return finish_metrics(made) | {
             "train/grad_norm": shares[0].grad_norm,
             "train/lr": shares[0].lr,
             "train/tokens": sum(row.num_trained for row in rows_D),
-            # of the padded micro-batches, before shared contexts are taken out of them
-            "train/padding_share": 1 - sum(map(len, rows_D)) / padded,
+            # of the micro-batches before shared contexts are taken out of them
+            "train/padding_share": 1 - sum(map(len, rows_D)) / sum(s.in_full for s in shapes),
         }
 
     def evaluate(self, part: Part) -> dict[str, float]:
@@ -195,24 +197,29 @@ class Learner:
                 MicroBatch(rows_B=rows, loss=loss, counts=counts, coef=part.coef, counted=counted)
                 for rows, counted in mine
             ]
-            for mine in deal(batches, self._group.size, self._worker.most_mask)
+            for mine in self._dealt(batches)
         ]
+
+    def _dealt(
+        self, batches: Sequence[list[TrainingRow]]
+    ) -> list[list[tuple[list[TrainingRow], bool]]]:
+        return deal(batches, self._group.size, self._worker.most_mask, self._worker.packs)
 
     def _split(self, rows_D: Sequence[TrainingRow], rows_per_unit: int) -> list[list[TrainingRow]]:
         """Micro-batches under the token budget; of several ways to cut, one that keeps all workers
         busy."""
-        workers, most_mask = self._group.size, self._worker.most_mask
+        workers, most_mask, packs = self._group.size, self._worker.most_mask, self._worker.packs
 
         def split(budget: int) -> list[list[TrainingRow]]:
-            return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask))
+            return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask, packs))
 
         fullest = split(self._token_budget)
         if workers == 1:
             return fullest
-        share = tokens_in_step(fullest, 1, most_mask) / workers
+        share = tokens_in_step(fullest, 1, most_mask, packs) / workers
         budgets = {min(self._token_budget, math.ceil(share * slack)) for slack in _SLACKS}
         ways = [split(budget) for budget in sorted(budgets)]
-        return min(ways, key=lambda batches: tokens_in_step(batches, workers, most_mask))
+        return min(ways, key=lambda batches: tokens_in_step(batches, workers, most_mask, packs))
 
     def _number_of(self, loss: LossFunction) -> int:
         losses = self._worker.losses
@@ -238,7 +245,7 @@ class Learner:
         return self._logprobs("base_logprobs", rows_D)
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        dealt = deal(self._split(rows_D, 1), self._group.size, self._worker.most_mask)
+        dealt = self._dealt(self._split(rows_D, 1))
         answers = self._on_each(method, [[rows for rows, _ in mine] for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distill.objective.batching import Batch
-from distill.objective.losses import Metrics, StepCounts
+from distill.objective.losses import OWN_SHARE, Metrics, StepCounts
 from distill.objective.objectives import (
     bradley_terry,
     cross_entropy,
@@ -53,7 +53,20 @@ def cross_entropy_loss(
     stats = forward(batch)
     loss, metrics = cross_entropy(stats.logprobs_N, batch.advantages_N, counts)
     metrics["train/entropy"] = stats.entropy_N.sum() / counts.tokens
-    return loss, metrics
+    return loss, metrics | _nll_by_source(stats.logprobs_N.detach(), batch, counts)
+
+
+def _nll_by_source(logprobs_N: Tensor, batch: Batch, counts: StepCounts) -> Metrics:
+    """`train/nll/source=NAME`, of rows that say which of several sources they were drawn from."""
+    nll_B = -batch.sum_by_row(logprobs_N)
+    metrics: Metrics = {}
+    for source in sorted({row.data_source for row in batch.rows} - {""}):
+        own_B = batch.of_rows([row.data_source == source for row in batch.rows])
+        trained_B = batch.of_rows([row.num_trained for row in batch.rows])
+        name = f"train/nll/source={source}"
+        metrics[name] = (nll_B * own_B).sum() / counts.tokens
+        metrics[f"{name}{OWN_SHARE}"] = (trained_B * own_B).sum() / counts.tokens
+    return metrics
 
 
 def reward_model_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -44,10 +45,16 @@ class RowStream:
         self._order = MixedStream(self._parts, seed)
 
     def batch(self, index: int) -> list[TrainingRow]:
-        """The rows of the batch with that number, from 0."""
-        units = [self._order.index(i) for i in self._positions(index)]
-        size = self.rows_per_unit
-        return [row for unit in units for row in self._rows_D[unit * size : (unit + 1) * size]]
+        """The rows of the batch with that number, from 0; of several sources they say which."""
+        return [row for position in self._positions(index) for row in self._unit(position)]
+
+    def _unit(self, position: int) -> Sequence[TrainingRow]:
+        first = self._order.index(position) * self.rows_per_unit
+        rows = self._rows_D[first : first + self.rows_per_unit]
+        if len(self._parts) == 1:
+            return rows
+        source = self._parts[self._order.source(position)].name
+        return [replace(row, data_source=source) for row in rows]
 
     def source_shares(self, index: int) -> dict[str, float]:
         """`train/share/source=NAME` of that batch: which part of its units is of each source."""

@@ -173,6 +173,7 @@ class LearnerWorker:
             dropout=config.dropout,
             root=self._root,
             shares=shares,
+            packs=config.packing,
             event=() if config.stops is None else config.stops.event,
         )
         self._reshard_root()
@@ -224,6 +225,11 @@ class LearnerWorker:
     def most_mask(self) -> int:
         """Largest mask of its model, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.most_mask
+
+    @property
+    def packs(self) -> bool:
+        """True if rows run packed, as `distill.objective.batching.BatchShape` takes it."""
+        return self._forward.packs
 
     def _load(self) -> Any:
         """The model; with several workers its values are the leader's alone, in main memory."""

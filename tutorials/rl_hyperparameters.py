@@ -12,6 +12,9 @@ def _():
 
     Groups, advantages, the KL penalty, its discount, substeps: each changed alone, in the same small run. The
     task is the successor of a digit, "3+1=" and one digit; the student is right two times in five.
+
+    With `-- --steps 2` behind the file's name each run is two steps long, and only that is asserted which
+    holds by then.
     """)
     return (mo,)
 
@@ -65,7 +68,9 @@ def _():
 
 
 @app.cell
-def _(ROOT, STUDENT, isotherm, np, plt):
+def _(ROOT, STUDENT, isotherm, mo, np, plt):
+    MOST_STEPS = mo.cli_args().get("steps")
+
     def train(name, recipe="rl", **settings):
         """Curves of a run with these settings changed: a dict of arrays by metric."""
         run = {
@@ -73,7 +78,7 @@ def _(ROOT, STUDENT, isotherm, np, plt):
             "prompts": ROOT / "prompts.jsonl",
             "out": ROOT / name,
             "temperature": 1.0,
-            "steps": 20,
+            "steps": 20 if MOST_STEPS is None else int(MOST_STEPS),
             "prompts_per_step": 9,
             "group_size": 8,
             "max_new_tokens": 3,
@@ -99,7 +104,7 @@ def _(ROOT, STUDENT, isotherm, np, plt):
         axes[0][0].legend()
         return figure
 
-    return draw, train
+    return MOST_STEPS, draw, train
 
 
 @app.cell
@@ -175,11 +180,11 @@ def _(STUDENT, draw, groups_of_8, train):
 
 
 @app.cell
-def _(groups_of_8, mo, penalised):
+def _(MOST_STEPS, groups_of_8, mo, penalised):
     _free, _held = (float(c["reward/mean"][-3:].mean()) for c in (groups_of_8, penalised))
-    assert (
-        _held < _free - 0.05 and penalised["train/entropy"][-1] > groups_of_8["train/entropy"][-1]
-    )
+    if MOST_STEPS is None:
+        assert _held < _free - 0.05
+        assert penalised["train/entropy"][-1] > groups_of_8["train/entropy"][-1]
     mo.md(f"""
     The reward ends at {_free:.2f} without the penalty and at {_held:.2f} with it, and the policy keeps more of its
     entropy.
@@ -203,11 +208,13 @@ def _(TEACHER, draw, train):
 
 
 @app.cell
-def _(discounted, immediate, mo):
+def _(MOST_STEPS, discounted, immediate, mo):
     _ends = [float(curve["opd/reverse_kl"][-3:].mean()) for curve in (immediate, discounted)]
     _starts = [float(curve["opd/reverse_kl"][0]) for curve in (immediate, discounted)]
-    assert abs(_starts[0] - _starts[1]) < 1e-4 and max(_ends) < 0.7 * _starts[0]
+    assert abs(_starts[0] - _starts[1]) < 1e-4
     assert discounted["advantage/std"][0] != immediate["advantage/std"][0]
+    if MOST_STEPS is None:
+        assert max(_ends) < 0.7 * _starts[0]
     mo.md(f"""
     From {_starts[0]:.2f} nats per token, the reverse KL comes to {_ends[0]:.2f} without future terms and to
     {_ends[1]:.2f} with them.

@@ -13,6 +13,9 @@ def _():
     A class of a dozen lines is an environment: what the policy is told first, and what it is told and paid after
     each of its turns. Here it is asked which digit follows another, gets a second try where it is wrong, and half
     the reward for that. A tiny model that is right two times in five becomes right by reinforcement learning.
+
+    With `-- --steps 2` behind the file's name the run is two steps long, and only that is asserted which holds by
+    then.
     """)
     return (mo,)
 
@@ -149,7 +152,8 @@ def _(mo):
 
 
 @app.cell
-def _(ROOT, STUDENT, isotherm):
+def _(ROOT, STUDENT, isotherm, mo):
+    MOST_STEPS = mo.cli_args().get("steps")
     lines = list(
         isotherm.run(
             "rl",
@@ -157,7 +161,7 @@ def _(ROOT, STUDENT, isotherm):
             env="digits:Digits",
             out=ROOT / "run",
             temperature=1.0,
-            steps=30,
+            steps=30 if MOST_STEPS is None else int(MOST_STEPS),
             prompts_per_step=9,
             group_size=8,
             max_new_tokens=3,
@@ -170,7 +174,7 @@ def _(ROOT, STUDENT, isotherm):
             quiet=True,
         )
     )
-    return (lines,)
+    return MOST_STEPS, lines
 
 
 @app.cell
@@ -184,7 +188,7 @@ def _(lines, plt):
 
 
 @app.cell
-def _(ROOT, isotherm, lines, mo, np):
+def _(MOST_STEPS, ROOT, isotherm, lines, mo, np):
     with isotherm.Sampler(str(ROOT / "run" / "final"), device="cpu") as _sampler:
         _answers = {
             digit: _sampler.sample(
@@ -196,7 +200,9 @@ def _(ROOT, isotherm, lines, mo, np):
     _before, _after = (
         float(np.mean([line["reward/mean"] for line in part])) for part in (lines[:5], lines[-5:])
     )
-    assert _after > 0.8 > 0.65 > _before and _right >= 8
+    assert all(1 <= line["env/tries"] <= 2 for line in lines)
+    if MOST_STEPS is None:
+        assert _after > 0.8 > 0.65 > _before and _right >= 8
     mo.md(f"""
     The mean reward went from {_before:.2f} to {_after:.2f}; greedily the model now answers {_right} of 9
     rightly: {", ".join(f"{digit}+1={answer}" for digit, answer in _answers.items())}.

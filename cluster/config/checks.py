@@ -47,6 +47,7 @@ from distill.envs.base import (
     problems_of,
 )
 from distill.errors import CheckpointError, ConfigError
+from distill.models.attention_probe import check_packs
 from distill.models.loading import (
     context_length,
     ends_of,
@@ -416,11 +417,8 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
         ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
     """
     limits, stops, tokenizer = _limits(config)
-    if config.dropout and not train_time_noise(load_config(config.model)):
-        raise ConfigError(
-            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
-            "above 0. Set attention_dropout there, or leave dropout out"
-        )
+    if config.dropout:
+        _check_dropout(config)
     read = _reader(CompletionColumns, config)
 
     def examples(place: str) -> list[Unit]:
@@ -429,6 +427,21 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
 
     inputs = _supervised_inputs(config, read, examples, stops, tokenizer)
     return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
+
+
+def _check_dropout(config: SftConfig) -> None:
+    """Raises ConfigError for dropout=True where it changes nothing, or cannot be."""
+    noise = train_time_noise(load_config(config.model))
+    if not noise:
+        raise ConfigError(
+            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
+            "above 0. Set attention_dropout there, or leave dropout out"
+        )
+    if config.packing:
+        raise ConfigError(
+            f"packing=True with dropout=True: a model with {', '.join(noise)} above 0 keeps its "
+            "own attention, which would let packed rows see one another; leave one of them out"
+        )
 
 
 def _supervised_inputs(
@@ -589,6 +602,8 @@ def _limits(
     """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
     tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
     model = _check_model(config.model)
+    if config.packing:
+        check_packs(meta_model(config.model))
     check_export(config.model, meta_model, fresh)
     _check_adapter(config, config.model)
     limit = context_length(model)

@@ -1,7 +1,7 @@
 """Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object per group.
 
-    {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "temperature": 0.7,
-     "metrics": {...},
+    {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "source": "",
+     "temperature": 0.7, "metrics": {...},
      "trajectories": [
        {"reward": 1, "stop_reason": "eos", "metrics": {...},
         "segments": [
@@ -9,9 +9,10 @@
            "behaviour_logprobs": [...], "teacher_logprobs": [...], "versions": [...],
            "advantages": [...], "bonuses": null}]}]}
 
-`actions` are the runs of tokens that the policy sampled, [start, stop), a turn each; the lists
-after it have an entry for each of those tokens alone. The learner's leader writes the file, and
-nobody else: it alone has a step's groups and what they were trained with.
+`source` is named where prompts come from several. `actions` are the runs of tokens that the policy
+sampled, [start, stop), a turn each; the lists after it have an entry for each of those tokens
+alone. The learner's leader writes the file, and nobody else: it alone has a step's groups and what
+they were trained with.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def _group(step: int, group: TrajectoryGroup, rows: Sequence[TrainingRow]) -> di
         "version": step - 1,  # of the weights that the step began with
         "teacher": group.teacher,
         "tag": group.tag,
+        "source": group.source,
         "temperature": group.temperature,
         "metrics": _metrics(group.metrics),
         "trajectories": [
@@ -201,6 +203,7 @@ class KeptGroup:
     version: int
     teacher: str
     tag: str | None
+    source: str
     temperature: float
     metrics: Mapping[str, float]
     trajectories_G: Sequence[KeptTrajectory]
@@ -253,6 +256,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         version=int(row["version"]),
         teacher=str(row["teacher"]),
         tag=None if row["tag"] is None else str(row["tag"]),
+        source=str(row.get("source", "")),  # runs of before it was kept have none
         temperature=float(row["temperature"]),
         metrics=_numbers(row["metrics"]),
         trajectories_G=[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,9 @@ def load_preference_pairs(
 ) -> list[PreferencePair]:
     """Pairs of a source, each row in one of three forms.
 
-        prompt       a string; `chosen` and `rejected` are strings, closed by the EOS
+        prompt       a string; `chosen` and `rejected` are strings, closed by the EOS. Or it is what
+                     the user says, where they are messages: those that follow it, or whole
+                     conversations, which begin with it
         messages     the context, chat format; `chosen` and `rejected` are each what the assistant
                      says (a string) or the messages that follow
         neither      `chosen` and `rejected` are whole conversations, which begin alike
@@ -94,6 +96,8 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[Chain, Cha
         if row.get("messages") is not None:
             raise DataError("give at most one of `prompt` (a string) and `messages` (chat format)")
         prompt = check_text(row, "prompt")
+        if any(isinstance(row.get(side), list) for side in _SIDES):
+            return _chains(encoder, _as_chat(row, prompt))
         chosen, rejected = (encoder.completion(prompt, check_text(row, side)) for side in _SIDES)
     else:
         context, continuations = _split(row)
@@ -105,6 +109,26 @@ def _chains(encoder: ExampleEncoder, row: Mapping[str, Any]) -> tuple[Chain, Cha
     if np.array_equal(chosen.tokens_T, rejected.tokens_T):
         raise _no_preference()
     return chosen, rejected
+
+
+def _as_chat(row: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    """The row without `prompt`: as `messages`, unless both sides are conversations that have it."""
+    others = {name: value for name, value in row.items() if name != "prompt"}
+    begins = {side: _begin(_continuation(row, side)) for side in _SIDES}
+    if all(message["role"] == "assistant" for message in begins.values()):
+        return others | {"messages": [{"role": "user", "content": prompt}]}
+    for side, message in begins.items():
+        if (message["role"], message.get("content")) != ("user", prompt):
+            raise DataError(
+                f"`prompt` is not what the user says first in `{side}`: give it there as it is in "
+                "`prompt`, or the assistant's answer alone, on both sides; or leave `prompt` out"
+            )
+    return others
+
+
+def _begin(messages: Sequence[Message]) -> Message:
+    """The first message that is not the system's."""
+    return next((message for message in messages if message["role"] != "system"), messages[0])
 
 
 def _no_preference() -> DataError:

@@ -1,6 +1,7 @@
 """Training rows from supervised examples, each in one of three forms.
 
-    prompt, completion    strings; the loss is on the completion and the EOS after it
+    prompt, completion    strings; the loss is on the completion and the EOS after it. Where the
+                          completion is messages, the prompt is what the user says before them
     messages              a conversation (OpenAI chat format; `tools` beside it go to the
                           template); the loss is on what the assistant says. It may take several
                           rows: see distill/data/assistant_masks.py
@@ -86,7 +87,23 @@ def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
         _check_tokenizer(example, vocab_hash)
         ids = _check_ids(example)
         return [encoder.as_sampled(ids, _check_runs(example, len(ids)))]
-    return [encoder.completion(check_text(example, "prompt"), check_text(example, "completion"))]
+    return _answered(encoder, example)
+
+
+def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Chain]:
+    """Chains of `prompt` and `completion`: texts as they stand, or a chat."""
+    prompt, completion = check_text(example, "prompt"), example.get("completion")
+    if completion is None:
+        columns = ", ".join(f"`{name}`" for name in example)
+        raise DataError(
+            f"`completion` is missing; the row has {columns}, and completion_key= says which "
+            "column is the completion"
+        )
+    if not isinstance(completion, list):
+        return [encoder.completion(prompt, check_text(example, "completion"))]
+    asked: Message = {"role": "user", "content": prompt}
+    said = check_messages(completion, "completion")
+    return encoder.conversation([asked, *said], check_tools(example), context=1)
 
 
 def _form(example: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.errors import ConfigError
 from distill.models.attention import CausalPass, Rule
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.types import TokenArray
@@ -79,6 +80,23 @@ def shares_prefixes(model: PreTrainedModel, decode_probe: DecodeProbe | None = N
         why_not,
     )
     return False
+
+
+def check_packs(model: PreTrainedModel) -> None:
+    """Raises ConfigError for a model whose config alone says that packed rows would not be alone.
+
+    Asked of a model on the meta device. `shares_prefixes` finds the others once they are loaded.
+    """
+    config = model.config.get_text_config()
+    known = {"full_attention", "sliding_attention"}
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if not others and not model._is_stateful:
+        return
+    layers = f"layers of kind {', '.join(others)}" if others else "recurrent layers"
+    raise ConfigError(
+        f"packing=True: {config.model_type} has {layers}, which carry a state along a sequence or "
+        "see it in a way unknown here: packed rows would run on into one another. Use packing=False"
+    )
 
 
 def _out_of_memory(error: Exception) -> bool:

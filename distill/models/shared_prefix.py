@@ -15,6 +15,7 @@ from distill.models.attention import (
     PASS_KEYWORD,
     CausalPass,
     JointPass,
+    PackedPass,
     Pass,
     SlotMap,
 )
@@ -77,6 +78,14 @@ class SharedPrefixModel:
     def hidden_padded(self, tokens_NT: Tensor) -> Tensor:
         """`hidden` of rows that are right-padded already."""
         return self.prefill(tokens_NT, keep=False)[0]
+
+    def hidden_packed(self, rows: Sequence[TokenArray]) -> Tensor:
+        """Hidden states of independent rows, end to end, (L, H): nothing is padded."""
+        lengths = [len(row) for row in rows]
+        tokens_L = torch.from_numpy(np.concatenate(rows).astype(np.int64))
+        positions_L = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
+        tokens_1L, positions_1L = (each[None].to(self.device) for each in (tokens_L, positions_L))
+        return self.run(tokens_1L, positions_1L, PackedPass(lengths, self.device))[0]
 
     def hidden_after(
         self,

@@ -50,6 +50,7 @@ class TrainingRow:
         behaviour_logprobs_T: of the policy that sampled the token; 0 for supervised rows.
         temperature: the T of the learner's log-probs.
         source: where the row came from, for error messages and the dump of bad rows.
+        data_source: name of the source of data that it was drawn from, where there are several.
         proximal_logprobs_T: of the learner itself at the start of the step; None: not computed.
         reference_logprobs_T: of a reference model; None without one.
         teacher: which of several teachers it belongs to.
@@ -72,6 +73,7 @@ class TrainingRow:
     behaviour_logprobs_T: FloatArray
     temperature: float
     source: str
+    data_source: str = ""
     proximal_logprobs_T: FloatArray | None = None
     reference_logprobs_T: FloatArray | None = None
     teacher: str = ""
@@ -192,38 +194,45 @@ _COPIED_KEYS = 8
 class BatchShape:
     """Token counts of rows run together: each in full, or each prefix once and then its suffixes.
 
+    Rows in full are padded to the longest of them or, `packed`, follow one another unpadded.
     A row's prefix is its context without the last token, which predicts the first trained one.
     `most_mask` is the model's (distill.models.shared_prefix): 0 if it cannot share prefixes.
     """
 
     rows: int
+    tokens: int
     width: int
     prefixes: frozenset[bytes]
     shortest_prefix: int
     prefix_width: int
     suffix_width: int
+    packed: bool
 
     @classmethod
-    def of(cls, rows: Sequence[TrainingRow]) -> BatchShape:
+    def of(cls, rows: Sequence[TrainingRow], packed: bool = False) -> BatchShape:
         ends = [row.first_trained - 1 for row in rows]
         prefixes = (row.tokens_T[:end].tobytes() for row, end in zip(rows, ends, strict=True))
         return cls(
             rows=len(rows),
+            tokens=sum(map(len, rows)),
             width=max(map(len, rows)),
             prefixes=frozenset(prefixes),
             shortest_prefix=min(ends),
             prefix_width=max(ends),
             suffix_width=max(len(row) - 1 - end for row, end in zip(rows, ends, strict=True)),
+            packed=packed,
         )
 
     def __add__(self, other: BatchShape) -> BatchShape:
         return BatchShape(
             rows=self.rows + other.rows,
+            tokens=self.tokens + other.tokens,
             width=max(self.width, other.width),
             prefixes=self.prefixes | other.prefixes,
             shortest_prefix=min(self.shortest_prefix, other.shortest_prefix),
             prefix_width=max(self.prefix_width, other.prefix_width),
             suffix_width=max(self.suffix_width, other.suffix_width),
+            packed=self.packed,
         )
 
     def shares(self, most_mask: int) -> bool:
@@ -231,12 +240,12 @@ class BatchShape:
         return (
             self.shortest_prefix > 0
             and self._keys * self.suffix_width <= most_mask
-            and self._shared + WORTH_SHARING <= self._padded
+            and self._shared + WORTH_SHARING <= self.in_full
         )
 
     def layer_tokens(self, most_mask: int) -> int:
         """Tokens that go through the layers, padding among them."""
-        return self._shared if self.shares(most_mask) else self._padded
+        return self._shared if self.shares(most_mask) else self.in_full
 
     def held_tokens(self, most_mask: int) -> int:
         """Tokens whose activations take the memory that this takes."""
@@ -244,8 +253,9 @@ class BatchShape:
         return self.layer_tokens(most_mask) + copied
 
     @property
-    def _padded(self) -> int:
-        return self.rows * self.width
+    def in_full(self) -> int:
+        """Tokens of the rows in full, padding among them."""
+        return self.tokens if self.packed else self.rows * self.width
 
     @property
     def _shared(self) -> int:
@@ -264,7 +274,11 @@ class _Unit(NamedTuple):
 
 
 def split_by_token_budget(
-    rows_D: Sequence[TrainingRow], token_budget: int, rows_per_unit: int = 1, most_mask: int = 0
+    rows_D: Sequence[TrainingRow],
+    token_budget: int,
+    rows_per_unit: int = 1,
+    most_mask: int = 0,
+    packed: bool = False,
 ) -> Iterator[list[TrainingRow]]:
     """Micro-batches that take the memory of at most `token_budget` tokens.
 
@@ -274,17 +288,21 @@ def split_by_token_budget(
 
     Neighbours have like lengths, so that little is padded, or one context, so that a model that can
     (`most_mask`, as `BatchShape` takes it) runs it once: whichever sends fewer tokens through the
-    layers.
+    layers. Rows that are `packed` are not padded, so that any lengths may be neighbours: as few
+    batches as that gives.
     """
     assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
     by_teacher: dict[str, list[_Unit]] = defaultdict(list)
     for first in range(0, len(rows_D), rows_per_unit):
         rows = rows_D[first : first + rows_per_unit]
-        by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows)))
+        by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows, packed)))
     for _, units in sorted(by_teacher.items()):
         plans = [_fill(order, token_budget, most_mask) for order in _orders(units, most_mask)]
-        best = min(plans, key=lambda plan: sum(_layer_tokens(batch, most_mask) for batch in plan))
-        yield from best
+        if packed:
+            plans.append(_first_fit(units, token_budget))
+        yield from min(
+            plans, key=lambda plan: (tokens_in_step(plan, 1, most_mask, packed), len(plan))
+        )
 
 
 def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[list[TrainingRow]]:
@@ -298,6 +316,21 @@ def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[lis
             grown = unit.shape
         batches[-1] += unit.rows
         shape = grown
+    return batches
+
+
+def _first_fit(units: Sequence[_Unit], token_budget: int) -> list[list[TrainingRow]]:
+    """Batches of packed units, the longest first, each unit in the first batch with room for it."""
+    batches: list[list[TrainingRow]] = []
+    room: list[int] = []
+    for unit in sorted(units, key=lambda unit: unit.shape.tokens, reverse=True):
+        tokens = unit.shape.tokens
+        place = next((i for i, left in enumerate(room) if tokens <= left), len(batches))
+        if place == len(batches):
+            batches.append([])
+            room.append(token_budget)
+        batches[place] += unit.rows
+        room[place] -= tokens
     return batches
 
 
@@ -328,27 +361,24 @@ def _by_length(units: Iterable[_Unit]) -> list[_Unit]:
 def _pays(group: Sequence[_Unit], most_mask: int) -> bool:
     """True if it takes fewer tokens as a batch of its own than its rows do without any padding."""
     rows = [row for unit in group for row in unit.rows]
-    return BatchShape.of(rows).layer_tokens(most_mask) < sum(map(len, rows))
+    return _layer_tokens(rows, most_mask, group[0].shape.packed) < sum(map(len, rows))
 
 
-def _layer_tokens(rows: Sequence[TrainingRow], most_mask: int) -> int:
-    return BatchShape.of(rows).layer_tokens(most_mask)
+def _layer_tokens(rows: Sequence[TrainingRow], most_mask: int, packed: bool) -> int:
+    return BatchShape.of(rows, packed).layer_tokens(most_mask)
 
 
-def padded_size(rows: Sequence[TrainingRow]) -> int:
-    """Tokens of a micro-batch, its padding among them."""
-    return len(rows) * max(map(len, rows))
-
-
-def tokens_in_step(batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0) -> int:
+def tokens_in_step(
+    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0, packed: bool = False
+) -> int:
     """Tokens on the critical path of workers that run these batches in step: summed over the rounds
     of `deal`, those of the round's largest batch."""
-    sizes = (_layer_tokens(batch, most_mask) for batch in batches)
+    sizes = (_layer_tokens(batch, most_mask, packed) for batch in batches)
     return sum(sorted(sizes, reverse=True)[::workers])
 
 
 def deal(
-    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0
+    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0, packed: bool = False
 ) -> list[list[tuple[list[TrainingRow], bool]]]:
     """Micro-batches to workers that run in step, equally many to each; and whether each counts.
 
@@ -357,7 +387,9 @@ def deal(
     """
     if workers == 1:
         return [[(batch, True) for batch in batches]]
-    by_size = sorted(batches, key=lambda batch: _layer_tokens(batch, most_mask), reverse=True)
+    by_size = sorted(
+        batches, key=lambda batch: _layer_tokens(batch, most_mask, packed), reverse=True
+    )
     missing = -len(by_size) % workers
     dealt = [(batch, True) for batch in by_size] + [(by_size[-1], False)] * missing
     return [dealt[rank::workers] for rank in range(workers)]

@@ -204,6 +204,9 @@ def ratio_metrics(logprobs_N: Tensor, behaviour_N: Tensor, counts: StepCounts) -
 _RATIO_SQUARED = "train/ratio_squared"
 # Suffix of means of squares, from which `finish_metrics` makes standard deviations.
 SQUARES = "_mean_of_squares"
+# Suffix of the share of the step's tokens that a metric's tokens are: `finish_metrics` divides the
+# metric by it, which makes a mean over all tokens one over its own.
+OWN_SHARE = "_own_share"
 
 
 def add_metrics(made: dict[str, float], more: Mapping[str, float]) -> None:
@@ -224,7 +227,7 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
     `train/ess`: the effective sample size (sum r)^2 / (n sum r^2) as a share of the tokens, in
     (0, 1]; 1 where every ratio is the same (Kong 1992). `NAME_std`: the standard deviation of what
-    `NAME_mean` is the mean of.
+    `NAME_mean` is the mean of. `NAME` with a `NAME_own_share`: the mean over its own tokens.
     """
     squared = metrics.pop(_RATIO_SQUARED, None)
     if squared:
@@ -233,6 +236,8 @@ def finish_metrics(metrics: dict[str, float]) -> dict[str, float]:
         name = squares.removesuffix(SQUARES)
         variance = metrics.pop(squares) - metrics[f"{name}_mean"] ** 2
         metrics[f"{name}_std"] = math.sqrt(max(0.0, variance))
+    for share in [name for name in metrics if name.endswith(OWN_SHARE)]:
+        metrics[share.removesuffix(OWN_SHARE)] /= metrics.pop(share)
     return metrics
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
+from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 from cluster.config.checks import check_dpo, check_reward_model, check_rollout, check_sft
 from cluster.config.on_policy import OpdConfig, TeacherConfig
@@ -79,6 +79,19 @@ def test_dropout_of_a_model_that_has_none_is_refused(sft: NewSft, broken: Path) 
     check_sft(noisy)
     assert noisy.learner(noisy.model, "cpu").dropout
     assert not sft().learner(noisy.model, "cpu").dropout
+    with pytest.raises(ConfigError, match=r"packing=True with dropout=True.*attention_dropout"):
+        check_sft(sft(model=str(broken), dropout=True, packing=True))
+
+
+def test_layers_with_a_state_are_not_packed(sft: NewSft, tmp_path: Path) -> None:
+    """Said before its weights are looked into."""
+    config = Lfm2Config(
+        vocab_size=160, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
+    with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
+        check_sft(sft(model=str(tmp_path / "lfm2"), packing=True))
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:
@@ -215,7 +228,9 @@ def test_a_reward_needs_answers(opd: NewOpd, prompts) -> None:
 def test_supervised_rows(sft: NewSft, prompts) -> None:
     assert len(check_sft(sft()).rows_D) == 6
     path = prompts({"prompt": "a", "completion": "b"}, {"prompt": "a"})
-    with pytest.raises(DataError, match=f"{path}:2: `completion` must be a non-empty string"):
+    with pytest.raises(
+        DataError, match=f"{path}:2: `completion` is missing; the row has .*completion_key="
+    ):
         check_sft(sft(data=path))
     path = prompts({"prompt": "a", "completion": "b" * 127})
     with pytest.raises(DataError, match=f"{path}:1: 129 tokens exceed the limit of 128"):

@@ -77,6 +77,7 @@ def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
             Trajectory(segments=(short,), reward=0.0, stop_reason=StopReason.LENGTH),
         ),
         tag=HOSTILE,
+        source="book",
     )
 
 
@@ -213,6 +214,7 @@ def test_the_rollouts_are_those_that_were_kept(page: Page) -> None:
     assert [group["step"] for group in data["groups"]] == [1, 2, 3] and data["kept"] == 3
     group = data["groups"][1]
     assert (group["group"], group["version"], group["temperature"]) == (16, 1, 0.7)
+    assert group["source"] == "book"
     assert [(m["reward"], m["stop"]) for m in group["members"]] == [(1.0, "eos"), (0.0, "length")]
     long, again = group["members"][0]["segments"]
     (first, stop), (second, end) = long["actions"]

@@ -43,6 +43,7 @@ def two_turns() -> TrajectoryGroup:
         metrics={"time/rollout": 1.23456},
         teacher="big",
         tag="sums",
+        source="book",
     )
 
 
@@ -60,6 +61,7 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
     [found] = read_rollouts(path)
     assert (found.step, found.version, found.group_id) == (5, 4, 7)
     assert (found.teacher, found.tag, found.temperature) == ("big", "sums", 0.7)
+    assert found.source == "book"
     assert found.metrics == {"time/rollout": 1.235}
     members = found.trajectories_G
     assert [(m.reward, m.stop_reason) for m in members] == [(1.0, "eos"), (0.0, "length")]
@@ -79,6 +81,15 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
         assert gap_N == pytest.approx(true_N, abs=1.2e-4)
     assert segments[0].bonuses_N == [0.25, 0, 1e-7]  # small numbers keep their digits
     assert segments[1].bonuses_N is None
+
+
+def test_a_group_of_a_run_that_kept_no_sources_is_read(tmp_path: Path) -> None:
+    kept(tmp_path / "r", [two_turns()], range(1, 2))
+    row = json.loads((tmp_path / "r").read_text())
+    del row["source"]
+    (tmp_path / "r").write_text(json.dumps(row) + "\n")
+    [found] = read_rollouts(tmp_path / "r")
+    assert found.source == ""
 
 
 def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:

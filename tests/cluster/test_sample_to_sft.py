@@ -99,6 +99,34 @@ def test_an_endpoint_sees_the_hint_and_the_row_does_not(
     assert main([*asked, "hinted=True"]) == 1, "what was cut off is no row"
 
 
+def test_two_sources_are_sampled_apart(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """The same prompt on the same line of either has its own samples."""
+    data = tmp_path / "rows.jsonl"
+    files = [write(tmp_path / name, {"prompt": "say"}) for name in ("a.jsonl", "b.jsonl")]
+    prompts = ",".join(map(str, files))
+    asked = [
+        f"model={tiny_pair.student}", f"prompts={prompts}", f"data={data}", "samples=4",
+        "max_new_tokens=64", "engine=embedded",
+    ]  # fmt: skip
+    assert main(asked) == 0
+    said = [{r["completion"] for r in rows_of(data) if r["source"] == str(file)} for file in files]
+    assert all(said) and not said[0] & said[1]
+
+
+@pytest.mark.parametrize(("places", "most"), [(16, 4), (2, 2)])
+def test_an_endpoint_gives_a_prompt_s_samples_at_once(
+    endpoint: ScriptedJudge, tmp_path: Path, places: int, most: int
+) -> None:
+    endpoint.delay_s = 0.5
+    prompts = write(tmp_path / "prompts.jsonl", {"prompt": "a"})
+    asked = [
+        f"model={endpoint.url}", f"name={MODEL}", f"prompts={prompts}", "samples=4",
+        f"data={tmp_path / 'rows.jsonl'}", f"max_concurrent={places}",
+    ]  # fmt: skip
+    assert main(asked) == 0
+    assert len(endpoint.bodies) == 4 and endpoint.most_at_once == most
+
+
 def test_an_endpoint_that_refuses_is_named_without_its_key(
     endpoint: ScriptedJudge,
     tmp_path: Path,

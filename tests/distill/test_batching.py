@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -207,6 +208,30 @@ def test_no_plain_order_takes_fewer_tokens(
     assert all(cost([b], most_mask) <= budget or len(b) == size for b in batches)
     again = list(split_by_token_budget(rows, budget, size, most_mask))
     assert [list(map(id, batch)) for batch in again] == [list(map(id, batch)) for batch in batches]
+
+
+@given(made=groups(), budget=st.integers(1, 2000), most_mask=st.sampled_from([0, MOST_MASK]))
+def test_packed_units_fill_the_budget_without_padding(
+    made: tuple[list[TrainingRow], int], budget: int, most_mask: int
+) -> None:
+    rows, size = made
+    batches = list(split_by_token_budget(rows, budget, size, most_mask, packed=True))
+    place = {id(row): i for i, row in enumerate(rows)}
+    units = [
+        tuple(place[id(row)] for row in batch[first : first + size])
+        for batch in batches
+        for first in range(0, len(batch), size)
+    ]
+    assert sorted(units) == [tuple(range(i, i + size)) for i in range(0, len(rows), size)]
+    tokens = sum(map(len, rows))
+    assert tokens_in_step(batches, 1, most_mask, packed=True) <= tokens
+    shapes = [BatchShape.of(batch, packed=True) for batch in batches]
+    assert all(s.held_tokens(most_mask) <= budget or s.rows == size for s in shapes)
+    if most_mask:
+        return
+    assert sum(shape.in_full for shape in shapes) == tokens
+    first_two = [a.tokens + b.tokens for a, b in pairwise(shapes)]
+    assert all(together > budget for together in first_two), "two of them would have been one"
 
 
 @given(made=groups(), workers=st.integers(1, 4))

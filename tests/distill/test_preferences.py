@@ -68,6 +68,8 @@ def test_strings_are_encoded_as_completions_are(
         {"messages": [USER], "chosen": [RIGHT], "rejected": "5"},
         {"messages": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
         {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        {"prompt": "2+2", "chosen": [RIGHT], "rejected": "5"},
     ],
 )
 def test_chat_forms_mean_the_same(
@@ -82,6 +84,11 @@ def test_chat_forms_mean_the_same(
     [
         {"messages": [USER, RIGHT, MORE], "chosen": "4", "rejected": "5"},
         {"chosen": [USER, RIGHT, MORE, RIGHT], "rejected": [USER, RIGHT, MORE, WRONG]},
+        {
+            "prompt": "2+2",
+            "chosen": [USER, RIGHT, MORE, RIGHT],
+            "rejected": [USER, RIGHT, MORE, WRONG],
+        },
     ],
 )
 def test_what_the_assistant_said_before_is_context(
@@ -144,6 +151,11 @@ def test_equal_sides_are_refused(
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "`prompt` must be a non-empty string"),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, "`chosen` must be a non-empty string"),
         ({"prompt": "a", "messages": [USER], "chosen": "b", "rejected": "c"}, "at most one of"),
+        (
+            {"prompt": "3+3", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+            "not what the user",
+        ),
+        ({"prompt": "2+2", "chosen": [USER, RIGHT], "rejected": "5"}, "first in `rejected`"),
         ({"chosen": "b", "rejected": "c"}, "`chosen` must be a whole conversation"),
         ({"chosen": [USER, RIGHT]}, "`rejected` must be a whole conversation .* got None"),
         ({"chosen": [USER, RIGHT], "rejected": [MORE, WRONG]}, "begin differently"),

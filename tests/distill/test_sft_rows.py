@@ -47,10 +47,19 @@ def test_the_loss_is_on_the_completion_and_its_eos(
     assert row.source.endswith("data.jsonl:1")
 
 
+def test_messages_answer_a_prompt_as_what_the_user_says(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    asked, *said = CHAT["messages"]
+    made = load(tmp_path, tokenizer, CHAT, {"prompt": asked["content"], "completion": said})
+    assert facts(made[0]) == facts(made[1])
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"prompt": "a"}, "`completion` must be a non-empty string, got None"),
+        ({"prompt": "a", "reply": "b"}, r"the row has `prompt`, `reply`, and completion_key= says"),
+        ({"prompt": "a", "completion": []}, "`completion` must be a non-empty list"),
         ({"prompt": "", "completion": "b"}, "`prompt` must be a non-empty string, got ''"),
         ({"prompt": "a", "completion": 3}, "`completion` must be a non-empty string, got 3"),
         ({"prompt": "a", "completion": "x" * 63}, "65 tokens exceed the limit of 64"),

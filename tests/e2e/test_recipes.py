@@ -210,16 +210,22 @@ def test_dpo_prefers_what_was_chosen_and_resumes(tiny_pair: TinyPair, tmp_path: 
 
 def test_sft_evaluates_the_rows_it_holds_out(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """Of several sources each by itself, too; an epoch is of the others."""
-    for name, text in (("ones", "1"), ("twos", "2")):
-        rows = ({"prompt": f"{a}{b}?", "completion": text} for a in range(4) for b in range(5))
+    for name, ask, text in (("ones", "?", "1"), ("twos", " is what?", "2")):
+        rows = ({"prompt": f"{a}{b}{ask}", "completion": text} for a in range(4) for b in range(5))
         write(tmp_path / f"{name}.jsonl", *rows)
     config = SftConfig(
         model=tiny_pair.student, data=f"{tmp_path / 'ones.jsonl'}:3,{tmp_path / 'twos.jsonl'}",
         out=str(tmp_path / "run"), validation_share=0.2, epochs=3, batch_size=16, lr=3e-3,
-        local=True,
+        local=True, packing=True,
     )  # fmt: skip
     run_sft(config, QUIET)
-    assert len(metrics(tmp_path / "run")) == 6  # 32 rows, 3 epochs
+    steps = metrics(tmp_path / "run")
+    assert len(steps) == 6  # 32 rows, 3 epochs
+    assert all(step["train/padding_share"] == 0 for step in steps), "prompts have two lengths"
+    for step in steps:  # each row trains two tokens
+        ones, twos = (step[f"train/nll/source={name}"] for name in ("ones", "twos"))
+        share = step["train/share/source=ones"]
+        assert share * ones + (1 - share) * twos == pytest.approx(step["train/nll"], rel=1e-5)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     before, after = (summary[f"validation {when}"] for when in ("before", "after"))
     for of in ("", "/source=ones", "/source=twos"):

@@ -89,11 +89,11 @@ def load(path: str) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_pretrained(path).eval()
 
 
-@pytest.mark.parametrize("budget", [1, 4096])
+@pytest.mark.parametrize(("budget", "packing"), [(1, False), (4096, False), (100, True)])
 def test_the_loss_and_its_gradient_against_naive_ones(
-    new_learner: NewLearner, write: Callable[[Learner], str], budget: int
+    new_learner: NewLearner, write: Callable[[Learner], str], budget: int, packing: bool
 ) -> None:
-    learner = new_learner(reward_padding=PAD, token_budget=budget)
+    learner = new_learner(reward_padding=PAD, token_budget=budget, packing=packing)
     model = load(write(learner))
     total, scores = torch.zeros(()), []
     for i in range(0, len(PLAIN_ROWS), 2):

@@ -17,10 +17,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import NonFiniteError
 from distill.objective.batching import (
+    BatchShape,
     OtherRows,
     TrainingRow,
     deal,
-    padded_size,
     split_by_token_budget,
     tokens_in_step,
 )
@@ -220,7 +220,7 @@ def test_one_worker_goes_on_from_the_checkpoint_of_two(
     alone: dict[str, Any], tiny_pair: TinyPair, scratch: Path
 ) -> None:
     given = {"root": str(scratch / "together"), "tokenizer": tiny_pair.student}
-    frugal = config(tiny_pair.student, gradient_checkpointing=True)
+    frugal = config(tiny_pair.student, gradient_checkpointing=True, packing=True)
     half: Checkpoint = tell(first_half_story, frugal, scratch / "failed", LOSSES, given)
     exported = AutoModelForCausalLM.from_pretrained(half.model_dir, dtype=torch.float32)
     expected = AutoModelForCausalLM.from_pretrained(alone["half"].model_dir, dtype=torch.float32)
@@ -245,6 +245,8 @@ def test_batches_are_dealt_once_and_evenly(rows: list[TrainingRow], workers: int
     counted = [id(batch) for mine in dealt for batch, counts in mine if counts]
     assert sorted(counted) == sorted(id(batch) for batch in batches)
     assert sum(not counts for mine in dealt for _, counts in mine) < workers
-    rounds = [[padded_size(batch) for batch, _ in now] for now in zip(*dealt, strict=True)]
+    rounds = [
+        [BatchShape.of(batch).in_full for batch, _ in now] for now in zip(*dealt, strict=True)
+    ]
     assert workers == 1 or all(min(now) >= max(later) for now, later in pairwise(rounds))
     assert tokens_in_step(batches, workers) == sum(map(max, rounds))

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.data.held_out import HeldOut
+from distill.data.order import MixedPart
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.learner import Part
 from learner.policy_loss import cross_entropy_loss
 from learner.supervised import RowStream, SupervisedLoop
 from tests.learner.conftest import NewLearner, naive_logprobs, weights
@@ -133,3 +135,21 @@ def test_other_data_is_refused_on_resuming(new_loop: NewLoop) -> None:
     loop.step()
     with pytest.raises(CheckpointError, match=r"trained on 6 rows .*, the data now has 5"):
         new_loop(ROWS[:5], resume_from=loop.save())
+
+
+def test_each_source_has_a_likelihood_of_its_own(
+    new_loop: NewLoop, new_learner: NewLearner, plain_model: PreTrainedModel
+) -> None:
+    """Over its own tokens, whatever micro-batch they are in."""
+    parts = [MixedPart(name="short", size=4), MixedPart(name="long", size=2, weight=2)]
+    stream = RowStream(ROWS, batch_size=9, seed=0, parts=parts)
+    drawn = stream.batch(0)
+    metrics = new_learner(token_budget=40).step(Part(rows_D=drawn, loss=cross_entropy_loss))
+    for name, rows in (("short", ROWS[:4]), ("long", ROWS[4:])):
+        own = [row for row in drawn if row.data_source == name]
+        assert {row.source for row in own} <= {row.source for row in rows} and own
+        with torch.no_grad():
+            logprobs_N = torch.cat([naive_logprobs(plain_model, row) for row in own])
+        expected = pytest.approx(-logprobs_N.mean().item(), rel=1e-4)
+        assert metrics[f"train/nll/source={name}"] == expected
+    assert not any("source=" in name for name in new_loop(ROWS).step())

@@ -1,4 +1,4 @@
-"""The tutorials run as scripts; their last cells assert what they tell."""
+"""The tutorials run as scripts, whole or a few steps; their last cells assert what they tell."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ from tests.e2e.harness import REPOSITORY
 TUTORIALS = sorted((REPOSITORY / "tutorials").glob("*.py"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
+# One process for all of them: each would import torch and Ray for ten seconds.
+A_FEW_STEPS_OF_EACH = """
+import runpy, sys
+
+for path in sys.argv[1:]:
+    print(path, flush=True)
+    sys.argv = [path, "--", "--steps", "2"]
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def run_python(directory: Path, *arguments: str) -> str:
+    """Runs Python in the directory to its end; returns what it printed."""
     pytest.importorskip("marimo")
     path_of_this_process = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
+        [sys.executable, *arguments],
+        cwd=directory,
         env={**os.environ, "PYTHONPATH": path_of_this_process, "MPLBACKEND": "agg"},
         capture_output=True,
         text=True,
@@ -30,6 +40,19 @@ def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
         timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
+    run_python(tmp_path, str(path))
+
+
+def test_a_few_steps_of_each_tutorial_run(tmp_path: Path) -> None:
+    paths = [str(path) for path in TUTORIALS]
+    printed = run_python(tmp_path, "-c", A_FEW_STEPS_OF_EACH, *paths)
+    assert [line for line in printed.splitlines() if line in paths] == paths
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

@@ -48,6 +48,7 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
         },
     ),
     ("Cross-entropy, nats", {"train/nll": "mean", "sft/nll": "supervised rows"}),
+    ("Cross-entropy by source", "train/nll/source="),
     ("Log-prob gap, nats", {"train/logprob_gap": "server to learner"}),
     ("Entropy, nats", {"train/entropy": "mean"}),
     ("Gradient norm", {"train/grad_norm": "before clipping"}),
@@ -297,6 +298,7 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
         "version": group.version,
         "teacher": group.teacher,
         "tag": group.tag,
+        "source": group.source,
         "temperature": group.temperature,
         "metrics": _finite(group.metrics),
         "members": [

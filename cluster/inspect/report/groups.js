@@ -42,7 +42,7 @@ function summaryOf(group) {
     step: group.step, group: group.group, reward: mean(rewards), rewards,
     kl: mean(everyValue([group], gap)),
     tokens: segmentsOf(group).reduce((sum, segment) => sum + segment.student.length, 0),
-    tag: group.tag ?? group.teacher,
+    tag: group.tag ?? (group.source || group.teacher),
   };
 }
 
@@ -73,10 +73,10 @@ function prepareModes() {
 // The list.
 
 function searchText(i) {
-  const { tag, teacher, members } = data.groups[i];
+  const { tag, source, teacher, members } = data.groups[i];
   const texts = members.map((member) =>
     `${member.stop}\n${member.segments.map((s) => (s.texts ?? s.ids).join("")).join("\n")}`);
-  return `${tag ?? ""}\n${teacher}\n${texts.join("\n")}`.toLowerCase();
+  return `${tag ?? ""}\n${source}\n${teacher}\n${texts.join("\n")}`.toLowerCase();
 }
 
 function orderGroups() {

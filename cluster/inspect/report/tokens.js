@@ -13,7 +13,8 @@ function showGroup() {
   const facts = [
     ["step", number(group.step, 6)], ["group", String(group.group)],
     ["trained from version", String(group.version)], ["T", number(group.temperature)],
-    ["teacher", group.teacher], ["tag", group.tag], ["mean KL", fixed(summaries[state.chosen].kl)],
+    ["teacher", group.teacher], ["tag", group.tag], ["source", group.source],
+    ["mean KL", fixed(summaries[state.chosen].kl)],
     ...Object.entries(group.metrics).map(([name, value]) => [name, number(value)]),
   ].filter(([, value]) => value);
   const head = make("p", { class: "group-head" }, ...facts.flatMap(([name, value], i) =>

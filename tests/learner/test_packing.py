@@ -1,0 +1,142 @@
+"""Packed rows are trained as if each were alone; families of which that is not true are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
+)
+
+from distill.errors import ConfigError
+from distill.models.attention_probe import check_packs
+from distill.objective.batching import TrainingRow
+from learner.dpo import PreferenceLoss, with_reference
+from learner.learner import Part
+from learner.policy_loss import cross_entropy_loss
+from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
+from tests.learner.test_dropout import SIZES, checkpoint
+from tests.samples import demonstration
+
+# A long row among short ones, of which some have one length; the windows are shorter than most.
+LENGTHS = [(3, 4), (40, 60), (1, 1), (7, 12), (2, 5), (30, 9), (5, 2), (1, 1), (12, 7)]
+ROWS = [demonstration(prompt, n, seed=i) for i, (prompt, n) in enumerate(LENGTHS)]
+ORDERS = {"as they come": range(len(ROWS)), "backwards": range(len(ROWS))[::-1]}
+_WINDOW = {"head_dim": 8, "sliding_window": 8}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "sliding": MistralConfig(**SIZES, **_WINDOW),
+    "alternating": Gemma2Config(**SIZES, **_WINDOW),
+    "moe": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
+_STATE = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2}
+STATEFUL: dict[str, PretrainedConfig] = {
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "llama4_text": Llama4TextConfig(**SIZES, num_local_experts=2, head_dim=8),
+    "mamba": MambaConfig(**_STATE),
+    "mamba2": Mamba2Config(**_STATE, num_heads=8, head_dim=8),
+    "qwen3_next": Qwen3NextConfig(**SIZES, layer_types=["linear_attention", "full_attention"]),
+    "recurrent_gemma": RecurrentGemmaConfig(**SIZES),
+    "rwkv": RwkvConfig(**_STATE),
+}
+
+
+def alone(model: str, rows: Sequence[TrainingRow]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss of the rows, one at a time through transformers' own code; its gradient."""
+    plain = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    losses = [-naive_logprobs(plain, row).sum() for row in rows]
+    loss = sum(losses, torch.zeros(())) / sum(row.num_trained for row in rows)
+    loss.backward()
+    return loss.item(), gradients_of(plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_trained_as_if_each_were_alone(
+    family: str, new_learner: NewLearner, tmp_path: Path
+) -> None:
+    model = checkpoint(FAMILIES[family], tmp_path / family)
+    loss, gradient = alone(model, ROWS)
+    learner = new_learner(model=model, packing=True)
+    runs: list[torch.Size] = []
+    learner.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: runs.append(inputs[0].shape)
+    )
+    for order in ORDERS.values():
+        learner.zero_grad()
+        made = learner.forward_backward(
+            Part(rows_D=[ROWS[i] for i in order], loss=cross_entropy_loss)
+        )
+        assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
+        assert_same(gradients(learner), gradient, share=1e-5)
+    assert runs == [(1, sum(map(len, ROWS)))] * len(ORDERS), "they were not run as one"
+
+
+@pytest.mark.parametrize("changes", [{"token_budget": 60}, {"gradient_checkpointing": True}])
+def test_a_step_is_that_of_padded_rows_without_the_padding(
+    new_learner: NewLearner, changes: dict
+) -> None:
+    """Whatever the budget cuts apart; the longest row is above it."""
+    part = Part(rows_D=ROWS, loss=cross_entropy_loss)
+    padded, packed = (new_learner(packing=packing, **changes) for packing in (False, True))
+    expected, made = padded.step(part), packed.step(part)
+    assert made["train/padding_share"] == 0 < expected["train/padding_share"]
+    for name in ("train/loss", "train/nll", "train/grad_norm", "train/entropy"):
+        assert made[name] == pytest.approx(expected[name], rel=1e-5)
+    assert_same(gradients(packed), gradients(padded), share=1e-5)
+    assert packed.evaluate(part) == pytest.approx(padded.evaluate(part), rel=1e-4)
+
+
+def test_pairs_are_packed_too(new_learner: NewLearner, tmp_path: Path) -> None:
+    padded, packed = (new_learner(packing=packing, token_budget=80) for packing in (False, True))
+    rows = with_reference(ROWS[:8], tmp_path / "reference.npz", packed.logprobs)
+    for theirs, ours in zip(padded.logprobs(rows), packed.logprobs(rows), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    part = Part(rows_D=rows, loss=PreferenceLoss(beta=0.3, sft_coef=0.1), rows_per_unit=2)
+    expected, made = padded.step(part), packed.step(part)
+    assert made["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5)
+    assert_same(gradients(packed), gradients(padded), share=1e-5)
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_layers_that_run_along_the_sequence_are_refused_by_name(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(STATEFUL[family])
+    with pytest.raises(ConfigError, match=rf"{family} has .*layers.*packing=False"):
+        check_packs(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_attention_are_not(family: str) -> None:
+    with torch.device("meta"):
+        check_packs(AutoModelForCausalLM.from_config(FAMILIES[family]))
+
+
+def test_attention_that_cannot_be_replaced_is_refused_once_it_is_known(
+    new_learner: NewLearner, tmp_path: Path
+) -> None:
+    """Its config does not say so: gpt-oss has a sink beside every key."""
+    config = GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    model = checkpoint(config, tmp_path / "sinks")
+    with pytest.raises(ConfigError, match="GptOssForCausalLM runs with its own attention"):
+        new_learner(model=model, packing=True)
+    new_learner(model=model)
