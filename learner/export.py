@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
-from distill.models.loading import meta_causal_lm, tensor_shapes
+from distill.models.loading import meta_causal_lm, tensor_shapes, weight_files
 from learner.sharding import stored
 
 
@@ -23,7 +22,8 @@ def check_export(
 
     transformers renames, fuses and splits some checkpoints' tensors as it loads them (the experts
     of a mixture, the parts of a multimodal model), and the learner has its tensors as they are in
-    memory. A checkpoint whose headers cannot be read here (a hub name, pytorch_model.bin) passes.
+    memory. A checkpoint whose headers cannot be read here passes: pytorch_model.bin, or a hub name
+    that nobody has loaded on this machine.
 
     Args:
         meta_model: makes the model that is trained, without its values.
@@ -33,7 +33,7 @@ def check_export(
         CheckpointError: there is no such model at `path`.
         ConfigError: with the first tensor that differs on either side.
     """
-    if not list(Path(path).glob("*.safetensors")):
+    if not weight_files(path):
         return
     model = meta_model(path)
     here = {name: tuple(tensor.shape) for name, tensor in stored(model) if name not in fresh}

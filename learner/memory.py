@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from distill.errors import ConfigError
-from distill.models.loading import load_config, tensor_shapes, vocab_size
+from distill.models.loading import load_config, tensor_shapes, vocab_size, weight_files
 from distill.models.logprobs import positions_per_chunk
 from learner.config import TOKEN_BUDGET, Precision
 
@@ -52,8 +52,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | None:
-    """Estimate from a local checkpoint's safetensors headers; None where there are none."""
-    if not list(Path(model).glob("*.safetensors")):
+    """Estimate from the headers of safetensors files; None where there are none."""
+    if not weight_files(model):
         return None
     parameters = sum(map(prod, tensor_shapes(model).values()))
     return MemoryEstimate(parameters=parameters, holding=holding)

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError
 from distill.tokenizer import run_remedy
@@ -170,7 +171,7 @@ def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
         CheckpointError: there are none at `path`, or one cannot be read.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
+    for file in _some_weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -187,7 +188,7 @@ def read_weights(path: str) -> PackedTensors:
         CheckpointError: there are none at `path`, or one cannot be read.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(path):
+    for file in _some_weight_files(path):
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
@@ -195,11 +196,25 @@ def read_weights(path: str) -> PackedTensors:
     return PackedTensors.pack(tensors)
 
 
-def _weight_files(path: str) -> list[Path]:
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} holds no safetensors file")
-    return files
+def weight_files(path: str) -> list[Path]:
+    """A checkpoint's safetensors files, in order; of a hub name, those in this machine's cache."""
+    directory = Path(path)
+    if not directory.exists():
+        try:
+            found = cached_file(path, "config.json", local_files_only=True)
+        except (OSError, ValueError):
+            found = None
+        if found is None:
+            return []  # it is no hub name, or nobody has loaded it here
+        directory = Path(found).parent
+    return sorted(directory.glob("*.safetensors"))
+
+
+def _some_weight_files(path: str) -> list[Path]:
+    if files := weight_files(path):
+        return files
+    where = "holds" if Path(path).exists() else "is no directory, and in the hub's cache there is"
+    raise CheckpointError(f"{path} {where} no safetensors file")
 
 
 def context_length(config: Any) -> int:

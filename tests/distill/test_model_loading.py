@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig
 
@@ -18,7 +19,9 @@ from distill.models.loading import (
     load_config,
     new_qwen3,
     resolve_device,
+    tensor_shapes,
     vocab_size,
+    weight_files,
 )
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
 
@@ -72,6 +75,21 @@ def test_widths_that_kernels_refuse() -> None:
             vocab_size=7, hidden_size=48, layers=1, heads=1, context_length=8,
             eos_token_id=1, pad_token_id=0, seed=0,
         )  # fmt: skip
+
+
+def test_a_hub_name_is_read_from_the_cache(
+    intact: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push compares its tensors with those of the checkpoint that the server loaded by name."""
+    repository = tmp_path / "models--someone--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("abc")
+    shutil.copytree(intact, repository / "snapshots/abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))  # as HF_HUB_CACHE= does
+    assert tensor_shapes("someone/tiny") == tensor_shapes(intact)
+    assert weight_files("someone/other") == weight_files(f"{tmp_path}/none/of/it") == []
+    with pytest.raises(CheckpointError, match="someone/other is no directory, and in the hub's"):
+        tensor_shapes("someone/other")
 
 
 def test_no_such_place(tmp_path: Path) -> None:
