@@ -31,7 +31,12 @@ from actors.sglang.installed import sglang_installed
 from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
-from actors.sglang.plugin.row_temperatures import ScaledRows, UnknownPassError, rows_of_requests
+from actors.sglang.plugin.row_temperatures import (
+    Pieces,
+    ScaledRows,
+    UnknownPassError,
+    rows_of_requests,
+)
 from actors.sglang.server import CPU_STANDINS, SglangServer
 from distill.models.loading import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
@@ -106,9 +111,9 @@ def test_scaled_rows_equal_the_slow_loop(
                 torch.log_softmax(logits_NV[request.first + n], 0)[
                     tokens_S[request.first_scored + n]
                 ].item()
-                for n in range(request.scored - 1)
+                for n in range(request.scored)
             ]
-            assert scaled_rows.unscaled_of(g).copy() == pytest.approx(expected, abs=1e-5)
+            assert scaled_rows.unscaled_of(g).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_rows_divided_by_one_are_the_same_bits() -> None:
@@ -127,8 +132,22 @@ def test_blocks_of_a_wide_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPa
     logits_NV, tokens_S = torch.randn(9, 40), torch.randint(40, (9,))
     scaled_rows = ScaledRows(rows, [0.7], unscaled=[0], vocab_size=40, device=torch.device("cpu"))
     scaled_rows.take(logits_NV.clone(), tokens_S)
-    expected = torch.log_softmax(logits_NV, 1)[torch.arange(9), tokens_S][:-1]
-    assert scaled_rows.unscaled_of(0).copy() == pytest.approx(expected.tolist(), abs=1e-5)
+    expected = torch.log_softmax(logits_NV, 1)[torch.arange(9), tokens_S]
+    assert scaled_rows.unscaled_of(0).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@given(data=st.data(), length=st.integers(1, 12))
+def test_a_prompt_in_pieces_is_whole_however_often_it_is_prefilled(
+    data: st.DataObject, length: int
+) -> None:
+    """A retracted request is prefilled again from anywhere: it may have been cached."""
+    values_S, pieces, at = torch.arange(length, dtype=torch.float32), Pieces(), 0
+    for _ in range(data.draw(st.integers(0, 6))):
+        begin = data.draw(st.integers(0, min(at, length - 1)))
+        at = data.draw(st.integers(begin + 1, length))
+        found = pieces.up_to(100 + begin, values_S[begin:at])
+        assert found.copy() == values_S[: at - 1].tolist()
+    assert pieces.up_to(100 + at, values_S[at:]).copy() == values_S[: max(at, length - 1)].tolist()
 
 
 @pytest.mark.parametrize(
@@ -256,16 +275,24 @@ def test_what_requests_asked_for_is_noted_from_the_batch() -> None:
         forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False),
         decoding_reqs=[reqs[2]],
         reqs=reqs,
+        prefix_lens=[48, 0, 7],
+        extend_logprob_start_lens=[2, 5, 0],
         sampling_info=SimpleNamespace(),
     )
     plugin.note_requests(None, None, batch, None)
     metadata = SimpleNamespace()
     plugin.carry_note(metadata, None, SimpleNamespace(sampling_info=batch.sampling_info))
-    assert getattr(metadata, plugin._NOTE) == [
-        plugin.Asked(0.7, True, True),
-        plugin.Asked(1.5, False, False),
-        plugin.Asked(0.5, False, False),
+    noted = getattr(metadata, plugin._NOTE)
+    assert noted == [
+        plugin.Asked(0.7, True, True, begin=50),
+        plugin.Asked(1.5, False, False, begin=5),
+        plugin.Asked(0.5, False, False, begin=7),
     ]
+    batch.prefix_lens = None  # no account of them: what earlier passes returned is not joined
+    plugin.note_requests(None, None, batch, None)
+    again = getattr(batch.sampling_info, plugin._NOTE)
+    assert [asked.begin for asked in again] == [0, 0, 0]
+    assert [a.pieces is b.pieces for a, b in zip(noted, again, strict=True)] == [True] * 3
 
 
 # --- an SGLang that is not the one we know -------------------------------------------------------
@@ -590,11 +617,11 @@ def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
     _check_mixed(served_in_pieces, asks)
     _check_mixed(served_in_pieces, [replace(ask, token_ids=[5, 9, 150]) for ask in asks])
 
-    # Of a prompt in pieces, the unscaled log-probs are those of the last piece.
+    # The unscaled log-probs of all pieces come with the last.
     rng = random.Random(5)
     asks = [Ask(_prompt(rng, 100, 200), 0.7, sampling=UNSCALED) for _ in range(4)]
     for ask, meta in zip(asks, served_in_pieces.generate(asks), strict=True):
-        assert 0 < len(meta[plugin.UNSCALED_KEY][0]) < len(ask.prompt) - 1
+        assert len(meta[plugin.UNSCALED_KEY][0]) == len(ask.prompt) - 1
         assert served_in_pieces.unscaled_gap(ask, meta) <= TOLERANCE
 
 

@@ -19,10 +19,9 @@ In the response's `meta_info`, each a list (as SGLang has all such fields) whose
                                 is absent, [] or [None]. 1.0 for a greedy request (T = 0), which
                                 SGLang turns into T = 1 with top_k = 1.
     input_logprobs_unscaled     [[...]], on request (`custom_params={"isotherm_unscaled": true}`)
-                                and at T != 1: log softmax(z) of the last tokens of the prompt, one
-                                for each position of the last prefill chunk. It lines up with
-                                `input_token_logprobs` at the end, and is shorter where the prompt
-                                was prefilled in several chunks: then ask again at T = 1.
+                                and at T != 1: log softmax(z) of the prompt's scored tokens, in
+                                however many chunks it was prefilled. It lines up with
+                                `input_token_logprobs`, which begin with one that has none.
 
 A request that was retracted after its prefill has a second element for the second prefill.
 
@@ -39,8 +38,8 @@ import functools
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from actors.sglang.plugin.internals import (
     BATCH,
@@ -53,6 +52,7 @@ from actors.sglang.plugin.internals import (
     unrecognised_internals,
 )
 from actors.sglang.plugin.row_temperatures import (
+    Pieces,
     RequestRows,
     ScaledRows,
     UnknownPassError,
@@ -75,14 +75,23 @@ _REMEDY = (
 
 _NOTE = "_isotherm_asked"
 _PASS = "_isotherm_pass"
+_PIECES = "_isotherm_pieces"
 
 
-class Asked(NamedTuple):
-    """Log-prob options of one request of a prefill batch."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Log-prob options of one request of a prefill batch.
+
+    Attributes:
+        begin: position of the first row whose log-prob this pass returns.
+        pieces: what earlier passes over its prompt have returned.
+    """
 
     temperature: float
     input_logprobs: bool
     unscaled: bool
+    begin: int = 0
+    pieces: Pieces = field(default_factory=Pieces, compare=False)
 
 
 @dataclass(frozen=True)
@@ -158,10 +167,30 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
             temperature=req.sampling_params.temperature,
             input_logprobs=req.return_logprob and id(req) not in decoding,
             unscaled=bool((req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH)),
+            begin=begin,
+            pieces=_pieces_of(req),
         )
-        for req in batch.reqs
+        for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
     setattr(batch.sampling_info, _NOTE, asked)
+
+
+def _begins_of(batch: Any) -> list[int]:
+    """Position of each request's first scored row in this pass.
+
+    Passes of speculative decoding keep no such account, and return no input log-probs.
+    """
+    prefixes, starts = batch.prefix_lens or (), batch.extend_logprob_start_lens or ()
+    if not len(prefixes) == len(starts) == len(batch.reqs):
+        return [0] * len(batch.reqs)
+    return [prefix + start for prefix, start in zip(prefixes, starts, strict=True)]
+
+
+def _pieces_of(req: Any) -> Pieces:
+    """Kept on the request, from one chunk of its prompt to the next."""
+    if not hasattr(req, _PIECES):
+        setattr(req, _PIECES, Pieces())
+    return getattr(req, _PIECES)
 
 
 def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
@@ -206,7 +235,9 @@ def forward(
         output = _run_scaled(run, processor, scaled_rows)
         if any(_wants_unscaled(rows, a) for rows, a in requests):
             info[UNSCALED_KEY] = [
-                scaled_rows.unscaled_of(g) if _wants_unscaled(rows, a) else None
+                a.pieces.up_to(a.begin, scaled_rows.unscaled_of(g))
+                if _wants_unscaled(rows, a)
+                else None
                 for g, (rows, a) in enumerate(requests)
             ]
     if any(a.input_logprobs for _, a in requests):

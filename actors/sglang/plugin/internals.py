@@ -57,6 +57,8 @@ EXPECTED_FIELDS: Mapping[str, tuple[str, ...]] = {
         "forward_mode",
         "return_logprob",
         "decoding_reqs",
+        "prefix_lens",
+        "extend_logprob_start_lens",
         "sampling_info",
     ),
     _SRT + "sampling.sampling_params.SamplingParams": ("temperature", "custom_params"),

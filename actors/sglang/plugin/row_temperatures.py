@@ -149,21 +149,43 @@ class ScaledRows:
             )
         return self._undivided_GV[:, : self._width].contiguous()
 
-    def unscaled_of(self, g: int) -> TokenLogprobs:
-        """Request g's log-probs at T = 1, without the row past its last prompt token."""
+    def unscaled_of(self, g: int) -> Tensor:
+        """Request g's log-probs at T = 1, one for each of its scored rows."""
         first = self._rows[g].first_scored
-        return TokenLogprobs(self._unscaled_S[first : first + self._rows[g].scored - 1])
+        return self._unscaled_S[first : first + self._rows[g].scored]
+
+
+class Pieces:
+    """Log-probs at T = 1 of one prompt, which may be prefilled in several passes."""
+
+    def __init__(self) -> None:
+        self._by_begin: dict[int, Tensor] = {}
+
+    def up_to(self, begin: int, values_S: Tensor) -> TokenLogprobs:
+        """All rows so far but the newest, which in a prompt's last pass is past its last token.
+
+        A request that was retracted is prefilled again: what it has from `begin` on is dropped.
+
+        Args:
+            begin: position of the newest pass's first scored row.
+            values_S: of its scored rows.
+        """
+        self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
+        earlier = list(self._by_begin.values())
+        # A copy: the values are a view of those of the whole batch.
+        self._by_begin[begin] = values_S.clone()
+        return TokenLogprobs([*earlier, values_S[:-1]])
 
 
 class TokenLogprobs:
     """Log-probs still on the device. SGLang copies what it hands to a request when the batch's
     results are processed, after the forward: only then are they brought over."""
 
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self._pieces = pieces
 
     def copy(self) -> list[float]:
-        return self._values.tolist()
+        return torch.cat(list(self._pieces)).tolist()
 
 
 def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
