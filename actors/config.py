@@ -93,7 +93,8 @@ class ServerSettings:
     in_flight: InFlight = chz.field(
         default="continue",
         doc="samples under way when weights are pushed to an SGLang server: continue under the new "
-        "ones (each token's version is recorded), restart, or finish first",
+        "ones (each token's version is recorded), restart, finish first, or in_place (continue on "
+        "the context as the old weights computed it: cheaper, and not exact)",
     )
     start_deadline_s: float = chz.field(
         default=600.0,

@@ -8,7 +8,7 @@ few trained ids above it say all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ from distill.types import TrajectoryGroup
 # trained in time.
 StepRuleName = Literal["in_order", "due_first"]
 Overdue = Literal["wait", "late"]
+# Why groups are set aside that are not at fault: a step has passed over them.
+CONSTANT_REWARD = "all members have the same reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +46,13 @@ class Taken:
     Attributes:
         set_aside: ids that are accounted for with them, and were not trained: why not.
         overdue: groups that are older than the run's `max_staleness`.
+        replaced: groups of constant reward that the step passes over, and that reward.
     """
 
     groups_P: list[TrajectoryGroup]
     set_aside: dict[int, str]
     overdue: int = 0
+    replaced: Mapping[int, float] = field(default_factory=dict)
 
 
 class TrainedGroups:

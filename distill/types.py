@@ -309,5 +309,11 @@ class TrajectoryGroup:
         return self.trajectories_G[0].segments[0].temperature
 
     @property
+    def constant_reward(self) -> float | None:
+        """The reward of every member; None if they differ, so that some are better than others."""
+        first, *others = (trajectory.reward for trajectory in self.trajectories_G)
+        return first if all(reward == first for reward in others) else None
+
+    @property
     def num_actions(self) -> int:
         return sum(segment.num_actions for segment in self.segments())

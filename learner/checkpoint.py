@@ -7,6 +7,7 @@
         trainer.pt      schedule and RNG (read with weights_only=True)
         manifest.json   step, delivery state, size and SHA-256 of every file: written last
     out/checkpoints/best.json       the step of the best evaluation, its metric and value
+    out/checkpoints/held.json       the step that is being evaluated beside training
 
 A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint; and
 none whose files have changed since, which is looked at when a run resumes.
@@ -34,7 +35,7 @@ from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})$")
-_BEST = "best.json"
+_BEST, _HELD = "best.json", "held.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +129,33 @@ class CheckpointStore:
         return made
 
     def _superseded(self) -> list[Checkpoint]:
+        held = self._held()  # before the best, which it may become
         best = self.best()
         return [
             old
             for old in self.complete()[: -self._keep]
             if not (self._keep_every and old.step % self._keep_every == 0)
             and not (best and best.step == old.step)
+            and old.step != held
         ]
+
+    def hold(self, step: int) -> None:
+        """Keeps the checkpoint of a step, written or not yet, until `release`, or another is held.
+
+        Raises:
+            CheckpointError: the mark could not be written.
+        """
+        self._mark(_HELD, {"step": step})
+
+    def release(self) -> None:
+        """Leaves the checkpoint that was held to the rules of all."""
+        (self.root / _HELD).unlink(missing_ok=True)
+
+    def _held(self) -> int | None:
+        try:
+            return orjson.loads((self.root / _HELD).read_bytes())["step"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
 
     def best(self) -> Best | None:
         """The best evaluation that `mark_best` was told of; None if its checkpoint is gone."""
@@ -150,13 +171,17 @@ class CheckpointStore:
         Raises:
             CheckpointError: the mark could not be written.
         """
-        partial = self.root / f".{_BEST}.partial"
+        self._mark(_BEST, asdict(best))
+
+    def _mark(self, name: str, value: Mapping[str, Any]) -> None:
+        partial = self.root / f".{name}.partial"
         try:
-            _write_synced(partial, orjson.dumps(asdict(best)))
-            partial.rename(self.root / _BEST)
+            self.root.mkdir(parents=True, exist_ok=True)
+            _write_synced(partial, orjson.dumps(dict(value)))
+            partial.rename(self.root / name)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self.root / _BEST}: {error}. {disk_remedy(error)}"
+                f"cannot write {self.root / name}: {error}. {disk_remedy(error)}"
             ) from error
 
     def latest(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:

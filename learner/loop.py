@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.delivery import Taken, TrainedGroups
-from distill.objective.advantages import has_constant_reward
+from distill.delivery import CONSTANT_REWARD, Taken, TrainedGroups
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.metrics import group_metrics, merge_updates
@@ -196,7 +196,10 @@ class PolicyLoop:
             "groups/last": groups_P[-1].group_id,
             "groups/watermark": self._trained.watermark,
             "groups/overdue": taken.overdue,
-            "groups/set_aside": len(self._trained.set_aside),
+            "groups/set_aside": sum(
+                reason != CONSTANT_REWARD for reason in self._trained.set_aside.values()
+            ),
+            **_replaced_metrics(taken),
         }
 
     def _learn(self, groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
@@ -207,7 +210,7 @@ class PolicyLoop:
         """
         objective = self._loss.objective
         if objective.remove_constant_reward_groups:
-            groups_P = [group for group in groups_P if not has_constant_reward(group)]
+            groups_P = [group for group in groups_P if group.constant_reward is None]
         all_rows_D: list[TrainingRow] = []
         metrics: dict[str, float] = {"train/groups": len(groups_P)}
         if groups_P:
@@ -252,6 +255,19 @@ class PolicyLoop:
             write=partial(self.learner.save, tokenizer=self._tokenizer),
             delivery=self._trained.to_json(),
         )
+
+
+def _replaced_metrics(taken: Taken) -> dict[str, float]:
+    """Number of groups that the step passed over, and the mean reward with theirs.
+
+    That is the policy's reward on the prompts as they come; `reward/mean` is that of the groups it
+    was trained on.
+    """
+    metrics: dict[str, float] = {"groups/replaced": len(taken.replaced)}
+    if taken.replaced:
+        rewards_P = [fmean(t.reward for t in group.trajectories_G) for group in taken.groups_P]
+        metrics["reward/mean_of_all"] = fmean([*rewards_P, *taken.replaced.values()])
+    return metrics
 
 
 def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:

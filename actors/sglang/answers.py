@@ -140,7 +140,7 @@ def read_unscaled(answer: Mapping[str, Any], request: ScoreRequest) -> FloatArra
     if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], list)):
         return None
     if len(found[0]) != len(request.tokens_T) - request.start:
-        return None  # prefilled in several chunks: this is the last one's
+        return None  # a plugin that knows the last of several prefill chunks only
     return _finite(np.asarray(found[0], np.float32), UNSCALED_KEY)
 
 

@@ -113,6 +113,10 @@ class SglangEngine:
         self._queued = 0  # samples and chains at this engine
         self._beats = 0
 
+    @property
+    def _cache_namespace(self) -> dict[str, str]:
+        return {} if self._weights is None else self._weights.cache_namespace
+
     @contextmanager
     def _carrying(self, number: int) -> Iterator[None]:
         self._queued += number
@@ -132,6 +136,7 @@ class SglangEngine:
 
     async def _sample(self, request: GenerateRequest, limit: int) -> list[Sample]:
         body = sampling_body(request, limit, stops=self._stops, seeded=self._seeded)
+        body |= self._cache_namespace
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight[ended] = request.num_samples
         try:
@@ -173,7 +178,7 @@ class SglangEngine:
             for t in request.temperatures
             if t not in by_request[i]
         ]
-        if missing:  # a server without the plugin, or a chain prefilled in several chunks
+        if missing:  # a server without the plugin
             again = await self._prefill([(requests[i], t) for i, t in missing])
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
@@ -213,7 +218,9 @@ class SglangEngine:
         """Log-probs of each request's tokens at the T beside it, by prefill on the server."""
         answers = answers_of(
             await self._client.post(
-                "/generate", scoring_body(passes, self._event), repeatable=True
+                "/generate",
+                scoring_body(passes, self._event) | self._cache_namespace,
+                repeatable=True,
             ),
             len(passes),
         )
@@ -246,6 +253,7 @@ class SglangEngine:
     ) -> list[Score]:
         """Log-probs of the tokens `asked` for: (index of the request, T, position)."""
         body = forced_body([(requests[i], t, position) for i, t, position in asked], self._event)
+        body |= self._cache_namespace
         answers = answers_of(
             await self._client.post("/generate", body, repeatable=True), len(asked)
         )

@@ -24,7 +24,7 @@ _OURS = {
 }
 
 # What a weight push does to the samples under way (actors/sglang/weights.py).
-InFlight = Literal["continue", "restart", "finish"]
+InFlight = Literal["continue", "restart", "finish", "in_place"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 

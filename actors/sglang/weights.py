@@ -1,6 +1,6 @@
 """Weight updates of an SGLang server with requests in flight: versions never mix unnoticed.
 
-    check -> pause -> begin -> load, flush the prefix cache, new version -> end -> continue
+    check -> pause -> begin -> load, drop the prefix cache, new version -> end -> continue
 
 What becomes of samples under way is `in_flight`:
 
@@ -8,6 +8,11 @@ What becomes of samples under way is `in_flight`:
                the new weights. Each token's version tells which weights sampled it.
     restart    they are thrown away and sampled again, whole, from the new weights.
     finish     the load waits until they have ended; new requests wait for the load.
+    in_place   they go on with the cached context of the older weights, and nothing is computed
+               again. Tokens sampled after the push are then of no single version: their log-probs
+               are those that they were sampled with, and no model's that one could score them by.
+               SGLang cannot drop its prefix cache while requests run, so requests that begin after
+               a load look for prefixes under a key of their own: they are of their version alone.
 
 Scoring that is under way ends first in each case: the requests of one call see the same weights.
 
@@ -60,6 +65,13 @@ logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+# SGLang's words for what becomes of samples under way.
+_PAUSES: Mapping[InFlight, str] = {
+    "continue": "retract",
+    "restart": "abort",
+    "finish": "retract",
+    "in_place": "in_place",
+}
 # What a head that is not in a bundle shares its weights with.
 _TIED = "model.embed_tokens.weight"
 # SGLang's word for a broadcast that broke off before anything was written.
@@ -100,7 +112,7 @@ class WeightSession:
         """`shapes` says names and shapes of the model's tensors; asked for at the first load."""
         self._client = client
         self._shapes = cache(shapes)
-        self._in_flight = in_flight
+        self._in_flight: InFlight = in_flight
         self._block = SharedBlock()
         self._ranks: int | None = None
         self._group: str | None = None
@@ -112,6 +124,16 @@ class WeightSession:
         self._open.set()
         self._generations, self._scorings = _Traffic(), _Traffic()
         self._loads = 0
+
+    @property
+    def cache_namespace(self) -> dict[str, str]:
+        """Fields of a request that keep it from prefixes which older weights have cached."""
+        return {"extra_key": f"load-{self._loads}"} if self._in_flight == "in_place" else {}
+
+    @property
+    def _flushes(self) -> bool:
+        """A load drops every cached prefix."""
+        return self._in_flight != "in_place"
 
     @property
     def loading(self) -> bool:
@@ -151,7 +173,7 @@ class WeightSession:
         return await self._tensor_parallel_ranks()
 
     async def load(self, weights: WeightSource, version: int) -> float:
-        """Returns once the server holds the weights and has dropped every cached prefix.
+        """Returns once the server holds the weights, and uses no prefix that others have cached.
 
         Returns the seconds for which generation stood still.
 
@@ -196,9 +218,8 @@ class WeightSession:
     async def _paused(self, weights: WeightSource, version: int) -> float:
         if isinstance(weights, PackedTensors):  # this copy needs no pause
             await asyncio.to_thread(self._block.write, HeldWeights(dict(weights.unpack())))
-        mode = "abort" if self._in_flight == "restart" else "retract"
         started = time.perf_counter()
-        await self._order("/pause_generation", {"mode": mode})
+        await self._order("/pause_generation", {"mode": _PAUSES[self._in_flight]})
         try:
             if isinstance(weights, CheckpointDirectory):
                 await self._from_disk(weights, version)
@@ -219,7 +240,11 @@ class WeightSession:
         return time.perf_counter() - started
 
     async def _from_disk(self, weights: CheckpointDirectory, version: int) -> None:
-        body = {"model_path": weights.path, "weight_version": str(version), "flush_cache": True}
+        body = {
+            "model_path": weights.path,
+            "weight_version": str(version),
+            "flush_cache": self._flushes,
+        }
         with self._writing(version):
             await self._order("/update_weights_from_disk", body)
 
@@ -230,7 +255,7 @@ class WeightSession:
             "serialized_named_tensors": [order] * await self._tensor_parallel_ranks(),
             "load_format": LOADER,
             "weight_version": str(version),
-            "flush_cache": True,
+            "flush_cache": self._flushes,
         }
         await self._order("/begin_weight_update", {})
         with self._writing(version):
@@ -247,7 +272,7 @@ class WeightSession:
                 for i, bucket in enumerate(weights.buckets):
                     body = _bucket_body(weights.group, bucket)
                     if i == len(weights.buckets) - 1:
-                        body |= {"flush_cache": True, "weight_version": str(version)}
+                        body |= {"flush_cache": self._flushes, "weight_version": str(version)}
                     await self._order("/update_weights_from_distributed", body)
                     written.append(i)
             except EngineError:

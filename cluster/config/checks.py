@@ -159,6 +159,11 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
     )
     read.require_columns()
+    if config.eval_engines and not len(held_out):
+        raise ConfigError(
+            f"eval_engines={config.eval_engines} have nothing to evaluate: no problem is held out; "
+            "give eval_prompts=, or leave it out"
+        )
     _check_signal(config, train)
     sft_rows_D, sft_parts = [], []
     if config.sft_data is not None:

@@ -90,6 +90,12 @@ class EvaluationSettings(DecoderSettings, IntervalSettings):
     eval_max_new_tokens: int | None = chz.field(
         default=None, doc="longest response in evaluation; default: max_new_tokens"
     )
+    eval_engines: int = chz.field(
+        default=0,
+        doc="policy engines of their own for evaluations every eval_every steps, which then run "
+        "beside training, with the weights of their step; 0: between two steps, on the policy's",
+        metadata=MAY_CHANGE,
+    )
 
     @chz.validate
     def _evaluation_in_range(self) -> None:
@@ -100,6 +106,14 @@ class EvaluationSettings(DecoderSettings, IntervalSettings):
             raise ConfigError(
                 f"{without[0]}={idle[without[0]]} changes nothing with eval_size=0, which runs "
                 "no evaluation; leave one of them out"
+            )
+        if self.eval_engines < 0:
+            raise ConfigError(f"eval_engines={self.eval_engines} must not be negative")
+        if self.eval_engines and not self.eval_every:
+            raise ConfigError(
+                f"eval_engines={self.eval_engines} changes nothing with eval_every=0: the "
+                "evaluations before and after training stand beside no step; give eval_every=, or "
+                "leave it out"
             )
 
     def longest_evaluation(self) -> int:

@@ -276,6 +276,11 @@ class RolloutConfig(
         return {}
 
     @property
+    def most_replaced(self) -> int:
+        """Groups of constant reward that a step passes over at most."""
+        return 0
+
+    @property
     def scored_by_reference(self) -> bool:
         """True if reference engines score the rollouts; the learner may hold one of its own."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
@@ -410,16 +415,37 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
 class RlConfig(RolloutConfig, PolicyObjective):
     """recipe=rl: reinforcement learning. The student samples, a reward function judges (GRPO)."""
 
+    section: ClassVar[Section] = Section.SAMPLING
+
     reward_coef: float = with_default(PolicyObjective, "reward_coef", 1.0)
+    dynamic_sampling: float = chz.field(
+        default=0.0,
+        doc="replace groups whose members all have the same reward by the next prompts': at most "
+        "so many times prompts_per_step of them each step (3 is usual); 0: train on what comes",
+    )
 
     @chz.validate
     def _rl_in_range(self) -> None:
         require_reward(self, self.group_size)
+        if not 0 <= self.dynamic_sampling < float("inf"):
+            raise ConfigError(
+                f"dynamic_sampling={self.dynamic_sampling} must be 0 (off) or more, and finite: "
+                "how many times prompts_per_step groups a step may pass over"
+            )
+        if self.dynamic_sampling and not self.most_replaced:
+            raise ConfigError(
+                f"dynamic_sampling={self.dynamic_sampling} x prompts_per_step="
+                f"{self.prompts_per_step} is less than one group a step; raise it, or leave it out"
+            )
         _check_reference(self, self)
 
     @property
     def recipe(self) -> str:
         return "rl"
+
+    @property
+    def most_replaced(self) -> int:
+        return int(self.dynamic_sampling * self.prompts_per_step)
 
     def objective(self) -> ObjectiveConfig:
         return ObjectiveConfig(kl_coef=0.0, **values_of(PolicyObjective, self))

@@ -124,6 +124,7 @@ class RolloutCast:
             step_rule=config.step_rule,
             groups_in_flight=config.window,
             overdue=config.overdue,
+            most_replaced=config.most_replaced,
         )
         actor = self._make(
             GroupQueueActor, self._here() | options,
@@ -219,7 +220,7 @@ class RolloutCast:
         placed = partial(self._placement.ready, REWARD)
         return [self._role(REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed)]
 
-    def policy_spec(self, model: str) -> ActorSpec:
+    def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
         config, stops = self._config, self._inputs.stops
 
@@ -227,7 +228,7 @@ class RolloutCast:
             start = config.student if attempt else model
             return config.policy_engine(start, self._device, log_path, stops)
 
-        return self._engine_spec(POLICY, engine)
+        return self._engine_spec(role, engine)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""

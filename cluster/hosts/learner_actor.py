@@ -92,6 +92,16 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop)
         publisher.admit(engines, *self._loop.weights())
 
+    def lend(self, engines: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+        """Hands the present weights, and no later ones, to engines of evaluations.
+
+        Returns their version, and of each engine that did not take them why.
+        """
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        weights, version = self._loop.weights()
+        return version, publisher.lend(engines, weights, version)
+
     def dismiss(self, names: Sequence[str]) -> None:
         """Drops policy engines: they get no more weights."""
         self._publisher().dismiss(names)

@@ -20,7 +20,7 @@ from rich.console import Console
 from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
 from cluster.queue.journal import broken_links, read_journal, step_of
-from distill.delivery import TrainedGroups
+from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
 
 # More are counted, and not shown.
@@ -67,10 +67,13 @@ class Audit:
         ended = "ended as it should" if self.ended else "did not end, or was killed"
         ids = f"ids {f'{self.first} and above, ' if self.first else ''}below {self.watermark}"
         saved = f"; those below {self.committed} are in a checkpoint" if self.committed else ""
+        failed = {i: why for i, why in self.set_aside.items() if why != CONSTANT_REWARD}
+        replaced = len(self.set_aside) - len(failed)
         made = [
             f"{self.trained} groups trained in {self.steps} steps, {ids}{saved}",
-            f"{len(self.set_aside)} set aside",
-            *(f"  group {i}: {reason}" for i, reason in self.set_aside.items()),
+            *([f"{replaced} passed over: {CONSTANT_REWARD}"] if replaced else []),
+            f"{len(failed)} set aside",
+            *(f"  group {i}: {reason}" for i, reason in failed.items()),
             f"{sum(self.re_leases.values())} leased again" + (f": {causes}" if causes else ""),
             f"{self.duplicates} dropped, since they arrived again or too late",
             f"{self.jobs} jobs, {self.rewinds} returns to a checkpoint, {self.recoveries} deaths "
@@ -120,6 +123,7 @@ class _Auditor:
         self._leases: set[tuple[int, int]] = set()  # (id, attempt)
         self._arrived: set[int] = set()  # in this epoch, published or not
         self._held: set[int] = set()  # arrived, and the payload not lost since
+        self._constant: set[int] = set()  # arrived with one reward for all members
         self._started: dict[int, int] = {}  # of each id, how many steps had been published
         self._published = 0  # steps of this epoch
 
@@ -231,6 +235,8 @@ class _Auditor:
         if group_id in self._held or group_id in self.trained:
             self._complain(f"group {group_id} was accepted twice")
         self._arrived.add(group_id)
+        if "constant_reward" in event:
+            self._constant.add(group_id)
         self._held.add(group_id)
 
     def _read_dup(self, event: Mapping[str, Any]) -> None:
@@ -259,6 +265,10 @@ class _Auditor:
         for group_id in step_of(event)[0]:
             if group_id not in self._held:
                 self._complain(f"group {group_id} was taken, and is not there")
+        for group_id in event.get("replaced", ()):
+            if group_id not in self._constant:
+                self._complain(f"group {group_id} was passed over, and its rewards differ")
+            self._set_aside[group_id] = CONSTANT_REWARD
 
     def _read_train(self, event: Mapping[str, Any]) -> None:
         version, watermark = event["version"], event.get("watermark", event.get("to"))

@@ -27,6 +27,7 @@ from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
+EVALUATION = "evaluation"  # policy engines that evaluations have to themselves
 
 
 def teacher_role(teacher: str) -> str:
@@ -77,6 +78,8 @@ def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
             engines[role] = config.teacher_engine(name, device, "")
     if config.reference is not None:
         engines[REFERENCE] = config.reference_engine(device, "")
+    if config.eval_engines:
+        engines[EVALUATION] = engines[POLICY]
     return engines
 
 
@@ -96,6 +99,8 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
         largest = config.teacher_engines_max or config.teacher_engines
         for role in teacher_roles(config).values():
             bounds[role] = (config.teacher_engines, largest)
+    if config.eval_engines:
+        bounds[EVALUATION] = (config.eval_engines, config.eval_engines)
     return bounds
 
 
@@ -198,7 +203,8 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
-    return {LEARNER: learner, POLICY: student} | teachers | reference | reward
+    evaluation = {EVALUATION: student} if config.eval_engines else {}
+    return {LEARNER: learner, POLICY: student} | teachers | reference | reward | evaluation
 
 
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:

@@ -20,6 +20,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import GetTimeoutError
@@ -79,7 +80,12 @@ class GroupQueue:
             if answer.payloads is not None:
                 self._epoch = answer.epoch
                 groups_P = [unpack(payload) for payload in answer.payloads]
-                return Taken(groups_P=groups_P, set_aside=answer.set_aside, overdue=answer.overdue)
+                return Taken(
+                    groups_P=groups_P,
+                    set_aside=answer.set_aside,
+                    overdue=answer.overdue,
+                    replaced=answer.replaced,
+                )
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
                     f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
@@ -142,6 +148,16 @@ def _silent(seconds: float) -> QueueTimeout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A group on its way to the queue."""
+
+    lease: Lease
+    payload: bytes
+    constant_reward: float | None
+    arrived: asyncio.Future[None]
+
+
 class WorkerEnd:
     """A rollout worker's end of a `GroupQueue`, all waits asynchronous. Pickles before its use.
 
@@ -154,7 +170,7 @@ class WorkerEnd:
         self._worker = worker
         self._token = ""
         self._requests = 0
-        self._outbox: list[tuple[Lease, bytes, asyncio.Future[None]]] = []
+        self._outbox: list[_Put] = []
         self._sender: asyncio.Task[None] | None = None
 
     async def lease(self, max_groups: int) -> list[Lease]:
@@ -211,26 +227,33 @@ class WorkerEnd:
             raise DataError(f"the queue carries TrajectoryGroup, not {type(group).__name__}")
         if group.group_id != lease.group_id:
             raise DataError(f"group {group.group_id} was put on the lease of {lease.group_id}")
-        payload = pack(group)
-        arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outbox.append((lease, payload, arrived))
+        put = _Put(
+            lease, pack(group), group.constant_reward, asyncio.get_running_loop().create_future()
+        )
+        self._outbox.append(put)
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
-        await arrived
+        await put.arrived
 
     async def _send(self) -> None:
         while self._outbox:
             batch, size = [], 0
-            while self._outbox and (not batch or size + len(self._outbox[0][1]) <= _MAX_PUT_BYTES):
+            while self._outbox and (
+                not batch or size + len(self._outbox[0].payload) <= _MAX_PUT_BYTES
+            ):
                 batch.append(self._outbox.pop(0))
-                size += len(batch[-1][1])
-            leases, payloads, waiting = zip(*batch, strict=True)
+                size += len(batch[-1].payload)
+            leases = [put.lease for put in batch]
+            rewards = [put.constant_reward for put in batch]
+            payloads = [put.payload for put in batch]
             try:
-                await self._call(self._queue.actor.deliver.remote(self._worker, leases, *payloads))
+                await self._call(
+                    self._queue.actor.deliver.remote(self._worker, leases, rewards, *payloads)
+                )
             except Exception as error:  # it belongs to those who put
-                for arrived in _not_cancelled(waiting):
+                for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)
-            for arrived in _not_cancelled(waiting):
+            for arrived in _not_cancelled(batch):
                 arrived.set_result(None)
 
     async def fail(self, lease: Lease, reason: str) -> None:
@@ -250,5 +273,5 @@ class WorkerEnd:
             raise _silent(seconds) from None
 
 
-def _not_cancelled(futures: Sequence[asyncio.Future[None]]) -> list[asyncio.Future[None]]:
-    return [future for future in futures if not future.done()]
+def _not_cancelled(puts: Sequence[_Put]) -> list[asyncio.Future[None]]:
+    return [put.arrived for put in puts if not put.arrived.done()]

@@ -5,12 +5,13 @@
     start      a job began: run (its queue), run_id (config.json's), epoch, settings, watermark,
                set_aside, above (`distill.delivery.TrainedGroups`)
     lease      ids, attempts, worker, epoch, request
-    put        id, attempt, worker, epoch: it arrived and is wanted
+    put        id, attempt, worker, epoch: it arrived and is wanted; constant_reward, if it is one
+               that steps may pass over
     dup, late  the same, and is dropped; late has a reason
     fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
-    take       ids, skipped: handed to the learner
+    take       ids, skipped: handed to the learner; replaced, those that it passes over
     train      version, ids, watermark, skipped: in weights that are on every engine
     commit     step, watermark: in a checkpoint on disk
     rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
@@ -196,7 +197,9 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             leases = ledger.lease(event["worker"], len(event["ids"]), event["request"])
             assert [lease.group_id for lease in leases] == event["ids"], f"it leases {leases}"
         case "put" | "dup" | "late":
-            wanted = ledger.deliver(_lease(event, event["epoch"]), event["worker"])
+            wanted = ledger.deliver(
+                _lease(event, event["epoch"]), event["worker"], event.get("constant_reward")
+            )
             assert wanted == (event["event"] == "put"), "the group was delivered before, or later"
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])

@@ -14,6 +14,11 @@ engine; there are `groups_in_flight` slots. Which groups a step takes is up to a
 v + max_staleness at the latest, unless the rule is to train overdue groups late. One that is leased
 again keeps its slot and its age. For each group set aside the run has one more.
 
+With `most_replaced` a step passes over groups whose members all have the same reward, from which
+nothing would be learnt, and takes others instead (dynamic sampling, Yu et al. 2025, DAPO). They are
+set aside when the weights of that step are published. Beyond `most_replaced` it trains on them as
+they are, so that it always comes to an end.
+
 A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
 reported to be in an environment's or a reward's code are suspects; so is each that is there at a
 second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
@@ -27,11 +32,11 @@ import heapq
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
-from distill.delivery import Lease, Overdue, StepRuleName, TrainedGroups
+from distill.delivery import CONSTANT_REWARD, Lease, Overdue, StepRuleName, TrainedGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,7 @@ class LedgerSettings:
         groups_in_flight: most groups between their lease and published weights that contain them;
             0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
         overdue: `wait` for groups that would be trained too late otherwise, or train them `late`.
+        most_replaced: groups of constant reward that a step passes over at most.
     """
 
     groups_per_step: int
@@ -60,6 +66,7 @@ class LedgerSettings:
     step_rule: StepRuleName = "in_order"
     groups_in_flight: int = 0
     overdue: Overdue = "wait"
+    most_replaced: int = 0
 
     def __post_init__(self) -> None:
         assert self.groups_per_step > 0 and self.max_staleness >= 0
@@ -88,11 +95,13 @@ class Step:
         set_aside: ids that its weights account for without having been trained on them, beside
             those of the weights before, and why.
         overdue: groups that are older than `max_staleness`.
+        replaced: groups of constant reward that it passes over, and that reward.
     """
 
     group_ids: list[int]
     set_aside: dict[int, str]
     overdue: int = 0
+    replaced: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +115,7 @@ class QueueStatus:
         missing: ids that the next step waits for, lowest first. (While too few are finished it
             waits for any, in `due_first`.)
         credit: groups that may start now, beside the pending ones.
-        set_aside: groups set aside since the start of the run.
+        set_aside: groups set aside since the start of the run, because they failed.
         re_leases: leases of groups that had been leased before.
         delivered: groups that arrived and were wanted.
         duplicates: groups that arrived and were not: again, or too late.
@@ -195,7 +204,12 @@ class Ledger:
     def _start_from(self, trained: TrainedGroups) -> None:
         self._trained, self._next = trained, trained.watermark
         self._steps = 0  # published since
-        above = {i: r for i, r in self._set_aside.items() if i >= trained.watermark}
+        # What failed stays aside; a constant reward may be another's when it is sampled again.
+        above = {
+            i: reason
+            for i, reason in self._set_aside.items()
+            if i >= trained.watermark and reason != CONSTANT_REWARD
+        }
         self._set_aside = {**trained.set_aside, **above}
         # Each live id that was started and is not published, and what `_steps` was at its first
         # lease; it is in exactly one of the three others.
@@ -203,6 +217,7 @@ class Ledger:
         self._pending: set[int] = set()
         self._leased: dict[int, _Held] = {}
         self._delivered: set[int] = set()
+        self._constant: dict[int, float] = {}  # of these, those of constant reward
         self._attempts: Counter[int] = Counter()
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: Step | None = None
@@ -276,10 +291,13 @@ class Ledger:
         held = self._leased.get(lease.group_id)
         return lease.epoch == self.epoch and held is not None and held.attempt == lease.attempt
 
-    def deliver(self, lease: Lease, worker: str = "") -> bool:
+    def deliver(self, lease: Lease, worker: str = "", constant_reward: float | None = None) -> bool:
         """True the first time a group arrives in this epoch; False for what is to be dropped.
 
         A lease that expired still delivers, if it comes first: the data is as good.
+
+        Args:
+            constant_reward: that of all its members; None: they differ.
         """
         group_id = lease.group_id
         self._at[worker].discard(lease)
@@ -298,6 +316,9 @@ class Ledger:
         self._suspicion.pop(group_id, None)
         self._arrived += 1
         self._consecutive_set_aside = 0
+        if constant_reward is not None and self._settings.most_replaced:
+            self._constant[group_id] = constant_reward
+            fields["constant_reward"] = constant_reward
         self.record("put", **fields)
         self._meter()
         return True
@@ -433,13 +454,18 @@ class Ledger:
         """The next step, if its groups are delivered."""
         if (taken := self._promised) is not None:
             return taken if self._delivered.issuperset(taken.group_ids) else None
-        if (ids := self._rule.choose(self._view())) is None:
+        if (choice := self._rule.choose(self._view())) is None:
             return None
-        after = self._trained.after(ids, self._set_aside)
+        replaced = dict.fromkeys(choice.replaced, CONSTANT_REWARD)
+        after = self._trained.after(choice.ids, self._set_aside | replaced)
         skipped = after.set_aside.items() - self._trained.set_aside.items()
         bound = self._steps - self._settings.max_staleness
-        overdue = sum(self._started[group_id] < bound for group_id in ids)
-        return Step(group_ids=ids, set_aside=dict(sorted(skipped)), overdue=overdue)
+        return Step(
+            group_ids=choice.ids,
+            set_aside=dict(sorted(skipped)),
+            overdue=sum(self._started[group_id] < bound for group_id in choice.ids),
+            replaced={group_id: self._constant[group_id] for group_id in replaced},
+        )
 
     @property
     def _promised(self) -> Step | None:
@@ -468,7 +494,8 @@ class Ledger:
         step = self.ready()
         if step is not None and step != self._taken:
             self._taken = step
-            self.record("take", ids=step.group_ids, skipped=_by_text(step.set_aside))
+            replaced = {"replaced": list(step.replaced)} if step.replaced else {}
+            self.record("take", ids=step.group_ids, skipped=_by_text(step.set_aside), **replaced)
         return step
 
     def missing(self) -> list[int]:
@@ -476,8 +503,9 @@ class Ledger:
         if (taken := self._promised) is not None:
             return [i for i in taken.group_ids if i not in self._delivered]
         left = self._settings.total_groups - len(self._trained)
-        lacking = min(self._settings.groups_per_step, left) - len(self._started)
-        missing, group_id = self._rule.waited_for(self._view()) if left else [], self._next
+        view, group_id = self._view(), self._next
+        lacking = min(self._settings.groups_per_step, left) - view.under_way
+        missing = self._rule.waited_for(view) if left else []
         while lacking > 0:
             if not self._is_over(group_id):
                 missing.append(group_id)
@@ -499,13 +527,17 @@ class Ledger:
             return
         ids = trained.since(self._trained)
         skipped = dict(sorted(trained.set_aside.items() - self._trained.set_aside.items()))
-        for group_id in (*ids, *skipped):
+        taken = self._taken
+        passed = taken.replaced if taken is not None and taken.group_ids == ids else {}
+        aside = skipped | dict.fromkeys(passed, CONSTANT_REWARD)
+        for group_id in (*ids, *aside):
             self._started.pop(group_id, None)
             self._pending.discard(group_id)
             self._leased.pop(group_id, None)
             self._delivered.discard(group_id)
+            self._constant.pop(group_id, None)
             self._attempts.pop(group_id, None)
-        self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | skipped
+        self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self._trained, self._taken = trained, None
         self._steps += 1
         self._next = max(self._next, trained.watermark)
@@ -523,13 +555,18 @@ class Ledger:
     def recover(self) -> None:
         """The queue died and its payloads with it: what was delivered is to be sampled again.
 
-        Leases live on, and so do their workers, who will deliver.
+        Leases live on, and so do their workers, who will deliver. Groups that were to be replaced
+        are not sampled again: others have started in their place.
         """
         now = self._clock()
+        for group_id in sorted(self._constant)[: self._settings.most_replaced]:
+            del self._started[group_id]
+            self._delivered.discard(group_id)
+            self._set_aside[group_id] = CONSTANT_REWARD
         self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
         self._pending |= self._delivered
         lost = sorted(self._delivered)
-        self._delivered = set()
+        self._delivered, self._constant = set(), {}
         above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))
         self._meter()
@@ -549,6 +586,8 @@ class Ledger:
             groups_per_step=self._settings.groups_per_step,
             started=self._started,
             finished=self._delivered,
+            constant=self._constant.keys(),
+            most_replaced=self._settings.most_replaced,
         )
 
     @property
@@ -563,7 +602,7 @@ class Ledger:
 
     @property
     def _to_start(self) -> int:
-        return self._settings.total_groups - len(self._trained) - len(self._started)
+        return self._settings.total_groups - len(self._trained) - self._view().under_way
 
     @property
     def trained(self) -> TrainedGroups:
@@ -586,7 +625,7 @@ class Ledger:
             pending=sorted(self._pending),
             missing=self.missing(),
             credit=self.credit,
-            set_aside=len(self._set_aside),
+            set_aside=sum(reason != CONSTANT_REWARD for reason in self._set_aside.values()),
             re_leases=self._re_leases,
             delivered=self._arrived,
             duplicates=self._duplicates,

@@ -37,6 +37,7 @@ class TakeAnswer:
     payloads: list[bytes] | None
     set_aside: dict[int, str]
     overdue: int
+    replaced: dict[int, float]
     missing: list[int]
     closed: bool
     epoch: int
@@ -97,15 +98,24 @@ class GroupQueueActor:
             progress=(self._ledger.epoch, len(self._ledger.trained)),
         )
 
-    async def deliver(self, worker: str, leases: Sequence[Lease], *payloads: bytes) -> None:
-        # Arguments of their own: each of at most 100 kB travels in the call, without the store.
+    async def deliver(
+        self,
+        worker: str,
+        leases: Sequence[Lease],
+        constant_rewards: Sequence[float | None],
+        *payloads: bytes,
+    ) -> None:
+        # Payloads are arguments of their own: each of at most 100 kB travels in the call, without
+        # the store.
         suspects = self._ledger.has_suspects
         with self._journal.together():
-            for lease, payload in zip(leases, payloads, strict=True):
-                if self._ledger.deliver(lease, worker):
+            for lease, reward, payload in zip(leases, constant_rewards, payloads, strict=True):
+                if self._ledger.deliver(lease, worker, reward):
                     self._payloads[lease.group_id] = payload
         await _wake(self._may_train)
-        if suspects:  # a worker that has nothing now may start what it could not before
+        # A worker that has nothing now may start what it could not before; and so may all where
+        # a group is to be replaced.
+        if suspects or any(reward is not None for reward in constant_rewards):
             await _wake(self._may_start)
 
     async def inside(self, worker: str, problems: dict[int, str]) -> None:
@@ -124,6 +134,7 @@ class GroupQueueActor:
             payloads=[self._payloads[group_id] for group_id in step.group_ids] if step else None,
             set_aside=step.set_aside if step else {},
             overdue=step.overdue if step else 0,
+            replaced=step.replaced if step else {},
             missing=[] if step else self._ledger.missing(),
             closed=self._closed,
             epoch=self._ledger.epoch,

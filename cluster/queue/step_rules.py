@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -27,12 +27,39 @@ class View:
         started: for each live group that is not trained, what `step` was when it was first leased.
             Groups start in order of id, so the lowest are the oldest.
         finished: ids of those among them that have been delivered.
+        constant: ids of finished groups whose members all have the same reward: a step passes over
+            them, in order, up to `most_replaced`, and takes others instead.
     """
 
     step: int
     groups_per_step: int
     started: Mapping[int, int]
     finished: Set[int]
+    constant: Set[int] = frozenset()
+    most_replaced: int = 0
+
+    @property
+    def under_way(self) -> int:
+        """Started groups but for those that the next step may pass over.
+
+        A constant group that it does not pass over, since it passes over `most_replaced` others,
+        makes room by these; so at most (H + 1) P groups under way can all be trained within H
+        versions, whatever their rewards turn out to be.
+        """
+        return len(self.started) - min(len(self.constant), self.most_replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Groups of the next step.
+
+    Attributes:
+        ids: those to train, in order.
+        replaced: constant ones that it passes over, in order.
+    """
+
+    ids: list[int]
+    replaced: list[int]
 
 
 class StepRule(Protocol):
@@ -42,8 +69,8 @@ class StepRule(Protocol):
         """Number of groups that may start now."""
         ...
 
-    def choose(self, view: View) -> list[int] | None:
-        """Ids of the next step in order, all finished; None: it waits."""
+    def choose(self, view: View) -> Choice | None:
+        """Groups of the next step, all finished; None: it waits."""
         ...
 
     def waited_for(self, view: View) -> list[int]:
@@ -56,26 +83,24 @@ class InOrder:
     """Groups in order of id: the next step waits for each of its own, and no other.
 
     Attributes:
-        window: most groups between their start and published weights that contain them, at most
-            (max_staleness + 1) P.
+        window: most groups under way (`View.under_way`) until published weights contain them, at
+            most (max_staleness + 1) P.
     """
 
     window: int
 
     def room(self, view: View) -> int:
-        return self.window - len(view.started)
+        return self.window - view.under_way
 
-    def choose(self, view: View) -> list[int] | None:
+    def choose(self, view: View) -> Choice | None:
         if len(view.finished) < view.groups_per_step:
             return None
-        ids = self._next(view)
-        return ids if set(ids) <= view.finished else None
+        choice = _oldest(view.started, view)
+        whole = len(choice.ids) == view.groups_per_step and view.finished >= set(choice.ids)
+        return choice if whole else None
 
     def waited_for(self, view: View) -> list[int]:
-        return [group_id for group_id in self._next(view) if group_id not in view.finished]
-
-    def _next(self, view: View) -> list[int]:
-        return heapq.nsmallest(view.groups_per_step, view.started)
+        return [i for i in _oldest(view.started, view).ids if i not in view.finished]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,36 +131,47 @@ class DueFirst:
     late: bool = False
 
     def room(self, view: View) -> int:
-        return self.window - len(view.started)
+        return self.window - view.under_way
 
-    def choose(self, view: View) -> list[int] | None:
-        if len(view.finished) < view.groups_per_step:
-            return None
-        ids = _oldest_finished(view)
-        return ids if self._late_after(view, ids) is None else None
+    def choose(self, view: View) -> Choice | None:
+        choice = _oldest(view.finished, view)
+        whole = len(choice.ids) == view.groups_per_step
+        return choice if whole and self._late_after(view, choice) is None else None
 
     def waited_for(self, view: View) -> list[int]:
         unfinished = view.started.keys() - view.finished
-        if len(view.finished) < view.groups_per_step:
+        choice = _oldest(view.finished, view)
+        if len(choice.ids) < view.groups_per_step:
             return sorted(unfinished)
-        until = self._late_after(view, _oldest_finished(view))
+        until = self._late_after(view, choice)
         if until is None:
             return []
         return sorted(group_id for group_id in unfinished if view.started[group_id] <= until)
 
-    def _late_after(self, view: View, chosen: list[int]) -> int | None:
+    def _late_after(self, view: View, choice: Choice) -> int | None:
         """The first start of which too many groups would be left behind by a step."""
         if self.late:
             return None
+        gone = [*choice.ids, *choice.replaced]
         counts = Counter(view.started.values())
-        counts.subtract(view.started[group_id] for group_id in chosen)
+        counts.subtract(view.started[group_id] for group_id in gone)
+        constant = Counter(view.started[group_id] for group_id in view.constant - set(gone))
         starts = sorted(counts)
         left_behind = accumulate(counts[start] for start in starts)
-        for start, left in zip(starts, left_behind, strict=True):
-            if left > view.groups_per_step * (start + self.horizon - view.step):
+        replaceable = accumulate(constant[start] for start in starts)
+        for start, left, of_them in zip(starts, left_behind, replaceable, strict=True):
+            places = view.groups_per_step * (start + self.horizon - view.step)
+            if left - min(of_them, view.most_replaced) > places:
                 return start
         return None
 
 
-def _oldest_finished(view: View) -> list[int]:
-    return heapq.nsmallest(view.groups_per_step, view.finished)
+def _oldest(group_ids: Iterable[int], view: View) -> Choice:
+    """The first groups of a step among some, in order; fewer if they are too few."""
+    choice = Choice([], [])
+    for group_id in heapq.nsmallest(view.groups_per_step + view.most_replaced, group_ids):
+        if len(choice.ids) == view.groups_per_step:
+            break
+        passed = group_id in view.constant and len(choice.replaced) < view.most_replaced
+        (choice.replaced if passed else choice.ids).append(group_id)
+    return choice

@@ -80,6 +80,16 @@ class RunSession:
         self.observer.line(line)
         self.trackers.log(line)
 
+    def record_late(self, metrics: Mapping[str, float], step: int) -> None:
+        """The same, known only when the weights are those of later steps."""
+        self.record_evaluation(metrics, step)
+        if self.best.due:
+            self.best.pass_over()
+            self.progress.note(
+                f"step {step} is the best evaluation so far, and is not kept: its checkpoint could "
+                "not be written at the time"
+            )
+
     def unsaved(self, error: CheckpointError) -> None:
         """A checkpoint could not be written: the run goes on, for now."""
         self.progress.note(f"WARNING: {error}. It is tried again")

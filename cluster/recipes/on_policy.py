@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,13 +13,14 @@ from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
-from cluster.config.on_policy import KeepRollouts, RolloutConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
-from cluster.placement.roles import POLICY, REWARD, describe_layout, teacher_roles
+from cluster.placement.roles import EVALUATION, POLICY, describe_layout, teacher_roles
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
+from cluster.recipes.evaluations import Evaluations
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
@@ -31,12 +31,8 @@ from distill.envs.base import EnvDataset, Mixture
 from distill.errors import CheckpointError
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
-from distill.rewards.model_reward import REWARD_MODEL
 from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
-
-# Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.
-_KEPT_PROBLEMS: dict[KeepRollouts, int | None] = {"every": 8, "all": None, "none": 0}
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -66,11 +62,12 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
         for name, teacher in config.teacher_models().items()
     )
+    evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
     return (
         f"{config.recipe}: {config.student} learns from {teachers or config.judge} at "
         f"T={config.temperature:g}\n"
         f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
-        f"{config.policy_engines} policy, {config.rollout_workers} rollout workers\n"
+        f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers\n"
         f"  objective {_objective_line(config.objective())}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
@@ -116,7 +113,7 @@ def _run(config: RolloutConfig, inputs: RolloutInputs, running: RunSession) -> I
 
 
 class _Run:
-    """One run: actors, handshake, steps, evaluations. What `drive` drives."""
+    """One run: actors, handshake, steps. What `drive` drives."""
 
     def __init__(
         self,
@@ -134,7 +131,6 @@ class _Run:
         self._stops = inputs.stops
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
-        self._has_eval = len(inputs.held_out) > 0
         if not inputs.judged:
             running.progress.hidden.add("reward/mean")
         self._warned_of_cut = False
@@ -151,6 +147,9 @@ class _Run:
             trained=trained_in(running.resume_from),
             start_model=resume_from.model_dir if resume_from else config.student,
         )
+        self._evaluations = Evaluations(
+            config, running, self.fleet, has_problems=len(inputs.held_out) > 0
+        )
 
     @property
     def learner(self) -> Any:
@@ -161,38 +160,37 @@ class _Run:
         fleet.start(running.resume_from)
         if config.lora_adapter is not None and running.resume_from is None:
             self._publish()  # the adapter, of which the engines' own checkpoint knows nothing
+            fleet.pin()
             self._shake_hands()
         else:
             self._shake_hands()
             self._publish()
-        if self._has_eval:
-            self._evaluate_teachers()
-            if running.first_step == 0:
-                self._evaluate_apart("before", step=0)
-            else:
-                self._recall_before()
+        self._evaluations.before_steps()
         fleet.work()
-        checkpoint = drive(
-            self,
-            fleet.driver,
-            first_step=running.first_step,
-            steps=config.steps,
-            checkpoint_every=config.checkpoint_every,
-            wanted=lambda: running.best.due,
-        )
+        try:
+            checkpoint = drive(
+                self,
+                fleet.driver,
+                first_step=running.first_step,
+                steps=config.steps,
+                checkpoint_every=config.checkpoint_every,
+                wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
+            )
+            self._evaluations.finish()
+        finally:
+            self._evaluations.give_up("the run ends")
         self._settle()
-        if self._has_eval:
-            self._evaluate_apart("after", step=checkpoint.step)
+        self._evaluations.after_steps(checkpoint.step)
         running.complete(checkpoint)
 
     # what `drive` asks for
 
     def before_step(self) -> float:
+        self._evaluations.collect()
         return self.fleet.wait_for_groups()
 
     def on_step(self, metrics: dict[str, float]) -> None:
         step = int(metrics["step"])
-        every = self._config.eval_every
         self._warn_of_cut(metrics)
         if (turned := self._kl_turn.see(metrics)) is not None:
             self._running.progress.note(turned)
@@ -203,9 +201,8 @@ class _Run:
             staleness=metrics["staleness/mean"],
         )
         try:
-            due = self._has_eval and every and step % every == 0 and step < self._config.steps
-            if due and self._running.signals.received is None:  # or no checkpoint would be made
-                metrics = metrics | self._evaluate(f"step {step}", step)
+            if self._running.signals.received is None:  # or no checkpoint would be made
+                metrics = metrics | self._evaluations.after_step(step)
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
 
@@ -231,7 +228,9 @@ class _Run:
 
     def recover(self, lost: LearnerLost) -> int:
         checkpoint = self.fleet.recover(lost)
-        return checkpoint.step if checkpoint else 0
+        step = checkpoint.step if checkpoint else 0
+        self._evaluations.rewound(step)
+        return step
 
     def end_waits(self) -> None:
         self.fleet.queue.close()
@@ -254,9 +253,10 @@ class _Run:
         scorers: dict[str, EnginePool] = {}
         for role in fleet.scorers:
             scorers |= fleet.pool(role).each()
-        report = fleet.driver.run(
-            "the handshake", self._examine(fleet.pool(POLICY).each(), scorers)
-        )
+        policies = fleet.pool(POLICY).each()
+        if self._config.eval_engines:
+            policies |= fleet.pool(EVALUATION).each()
+        report = fleet.driver.run("the handshake", self._examine(policies, scorers))
         self._running.directory.write_json(
             "calibration.json",
             report.to_json()
@@ -302,75 +302,3 @@ class _Run:
             learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
             copies=copies,
         )
-
-    # evaluation
-
-    def _evaluate_teachers(self) -> None:
-        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
-        for name, role in teacher_roles(self._config).items():
-            metrics = self._decoded(role, role, self._running.first_step)
-            self._note_evaluation(role, metrics)
-            family = f"eval/teacher={name}/" if name else "eval/teacher/"
-            self._running.record_evaluation(
-                {each.replace("eval/", family, 1): value for each, value in metrics.items()},
-                self._running.first_step,
-            )
-
-    def _evaluate_apart(self, when: str, step: int) -> None:
-        """An evaluation that no step's line has."""
-        self._running.record_evaluation(self._evaluate(when, step), step)
-
-    def _recall_before(self) -> None:
-        """The evaluation before the first step, from an earlier attempt's line of it."""
-        for line in self._running.directory.read_metrics():
-            if line["step"] == 0 and "time/eval" in line:
-                metrics = {name: value for name, value in line.items() if name != "step"}
-                self._running.summary["eval before"] = metrics
-
-    def _evaluate(self, when: str, step: int) -> dict[str, float]:
-        """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
-        started = time.perf_counter()
-        metrics = self._decoded(POLICY, when, step)
-        if teachers := teacher_roles(self._config):
-            metrics["eval/reverse_kl"] = self.fleet.persist(
-                "evaluation",
-                lambda: self.fleet.evaluator.reverse_kl.remote(
-                    self._pool(POLICY),
-                    {name: self._pool(role) for name, role in teachers.items()},
-                    self._config.train_sampling(),
-                    models=self._models(),
-                ),
-            )
-        metrics["time/eval"] = time.perf_counter() - started
-        self._note_evaluation(when, metrics)
-        return metrics
-
-    def _decoded(self, role: str, when: str, step: int) -> dict[str, float]:
-        """Metrics of the role's responses, some of which are kept."""
-        sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
-        evaluation = self.fleet.persist(
-            f"evaluation, {when}",
-            lambda: self.fleet.evaluator.evaluate.remote(
-                self._pool(role), sampling, self._models(), keep
-            ),
-        )
-        if evaluation.responses:
-            self._running.directory.append_evaluation(step, when, evaluation.responses)
-        return evaluation.metrics
-
-    def _models(self) -> dict[str, EnginePool]:
-        """What environments may ask in an evaluation, besides the policy."""
-        if self._config.reward_model is None:
-            return {}
-        return {REWARD_MODEL: self._pool(REWARD)}
-
-    def _pool(self, role: str) -> EnginePool:
-        return self.fleet.pool(role, patience_s=self._config.hang_after_s)
-
-    def _note_evaluation(self, when: str, metrics: dict[str, float]) -> None:
-        self._running.summary[f"eval {when}"] = metrics
-        self._running.directory.append_event(
-            "evaluation", who=when, seconds=metrics.get("time/eval")
-        )
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._running.progress.note(f"evaluation, {when}: {shown}")

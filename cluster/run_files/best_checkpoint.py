@@ -47,6 +47,10 @@ class BestCheckpoint:
             self._found = found
             self.saved({each.step for each in self._store.complete()})
 
+    def pass_over(self) -> None:
+        """The weights of the best evaluation are gone, and no checkpoint has them."""
+        self._found = None
+
     def saved(self, steps: set[int]) -> None:
         """Checkpoints of these steps exist."""
         if self._found is not None and self._found.step in steps:

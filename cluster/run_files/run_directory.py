@@ -232,6 +232,7 @@ class RunDirectory:
             },
         )
         (self.path / "summary.json").unlink(missing_ok=True)
+        self.store.release()  # an attempt that was killed evaluates no more
         self.rewind_metrics(resume_from.step if resume_from else 0)
 
     def rewind_metrics(self, step: int) -> None:

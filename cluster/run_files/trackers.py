@@ -84,10 +84,13 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """The metrics of a step, or of an evaluation; `step` is among them."""
-        self._step = int(metrics["step"])
-        values = {**metrics, **self._beside}
-        del values["step"]
-        self._each(lambda tracker: tracker.log(values, self._step))
+        step = int(metrics["step"])
+        late = step < self._step and "eval/version" in metrics  # of weights of steps ago
+        values = {name: value for name, value in metrics.items() if name != "step"}
+        if not late:
+            self._step = step
+            values |= self._beside
+        self._each(lambda tracker: tracker.log(values, step))
 
     def event(self, event: str, given: Mapping[str, Any]) -> None:
         """An event of the run, as events.jsonl has it."""
@@ -177,9 +180,16 @@ class _Wandb:
             mode=started.wandb_mode,  # type: ignore[arg-type]  # checked in the settings
             config=dict(started.settings),
         )
+        self._newest = started.first_step
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        if "eval/version" not in metrics:
+            self._newest = step
+            self._run.log(dict(metrics), step=step)
+            return
+        # Weights & Biases drops what is of a step before its newest: beside it, with its own step.
+        self._newest = max(step, self._newest)
+        self._run.log({**metrics, "eval/step": step}, step=self._newest)
 
     def show(self, rollouts: Sequence[RolloutText], step: int) -> None:
         table = self._wandb.Table(

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.hosts.engine_pool import EnginePool
-from cluster.placement.roles import POLICY
+from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.driver import Driver
-from cluster.supervision.supervise import LearnerLost, Member, RunFailed, Supervisor
+from cluster.supervision.supervise import LearnerLost, Member, RunFailed, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
 
 # Examines engines that join, policies and scorers by name; the report says whether they agree.
 Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Engines that hold one version of the weights until they are pinned again, by name."""
+
+    version: int
+    engines: Mapping[str, Any]
 
 
 class Admission:
@@ -56,6 +65,31 @@ class Admission:
             if self._supervisor.serving(POLICY):  # else there is nobody whose samples it may score
                 self._admit(member)
 
+    def pin(self) -> Pinned | None:
+        """Hands the present weights to the engines of evaluations; call it as `admit_waiting`.
+
+        Those that have started since are examined with them. One that fails is buried. Returns
+        None if none of them is up.
+
+        Raises:
+            LearnerLost: the learner died meanwhile.
+        """
+        members = self._supervisor.members(EVALUATION, State.READY, State.SERVING)
+        if not members:
+            return None
+        handles = {member.name: member.handle for member in members}
+        version, failures = self._driver.ask_learner(
+            "pushing weights to evaluation engines", self._learner().lend.remote(handles)
+        )
+        for member in members:
+            if (why := failures.get(member.name)) is not None:
+                self._refuse(member, why)
+            elif member.state is State.READY:
+                self._admit(member)
+        serving = self._supervisor.serving(EVALUATION)
+        pinned = {name: handle for name, handle in serving.items() if handles.get(name) == handle}
+        return Pinned(version, pinned) if pinned else None
+
     def _admit(self, member: Member) -> None:
         try:
             report = self._examined(member)
@@ -74,9 +108,10 @@ class Admission:
         """Its handshake; of a policy engine, with the learner's present weights."""
         joining = {member.name: member.handle}
         pool = EnginePool(member.spec.name, joining).each()
-        if member.spec.name == POLICY:
-            admitted = self._learner().admit.remote(joining)
-            self._driver.ask_learner(f"pushing weights to {member.name}", admitted)
+        if member.spec.name in (POLICY, EVALUATION):
+            if member.spec.name == POLICY:
+                admitted = self._learner().admit.remote(joining)
+                self._driver.ask_learner(f"pushing weights to {member.name}", admitted)
             examined = self._examine(pool, {})
         else:
             name, policy = next(iter(self._supervisor.serving(POLICY).items()))
@@ -85,5 +120,5 @@ class Admission:
 
     def _refuse(self, member: Member, why: str) -> None:
         self._supervisor.tick()  # it may be the learner that died
-        if member in self._supervisor.waiting():
+        if member in self._supervisor.members(member.spec.name):
             self._supervisor.bury(member, f"it was not admitted: {why}")

@@ -8,9 +8,12 @@ it does not end within deadline_s     it is ended and replaced, and the same
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from cluster.handles import calls
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver
 from cluster.supervision.failures import dead_among
@@ -28,6 +31,16 @@ _TRIES = 5
 # Of evaluators that ended in somebody's code: once may be chance.
 _TRIES_INSIDE = 2
 _PAUSE_S = 1.0
+
+PENDING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A call of the evaluator: its name in messages, and how to make it."""
+
+    what: str
+    make: Callable[[], Any]
 
 
 class EvaluatorCalls:
@@ -71,20 +84,41 @@ class EvaluatorCalls:
             except LearnerLost:
                 raise
             except ActorLost as lost:
-                self._replace(member, lost)
-                if len(self._last_words) >= _TRIES_INSIDE:
-                    raise RunFailed(self._explain(what)) from lost
-                if not left:
-                    raise
-                self._say(f"{lost}; trying again")
+                self._failed(what, member, lost, left)
                 self._driver.pause(_PAUSE_S)
 
-    def _serving(self, what: str) -> Member:
-        def serving() -> list[Member]:
-            return self._supervisor.members(EVALUATOR, State.SERVING)
+    def begin(self, ask: Ask) -> PendingCall:
+        """The same beside other calls: it goes on as far as it is polled."""
+        self._last_words.clear()
+        return PendingCall(ask, self._members, self._value, self._failed)
 
-        self._driver.until(f"the evaluator, for {what}", lambda: bool(serving()), self._deadline_s)
-        return serving()[0]
+    def _value(self, what: str, reference: Any, overdue_s: float) -> Any:
+        if not calls.wait([reference], timeout=0)[0]:
+            if overdue_s <= self._deadline_s:
+                return PENDING
+            raise Overdue(f"{what} did not end within {self._deadline_s:.0f} s")
+        try:
+            return self._driver.value(what, reference)
+        except LearnerLost as lost:  # a dead learner is for the supervisor to report
+            raise ActorLost(str(lost)) from lost
+
+    def _failed(self, what: str, member: Member, lost: ActorLost, left: int) -> None:
+        """Has the call tried again, by a new evaluator if need be; raises if that is no use."""
+        self._replace(member, lost)
+        if len(self._last_words) >= _TRIES_INSIDE:
+            raise RunFailed(self._explain(what)) from lost
+        if not left:
+            raise lost
+        self._say(f"{lost}; trying again")
+
+    def _members(self) -> list[Member]:
+        return self._supervisor.members(EVALUATOR, State.SERVING)
+
+    def _serving(self, what: str) -> Member:
+        self._driver.until(
+            f"the evaluator, for {what}", lambda: bool(self._members()), self._deadline_s
+        )
+        return self._members()[0]
 
     def _replace(self, member: Member, lost: ActorLost) -> None:
         """Restarts the evaluator if it was the one that died, or hangs."""
@@ -100,3 +134,41 @@ class EvaluatorCalls:
             f"up its process, or take the problem out; deadline_s={self._deadline_s:g} is the "
             "longest an evaluation may take"
         )
+
+
+class PendingCall:
+    """One call of the evaluator, whichever serves at the time, that nobody stands and waits for.
+
+    Args:
+        members: the evaluators that serve.
+        value: of a call, by its name, its reference and its age in seconds; or `PENDING`.
+        failed: told of a try that was lost and of how many are left; raises if it was the last.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        members: Callable[[], list[Member]],
+        value: Callable[[str, Any, float], Any],
+        failed: Callable[[str, Member, ActorLost, int], None],
+    ) -> None:
+        self._ask, self._members, self._value, self._failed = ask, members, value, failed
+        self._left = _TRIES
+        self._running: tuple[Member, Any, float] | None = None
+        self._not_before = 0.0
+
+    def poll(self) -> Any:
+        """Its value, or `PENDING`; raises as `EvaluatorCalls.persist` does."""
+        now = time.monotonic()
+        if self._running is None:
+            if now < self._not_before or not (members := self._members()):
+                return PENDING
+            self._left -= 1
+            self._running = members[0], self._ask.make(), now
+        member, reference, began = self._running
+        try:
+            return self._value(self._ask.what, reference, now - began)
+        except ActorLost as lost:
+            self._running, self._not_before = None, now + _PAUSE_S
+            self._failed(self._ask.what, member, lost, self._left)
+            return PENDING

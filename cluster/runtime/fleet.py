@@ -25,6 +25,7 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
+    EVALUATION,
     EVALUATOR,
     LEARNER,
     POLICY,
@@ -36,7 +37,8 @@ from cluster.placement.roles import (
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.admission import Admission, Examine
+from cluster.runtime.admission import Admission, Examine, Pinned
+from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
@@ -101,6 +103,9 @@ class Fleet:
             prepare=lambda: self._admission.admit_waiting(),
             deadline_s=config.deadline_s,
         )
+        self.background: BackgroundEvaluation[Any] = BackgroundEvaluation(
+            self._evaluator_calls.begin, lambda: self.supervisor.serving(EVALUATION)
+        )
         self.queue: GroupQueue = cast.queue(trained)
         self._poller = StatusPoller(self.supervisor, self.queue, self._on_queue_status)
         self.bounds = pool_bounds(config)
@@ -123,6 +128,8 @@ class Fleet:
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
         if cast.evaluates:
             self._specs[EVALUATOR] = cast.evaluator_spec()
+        if config.eval_engines:
+            self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
                 checkpoint, self.queue, self._policies(), attempt
@@ -203,7 +210,8 @@ class Fleet:
         self._lifecycle.fill(resume_from)
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
-        for role in self._engine_roles:  # what they hold is for the first handshake to say
+        # What they hold is for the first handshake to say.
+        for role in (*self._engine_roles, EVALUATION):
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
 
@@ -230,6 +238,7 @@ class Fleet:
             self._announce()
         self._collect_runs()
         self._poller.poll()
+        self.background.poll()
 
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
@@ -379,6 +388,14 @@ class Fleet:
         self.supervisor.drain(member)
         if role == ROLLOUT:
             member.handle.drain.remote()
+
+    def pin(self) -> Pinned | None:
+        """Hands the present weights to the engines of evaluations; see `Admission`."""
+        return self._admission.pin()
+
+    def admit_waiting(self) -> None:
+        """Admits engines that have started; call it while the learner is idle."""
+        self._admission.admit_waiting()
 
     def persist(self, what: str, ask: Callable[[], Any]) -> Any:
         """The value of a call of the evaluator; see `EvaluatorCalls`."""

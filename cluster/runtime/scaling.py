@@ -20,7 +20,7 @@ from typing import Protocol
 import ray
 
 from cluster.hosts.rollout_actor import WorkerStatus
-from cluster.placement.roles import POLICY, ROLLOUT
+from cluster.placement.roles import EVALUATION, POLICY, ROLLOUT
 from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.autoscale import Autoscaler, Observation, Pool, PoolName
@@ -77,7 +77,8 @@ class Scaling:
     ) -> None:
         self._pools, self._directory, self._say, self._clock = pools, directory, say, clock
         self._roles: dict[PoolName, list[str]] = {"policy": [POLICY], "rollout": [ROLLOUT]}
-        if teachers := [role for role in pools.bounds if role not in (POLICY, ROLLOUT)]:
+        others = (POLICY, ROLLOUT, EVALUATION)
+        if teachers := [role for role in pools.bounds if role not in others]:
             self._roles["teacher"] = teachers
         sizes = [
             Pool(

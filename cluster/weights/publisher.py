@@ -5,6 +5,8 @@
     engine    load_weights: pause, load, drop every cached prefix, new version, continue,
               acknowledge with the pause in seconds
     admit     the same to engines that join, with the present weights; no slot is freed
+    lend      the same to engines that do not join: they hold these weights until they are lent
+              others
 
 Slots are freed only when every engine has acknowledged, so no rollout starts on weights older than
 the newest. A push that fails leaves an engine at its old weights, or says that it must be
@@ -91,6 +93,7 @@ class Publisher:
         self._settings = settings
         self._learner_logprobs = learner_logprobs
         self._transports: list[Transport] | None = None
+        self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
 
     def describe(self) -> str:
@@ -136,6 +139,23 @@ class Publisher:
             raise EngineError(f"pushing weights version {version} failed: {answers.complaint()}")
         self._engines |= engines
         self._transports = None
+
+    def lend(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, str]:
+        """Hands the present weights to engines that are part of no later push.
+
+        Returns why an engine did not take them, by the names of those that did not.
+        """
+        known, transports = self._lent
+        try:
+            if known != engines:
+                transports = self._choose(engines)
+            failures = self._attempt(transports, weights, version).failures
+        except EngineError as error:  # one died before it was asked where it is
+            failures = dict.fromkeys(engines, str(error))
+        # A group is formed once; a block as large as the model is not kept in between.
+        stays = not failures and any(transport.linked for transport in transports)
+        self._lent = (dict(engines), transports) if stays else ({}, [])
+        return failures
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Drops engines: they get no more weights."""

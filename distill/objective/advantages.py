@@ -7,7 +7,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.objective.settings import Baseline
 from distill.stops import hits
-from distill.types import FloatArray, Segment, TrajectoryGroup
+from distill.types import FloatArray, Segment
 
 # Added to a group's standard deviation before dividing by it.
 STD_FLOOR = 1e-6
@@ -39,11 +39,6 @@ def reward_advantages(
     if scale_by_std:
         advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
     return advantages_G
-
-
-def has_constant_reward(group: TrajectoryGroup) -> bool:
-    """True if every member has the same reward, so that none is better than another."""
-    return len({trajectory.reward for trajectory in group.trajectories_G}) == 1
 
 
 def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:

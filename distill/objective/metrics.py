@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from distill.objective.advantages import has_constant_reward, reference_gaps
+from distill.objective.advantages import reference_gaps
 from distill.types import FloatArray, Segment, StopReason, Trajectory, TrajectoryGroup
 
 # Of longer episodes, the reverse KL of so many turns is told apart.
@@ -30,7 +30,9 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
         "staleness/mean": float(staleness_N.mean()),
         "staleness/max": float(staleness_N.max()),
         "reward/mean": float(np.mean([trajectory.reward for trajectory in trajectories])),
-        "reward/constant_groups": float(np.mean([has_constant_reward(g) for g in groups_P])),
+        "reward/constant_groups": float(
+            np.mean([group.constant_reward is not None for group in groups_P])
+        ),
         "rollout/response_length": float(np.mean(lengths)),
         "rollout/eos_share": float(
             np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])

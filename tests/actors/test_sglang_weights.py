@@ -40,7 +40,7 @@ from distill.weights.tensors import PackedTensors, TensorLayout
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 T = TypeVar("T")
-MODES: tuple[InFlight, ...] = ("continue", "restart", "finish")
+MODES: tuple[InFlight, ...] = ("continue", "restart", "finish", "in_place")
 CONTEXT = 256
 TEMPERATURE = 0.7
 
@@ -77,18 +77,24 @@ class Served:
             assert (sample.versions_T == version).all()
             self.expect_own_logprobs(request, sample)
 
-    @torch.no_grad()
     def expect_own_logprobs(self, request: GenerateRequest, sample: Sample) -> None:
         """Each token has the log-prob that the model of its version gives it."""
+        np.testing.assert_allclose(self.gaps(request, sample), 0, atol=1e-4)
+
+    @torch.no_grad()
+    def gaps(self, request: GenerateRequest, sample: Sample) -> np.ndarray:
+        """Each token's log-prob less what the model of its version gives it."""
         start = len(request.prompt_tokens_T)
         ids = np.concatenate([request.prompt_tokens_T, sample.tokens_T]).astype(np.int64)
         ids_1T = torch.from_numpy(ids)[None]
+        gaps_T = np.zeros(len(sample.tokens_T))
         for parity, model in enumerate(self.models):
             logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0].float()
             log_p_TV = torch.log_softmax(logits_TV / TEMPERATURE, dim=-1)[start - 1 : -1]
             expected_T = log_p_TV.gather(1, ids_1T[0, start:, None])[:, 0].numpy()
             mine = sample.versions_T % 2 == parity
-            np.testing.assert_allclose(sample.logprobs_T[mine], expected_T[mine], atol=1e-4)
+            gaps_T[mine] = sample.logprobs_T[mine] - expected_T[mine]
+        return gaps_T
 
 
 def ask(prompt_length: int, num_samples: int, max_new_tokens: int = 8) -> GenerateRequest:
@@ -169,6 +175,25 @@ def test_finish_waits_for_the_samples_under_way(server: Served) -> None:
     server.expect_whole(1)
 
 
+def test_in_place_keeps_the_context_of_samples_under_way_and_of_no_others(server: Served) -> None:
+    server.session("in_place")
+    server.generate()  # whose prefix is cached, and asked for again below
+    groups, pause, unfinished = server.run(push_in_the_middle(server, LONG))
+    assert unfinished and 0 < pause < 30
+    kept = 0.0
+    for request, group in zip(LONG, groups, strict=True):
+        for sample in group:
+            gaps_T = server.gaps(request, sample)
+            old_T = sample.versions_T == 0
+            np.testing.assert_allclose(gaps_T[old_T], 0, atol=1e-4)
+            if old_T.any() and not old_T.all():
+                kept = max(kept, np.abs(gaps_T[~old_T]).max())
+    assert kept > 1e-3, "the context was computed again"
+    server.expect_whole(1)
+    again = [server.run(server.engine.generate(ask(20, 1)))[0].cached_tokens for _ in range(2)]
+    assert again[1] > 0, "prefixes of present weights are of no use"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlight) -> None:
     server.session(mode)
@@ -197,9 +222,10 @@ def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlig
         for sample in group:
             assert len(sample.tokens_T) and sample.versions_T.min() >= 0
             assert (np.diff(sample.versions_T) >= 0).all()
-            if mode != "continue":
+            if mode in ("restart", "finish"):
                 assert len(set(sample.versions_T.tolist())) == 1
-            server.expect_own_logprobs(request, sample)
+            if mode != "in_place":
+                server.expect_own_logprobs(request, sample)
     server.expect_whole(last)
 
 

@@ -168,8 +168,10 @@ class _Running:
 class Engine:
     """64 slots that decode at a constant rate, first come first served."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = False) -> None:
+        """`in_place`: a push leaves the contexts under way as they are."""
         self.version = 0
+        self._in_place = in_place
         self.busy_s = self.paused_s = 0.0  # of slots; of the engine
         self.prefilled = 0
         self._waiting: deque[tuple[int, int, asyncio.Future[Sampled]]] = deque()
@@ -199,16 +201,17 @@ class Engine:
         return list(await asyncio.gather(*waited))
 
     def push(self, version: int) -> None:
-        """New weights: a stop, and all contexts under way are prefilled again."""
+        """New weights: a stop, and as a rule all contexts under way are prefilled again."""
         work = self._work()
         for _, _, each in self._running:
             each.see(work, version)
         self.version = version
         self._cached.clear()
         self._stop(PUSH_S)
-        self._prefill(
-            sum(each.context + sum(each.sampled.values()) for _, _, each in self._running)
-        )
+        if not self._in_place:
+            self._prefill(
+                sum(each.context + sum(each.sampled.values()) for _, _, each in self._running)
+            )
         self._arm()
 
     def _prefill(self, tokens: int) -> None:
@@ -272,6 +275,7 @@ class Schedule:
     Attributes:
         steps_in_flight: P groups each; the ledger's window.
         sticky: the turns of a group go to one engine.
+        in_place: a push leaves the contexts of what is under way as they are.
     """
 
     rule: StepRuleName = "in_order"
@@ -280,6 +284,7 @@ class Schedule:
     overdue: Overdue = "wait"
     workers: int = 4
     sticky: bool = True
+    in_place: bool = False
 
     def __str__(self) -> str:
         if self.rule == "in_order":
@@ -289,6 +294,7 @@ class Schedule:
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
         name += "" if self.sticky else ", any engine"
+        name += ", in place" if self.in_place else ""
         return name
 
 
@@ -338,7 +344,7 @@ class Simulation:
         steps: int,
     ) -> None:
         self._workload, self._per_step, self._steps = workload, groups_per_step, steps
-        self.engines = [Engine() for _ in range(engines)]
+        self.engines = [Engine(schedule.in_place) for _ in range(engines)]
         window = 0
         if schedule.steps_in_flight is not None:
             window = round(schedule.steps_in_flight * groups_per_step)
@@ -517,6 +523,7 @@ SCHEDULES = (
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=2),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=4),
+    Schedule(rule="due_first", max_staleness=8, steps_in_flight=4, in_place=True),
     Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
 )
 
@@ -526,6 +533,7 @@ AGENTS = (
     Schedule(max_staleness=4),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, sticky=False),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, in_place=True),
     Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
 )
 

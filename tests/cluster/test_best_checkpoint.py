@@ -101,3 +101,23 @@ def test_settings_that_keep_nothing_are_refused(opd: Callable[..., OpdConfig]) -
         ConfigError, match="keep_every=15 must be a multiple of checkpoint_every=10"
     ):
         opd(keep_every=15)
+
+
+def test_the_checkpoint_of_a_running_evaluation_stays_until_it_is_known(
+    store: CheckpointStore,
+) -> None:
+    watch = BestCheckpoint(store, "eval/accuracy")
+    for step, value in ((1, 0.5), (3, 0.7), (6, 0.6)):
+        store.hold(step)
+        for later in range(step, step + 3):
+            save(store, later)
+        assert step in steps(CheckpointStore(store.root, keep=1))
+        watch.see({"step": step, "time/eval": 1.0, "eval/accuracy": value})
+        store.release()
+        assert not watch.due
+    save(store, 9)
+    assert steps(store) == [3, 4, 8, 9]
+    watch.see({"step": 7, "time/eval": 1.0, "eval/accuracy": 0.9})
+    assert watch.due, "its checkpoint is gone"
+    watch.pass_over()
+    assert not watch.due and store.best() == Best(step=3, metric="eval/accuracy", value=0.7)

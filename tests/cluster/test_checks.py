@@ -126,6 +126,12 @@ def test_evaluation_prompts_of_their_own(opd: NewOpd, prompts) -> None:
     ]
 
 
+def test_engines_for_evaluations_need_held_out_problems(opd: NewOpd, prompts) -> None:
+    few = prompts({"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(ConfigError, match=r"eval_engines=1 have nothing .* give eval_prompts="):
+        check_rollout(opd(prompts=few, eval_every=2, eval_engines=1))
+
+
 @pytest.mark.parametrize("role", ["student", "teacher"])
 def test_missing_checkpoints(opd: NewOpd, role: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")

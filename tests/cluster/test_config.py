@@ -108,6 +108,18 @@ def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
         opd(eval_size=0, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval_engines": -1}, "eval_engines=-1 must not be negative"),
+        ({"eval_engines": 2}, "eval_engines=2 changes nothing with eval_every=0.*give eval_every="),
+    ],
+)
+def test_engines_for_no_evaluation_are_refused(opd: NewOpd, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opd(**changes)
+
+
 def test_a_batch_has_rows(sft: Callable[..., SftConfig]) -> None:
     with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
         sft(batch_size=0)
@@ -224,6 +236,22 @@ def test_temperature_has_one_home() -> None:
         if "temperature" in name and not name.startswith("eval_")
     }
     assert homes == {"OpdConfig": "temperature", "RlConfig": "temperature"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1.0, "dynamic_sampling=-1.0 must be 0"),
+        (math.inf, "dynamic_sampling=inf must be 0"),
+        (0.1, "0.1 x prompts_per_step=4 is less than one group"),
+    ],
+)
+def test_dynamic_sampling_in_range(value: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RlConfig(
+            student="s", prompts="p", out="o", temperature=1.0, steps=1, max_new_tokens=8,
+            prompts_per_step=4, reward="contains", dynamic_sampling=value,
+        )  # fmt: skip
 
 
 # The command line

@@ -465,6 +465,7 @@ def opd_run(
     run._config = SimpleNamespace(
         temperature=T,
         deadline_s=60.0,
+        eval_engines=0,
         require_handshake=require_handshake,
         learner_dtype="auto",
         objective=lambda: objective or ObjectiveConfig(),

@@ -27,8 +27,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, read_journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
-from distill.delivery import Lease, TrainedGroups
+from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus, Step
+from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 from distill.errors import DataError
 
 LEASE_S = 100.0
@@ -46,16 +46,18 @@ class LedgerMachine(RuleBasedStateMachine):
         poison_before=st.booleans(),
         rule=st.sampled_from(["in_order", "due_first", "late"]),
         room=st.floats(0, 1),
+        most_replaced=st.integers(0, 4),
     )
     def start(
         self, per_step: int, max_staleness: int, steps: int, steps_before: int, poison_before: bool,
-        rule: str, room: float,
+        rule: str, room: float, most_replaced: int,
     ) -> None:  # fmt: skip
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "ledger.jsonl"
         self.journal = Journal(self.path)
         self.per_step, self.max_staleness, self.rule = per_step, max_staleness, rule
         self.window = per_step + int(room * per_step * max_staleness)
+        self.most_replaced = most_replaced
         self.now = 0.0
         before = per_step * steps_before
         poison = {0: "poison"} if poison_before and before else {}
@@ -72,6 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
             "step_rule": "in_order" if rule == "in_order" else "due_first",
             "groups_in_flight": self.window,
             "overdue": "late" if rule == "late" else "wait",
+            "most_replaced": self.most_replaced,
         }
         self.journal.record(
             "start", run="r", epoch=1, settings=self.settings, **self.trained.to_json()
@@ -92,7 +95,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.leases: dict[int, list[Lease]] = {}  # of this epoch
         self.leased_at: dict[int, int] = {}
         self.held: set[int] = set()  # delivered, payload not lost
-        self.taken: tuple[list[int], dict[int, str]] | None = None
+        self.constant: set[int] = set()  # of these
+        self.taken: Step | None = None
 
     # workers
 
@@ -126,10 +130,13 @@ class LedgerMachine(RuleBasedStateMachine):
             and group_id not in self.held
             and group_id not in self.set_aside()
         )
-        assert self.ledger.deliver(lease, "a") == wanted
+        constant_reward = data.draw(st.sampled_from([None, None, 0.0, 1.0]))
+        assert self.ledger.deliver(lease, "a", constant_reward) == wanted
         assert not self.ledger.deliver(lease, "a")
         if wanted:
             self.held.add(group_id)
+            if constant_reward is not None and self.most_replaced:
+                self.constant.add(group_id)
 
     @rule(group_id=st.integers(0, 30), attempt=st.integers(1, 2), back=st.integers(1, 2))
     def deliver_for_an_old_epoch(self, group_id: int, attempt: int, back: int) -> None:
@@ -181,39 +188,53 @@ class LedgerMachine(RuleBasedStateMachine):
         missing = self.ledger.missing()
         if step is None:
             self.taken = None  # the queue lost it
-            finished = len(self.held) >= self.per_step
+            ids, _ = made = self.first_step(sorted(self.held))
             assert missing or len(self.trained) == self.total
-            assert not finished or not self.leaves_time(sorted(self.held)[: self.per_step])
+            assert len(ids) < self.per_step or not self.leaves_time(*made)
         else:
             assert step.group_ids == sorted(step.group_ids) and set(step.group_ids) <= self.held
             assert len(step.group_ids) == self.per_step
-            assert self.taken is not None or self.leaves_time(step.group_ids)
-            self.taken = (step.group_ids, step.set_aside)
+            assert len(step.replaced) <= self.most_replaced
+            if self.taken is None:
+                assert step.replaced.keys() <= self.constant
+                assert self.leaves_time(step.group_ids, list(step.replaced))
+            self.taken = step
 
-    def leaves_time(self, ids: list[int]) -> bool:
+    def first_step(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Groups of a step that takes and passes over the first of `ids`."""
+        taken: list[int] = []
+        replaced: list[int] = []
+        while ids and len(taken) < self.per_step:
+            passed = ids[0] in self.constant and len(replaced) < self.most_replaced
+            (replaced if passed else taken).append(ids[0])
+            ids = ids[1:]
+        return taken, replaced
+
+    def leaves_time(self, ids: list[int], replaced: list[int]) -> bool:
         """A step of these would be as the rule says, by counting the steps that follow."""
         gone = self.set_aside()
         live = sorted(i for i in self.leased_at if i not in self.trained and i not in gone)
-        rest = [group_id for group_id in live if group_id not in ids]
-        in_order = ids == live[: self.per_step]
+        in_order = (ids, replaced) == self.first_step(live)
         if self.rule == "late" or in_order:
             return True
         if self.rule == "in_order":
             return False
         version = self.version
+        rest = [group_id for group_id in live if group_id not in (*ids, *replaced)]
         while rest:  # the oldest first, a step after the other
             version += 1
-            if version - self.leased_at[rest[0]] > self.max_staleness:
+            taken, passed = self.first_step(rest)
+            if any(version - self.leased_at[i] > self.max_staleness for i in taken):
                 return False
-            rest = rest[self.per_step :]
+            rest = rest[len(taken) + len(passed) :]
         return True
 
     @precondition(lambda self: self.taken)
     @rule(again=st.booleans())
     def train_and_publish(self, again: bool) -> None:
         assert self.taken is not None
-        group_ids, skipped = self.taken
-        self.taken = None
+        group_ids, skipped = self.taken.group_ids, self.taken.set_aside
+        passed, self.taken = self.taken.replaced, None
         for group_id in group_ids if self.rule != "late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
             assert self.version - self.leased_at[group_id] <= self.max_staleness
@@ -223,7 +244,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for _ in range(1 + again):
             self.ledger.publish(self.version, self.trained, self.ledger.epoch)
         self.published = self.trained
-        self.held -= set(group_ids)
+        self.held -= {*group_ids, *passed}
+        self.constant &= self.held
+        assert passed.keys() <= self.set_aside().keys()
 
     @rule()
     def a_lost_learners_publication_changes_nothing(self) -> None:
@@ -249,7 +272,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.epoch == epoch + 1
         self.published = self.trained
         self.forget()
-        later = {i: r for i, r in aside.items() if i not in trained}
+        later = {i: r for i, r in aside.items() if i not in trained and r != CONSTANT_REWARD}
         assert later.items() <= self.set_aside().items()  # poison stays poison
 
     # the queue
@@ -273,8 +296,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.record = self.journal.record
         self.ledger.recover()
         assert self.status().depth == 0
-        assert set(self.status().pending) == set(before.pending) | self.held
-        self.held = set()
+        passed = set(sorted(self.constant)[: self.most_replaced])
+        assert set(self.status().pending) == set(before.pending) | self.held - passed
+        self.held, self.constant = set(), set()
 
     # what always holds
 
@@ -290,9 +314,10 @@ class LedgerMachine(RuleBasedStateMachine):
         started = [*status.pending, *status.leased, *sorted(self.held)]
         assert len(started) == len(set(started))
         assert status.depth == len(self.held)
-        assert len(started) + status.credit <= self.window
+        replaceable = min(len(self.constant), self.most_replaced)
+        assert len(started) - replaceable + status.credit <= self.window
         assert not set(started) & self.set_aside().keys()
-        assert len(self.published) + len(started) <= self.total
+        assert len(self.published) + len(started) - replaceable <= self.total
         assert status.published == self.published.watermark
         assert not [group_id for group_id in started if group_id in self.published]
 

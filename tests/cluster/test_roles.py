@@ -55,6 +55,22 @@ def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:
     assert cpus_at_most(config) == 4 and "reward model" not in pool_bounds(config)
 
 
+def test_engines_for_evaluations_are_policy_engines_of_their_own(opd: Opd) -> None:
+    config = opd(
+        eval_engines=2, eval_every=5, engine="sglang", policy_server_flags="--tp-size 4",
+        policy_engines=3,
+    )  # fmt: skip
+    roles = taken(config, "cuda")
+    assert roles["evaluation"] == (2, {"CPU": 1, "GPU": 4}) and roles["policy"][0] == 3
+    assert model_paths(config)["evaluation"] == model_paths(config)["policy"]
+    assert cpus_at_most(config) == 7 and pool_bounds(config)["evaluation"] == (2, 2)
+    plan = describe_layout(config).splitlines()
+    [policy, evaluation] = [
+        line.split() for line in plan if line.startswith(("policy ", "evaluation "))
+    ]
+    assert evaluation[1] == "2" and evaluation[-5:] == policy[-5:]
+
+
 def test_supervised_runs_are_a_learner_alone(sft: Callable[..., SftConfig]) -> None:
     config = sft(learner_workers=2)
     assert taken(config, "cpu") == {"learner": (2, {"CPU": 1})} and cpus_at_most(config) == 2

@@ -148,6 +148,7 @@ class Run:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, bool]]]:
     """The cluster's, as Ray lists them."""
     alive = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "nodes", lambda: alive)
     yield alive
 

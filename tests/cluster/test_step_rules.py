@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import pytest
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import Ledger, LedgerSettings
-from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
-from distill.delivery import TrainedGroups
+from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
+from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from tests.bench.scheduling import Outcome, Schedule, Simulation, Workload
 
 
@@ -20,52 +22,124 @@ def view(step: int, started: dict[int, int], *finished: int) -> View:
     return View(step=step, groups_per_step=2, started=started, finished=set(finished))
 
 
+def choose(rule: StepRule, view: View) -> list[int] | None:
+    """Ids of a step that passes over none."""
+    if (choice := rule.choose(view)) is None:
+        return None
+    assert not choice.replaced
+    return choice.ids
+
+
 def test_in_order_a_step_waits_for_its_own_groups_and_no_others() -> None:
     rule, started = InOrder(window=6), {0: 0, 1: 0, 2: 0, 3: 0, 4: 0}
     assert rule.room(view(0, started)) == 1
-    assert rule.choose(view(0, started, 1, 2, 3)) is None
+    assert choose(rule, view(0, started, 1, 2, 3)) is None
     assert rule.waited_for(view(0, started, 1, 2, 3)) == [0]
-    assert rule.choose(view(0, started, 3, 1, 0)) == [0, 1]
+    assert choose(rule, view(0, started, 3, 1, 0)) == [0, 1]
 
 
 def test_due_first_the_short_overtake_the_long_until_these_are_due() -> None:
     rule = DueFirst(horizon=2, window=6)
     started = {0: 0, 1: 0, 2: 0, 3: 0}
-    assert rule.choose(view(0, started, 3)) is None
+    assert choose(rule, view(0, started, 3)) is None
     assert rule.waited_for(view(0, started, 3)) == [0, 1, 2]
-    assert rule.choose(view(0, started, 3, 2)) == [2, 3]
+    assert choose(rule, view(0, started, 3, 2)) == [2, 3]
     started = {0: 0, 1: 0, 4: 1, 5: 1, 6: 1, 7: 1}
-    assert rule.choose(view(1, started, 7, 5, 6)) == [5, 6]  # the oldest of them
+    assert choose(rule, view(1, started, 7, 5, 6)) == [5, 6]  # the oldest of them
     # Now 0 and 1 have this step alone.
     started = {0: 0, 1: 0, 4: 1, 7: 1, 8: 2}
-    assert rule.choose(view(2, started, 1, 4, 7, 8)) is None
+    assert choose(rule, view(2, started, 1, 4, 7, 8)) is None
     assert rule.waited_for(view(2, started, 1, 4, 7, 8)) == [0]
-    assert rule.choose(view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
+    assert choose(rule, view(2, started, 0, 1, 4, 7, 8)) == [0, 1]
 
 
 def test_due_first_leaves_no_more_than_the_steps_to_come_can_take() -> None:
     """Four that started together are two steps' worth: neither may be put off any more."""
     rule = DueFirst(horizon=2, window=6)
     started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-    assert rule.choose(view(1, started, 4, 5)) is None
+    assert choose(rule, view(1, started, 4, 5)) is None
     assert rule.waited_for(view(1, started, 4, 5)) == [0, 1, 2, 3]
-    assert rule.choose(view(1, started, 2, 4, 5)) is None
-    assert rule.choose(view(1, started, 2, 3, 4, 5)) == [2, 3]
+    assert choose(rule, view(1, started, 2, 4, 5)) is None
+    assert choose(rule, view(1, started, 2, 3, 4, 5)) == [2, 3]
 
 
 def test_the_overdue_are_waited_for_or_trained_late() -> None:
     started = {0: 0, 4: 3, 5: 3}
-    assert DueFirst(horizon=2, window=6).choose(view(3, started, 4, 5)) is None
+    assert choose(DueFirst(horizon=2, window=6), view(3, started, 4, 5)) is None
     late = DueFirst(horizon=2, window=6, late=True)
-    assert late.choose(view(3, started, 4, 5)) == [4, 5]
+    assert choose(late, view(3, started, 4, 5)) == [4, 5]
     assert late.waited_for(view(3, started, 4, 5)) == []
-    assert late.choose(view(3, started, 0, 4, 5)) == [0, 4]
+    assert choose(late, view(3, started, 0, 4, 5)) == [0, 4]
+
+
+@pytest.mark.parametrize("rule", [InOrder(window=4), DueFirst(horizon=1, window=4)])
+def test_groups_of_one_reward_are_passed_over_up_to_a_bound(rule: StepRule) -> None:
+    started, made = {0: 0, 1: 0, 2: 0, 3: 0}, partial(View, step=0, groups_per_step=2)
+    constant = made(started=started, finished={0, 1}, constant={1}, most_replaced=2)
+    assert rule.room(constant) == 1  # another in the place of 1
+    assert rule.choose(constant) is None and 2 in rule.waited_for(constant)
+    started[4] = 0
+    three = made(started=started, finished={0, 1, 2}, constant={1}, most_replaced=2)
+    assert rule.choose(three) == Choice([0, 2], [1])
+    many = made(started=started, finished={0, 1, 2}, constant={0, 1, 2}, most_replaced=1)
+    assert rule.room(many) == 0 and rule.choose(many) == Choice([1, 2], [0])
+    del started[4]
+    assert rule.choose(replace(many, most_replaced=0)) == Choice([0, 1], [])
+
+
+def test_due_first_waits_for_none_that_will_be_passed_over() -> None:
+    """Three of one start would be too many for the two places that are left, were all to train."""
+    rule = DueFirst(horizon=1, window=4)
+    started = {0: 0, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0}
+    made = View(step=0, groups_per_step=2, started=started, finished={0, 1, 4, 5}, most_replaced=2)
+    assert rule.choose(made) is None
+    assert rule.choose(replace(made, constant={4, 5})) == Choice([0, 1], [])
+    assert rule.choose(replace(made, constant={0, 4})) == Choice([1, 5], [0, 4])
+
+
+def test_a_group_that_was_passed_over_is_sampled_again_by_weights_that_are_older() -> None:
+    """The learner went back: it may be what the policy can learn from, this time."""
+    settings = LedgerSettings(
+        groups_per_step=1, max_staleness=0, total_groups=2, lease_s=60, most_replaced=2
+    )
+    ledger = Ledger(settings, TrainedGroups(), epoch=1)
+    [first] = ledger.lease("a", 9)
+    ledger.deliver(first, constant_reward=1.0)
+    [second] = ledger.lease("a", 9)
+    ledger.deliver(second)
+    step = ledger.take()
+    assert step is not None and (step.group_ids, step.replaced) == ([1], {0: 1.0})
+    trained = TrainedGroups().after([1], step.set_aside)
+    assert trained == TrainedGroups(2, {0: CONSTANT_REWARD}) and len(trained) == 1
+    ledger.publish(1, trained)
+    assert ledger.status().set_aside == 0  # none is at fault
+    ledger.rewind(TrainedGroups(), "the learner died")
+    assert [lease.group_id for lease in ledger.lease("a", 9)] == [0]
+
+
+def test_the_audit_finds_a_group_that_was_passed_over_without_cause(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    journal = Journal(path)
+    settings = {"groups_per_step": 1, "max_staleness": 0, "total_groups": 1, "lease_s": 60.0,
+                "most_replaced": 2}  # fmt: skip
+    skipped = {"0": CONSTANT_REWARD, "1": CONSTANT_REWARD}
+    journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
+    journal.record("lease", ids=[0, 1, 2], attempts=[1] * 3, worker="a", epoch=1, request="")
+    put = {"attempt": 1, "worker": "a", "epoch": 1}
+    journal.record("put", id=0, **put, constant_reward=0.0)
+    journal.record("put", id=1, **put)
+    journal.record("put", id=2, **put)
+    journal.record("take", ids=[2], skipped=skipped, replaced=[0, 1])
+    journal.record("train", version=1, ids=[2], watermark=3, skipped=skipped)
+    found = audit(path, steps=1)
+    assert found.problems == ["group 1 was passed over, and its rewards differ"]
+    assert "2 passed over: all members have the same reward" in found.lines()
 
 
 @pytest.mark.parametrize("rule", [InOrder(window=2), DueFirst(horizon=0, window=2)])
 def test_a_synchronous_run_goes_in_order(rule: StepRule) -> None:
-    assert rule.choose(view(3, {6: 3, 7: 3}, 7)) is None
-    assert rule.choose(view(3, {6: 3, 7: 3}, 7, 6)) == [6, 7]
+    assert choose(rule, view(3, {6: 3, 7: 3}, 7)) is None
+    assert choose(rule, view(3, {6: 3, 7: 3}, 7, 6)) == [6, 7]
     assert rule.room(view(3, {6: 3, 7: 3})) == 0
 
 

@@ -274,6 +274,22 @@ def test_an_engine_that_joins_gets_the_present_weights(engines, learner: Learner
     assert sent(publish, learner.weights(), 4)["push/engines"] == 1
 
 
+def test_an_engine_that_is_lent_weights_stays_at_them(engines, learner: Learner) -> None:
+    engines(EmbeddedEngine)
+    both = engines(EmbeddedEngine)
+    lent = {"policy engine 1": both["policy engine 1"]}
+    publish = publisher({"policy engine 0": both["policy engine 0"]}, learner, Queue())
+    sent(publish, learner.weights(), 0)
+    assert publish.lend(lent, learner.weights(), 0) == {}
+    learn(learner)
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 1
+    assert versions(both) == [1, 0]
+    assert publish.lend(lent, learner.weights(), 1) == {} and versions(both) == [1, 1]
+    troubled = lent | {"policy engine 2": LocalActor(Troubled, "refuses")}
+    [[name, why]] = publish.lend(troubled, learner.weights(), 1).items()
+    assert name == "policy engine 2" and "no room for them" in why
+
+
 def test_disk_keeps_the_newest_version_whole(engines, learner: Learner, tmp_path: Path) -> None:
     pair, directory = engines(EmbeddedEngine, EmbeddedEngine), tmp_path / "weights"
     publish = publisher(pair, learner, Queue(), choice="disk", directory=str(directory))

@@ -16,7 +16,6 @@ from distill.objective.advantages import (
     STD_FLOOR,
     discounted_future_sum,
     group_centred,
-    has_constant_reward,
     leave_one_out,
     outside_top,
     reference_gaps,
@@ -57,8 +56,8 @@ def test_published_group_advantages(rewards: list[float], expected: list[float])
 
 def test_of_the_published_groups_the_filter_keeps_the_mixed_one() -> None:
     groups = [rewarded(1, 1, 1, 1), rewarded(0, 1, 0, 1), rewarded(0, 0, 0, 0)]
-    assert [has_constant_reward(group) for group in groups] == [True, False, True]
-    assert has_constant_reward(rewarded(0.5))
+    assert [group.constant_reward for group in groups] == [1.0, None, 0.0]
+    assert rewarded(0.5).constant_reward == 0.5
 
 
 @given(numbers)

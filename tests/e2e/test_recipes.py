@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.config.on_policy import OpdConfig, RlConfig, TeacherConfig
 from cluster.config.supervised import DpoConfig, SftConfig
+from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_dpo, run_sft
 from distill.envs.single_turn import SingleTurn
@@ -127,7 +128,7 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"), reward="contains",
         reference=tiny_pair.student, reference_kl_coef=0.02, loss="ppo", num_substeps=2,
         correction="truncate", bonus_coef=0.1, entropy_coef=1e-3, eval_prompts=prompts,
-        env=SingleTurn(format=".*e.*", format_reward=0.5),
+        env=SingleTurn(format=".*e.*", format_reward=0.5), dynamic_sampling=2.0,
         sft_data=write(tmp_path / "sft.jsonl", {"prompt": "1", "completion": "e"}),
         **SMALL | {"group_size": 8},
     )  # fmt: skip
@@ -142,6 +143,11 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     for step in steps:  # what has the answer has the format, which pays half a point
         assert step["env/format"] == pytest.approx(step["reward/mean"])
         assert step["reward/bonus"] >= 0.5 * step["env/format"] - 1e-6
+        # Groups of one reward are replaced, unless they are too many.
+        bound = config.most_replaced
+        assert step["groups/replaced"] == bound or step["reward/constant_groups"] == 0
+    assert 0 < sum(step["groups/replaced"] for step in steps) < len(steps) * bound
+    assert not audit(tmp_path / "run/ledger.jsonl", steps=len(steps)).problems
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["eval after"]["eval/accuracy"] >= summary["eval before"]["eval/accuracy"]
 
@@ -154,12 +160,18 @@ def test_a_step_without_a_signal_updates_nothing_and_says_so(
     )
     config = RlConfig(
         student=tiny_pair.student, prompts=prompts, out=str(tmp_path / "run"),
-        remove_constant_reward_groups=True, **SMALL | {"steps": 2},
+        remove_constant_reward_groups=True, dynamic_sampling=1.5, **SMALL | {"steps": 2},
     )  # fmt: skip
     run_on_policy(config, QUIET)
+    assert config.most_replaced == 1.5 * config.prompts_per_step
     for step in metrics(tmp_path / "run"):
         assert (step["train/groups"], step["train/updates"], step["train/tokens"]) == (0, 0, 0)
         assert step["reward/constant_groups"] == 1
+        assert step["groups/replaced"] == config.most_replaced and step["groups/set_aside"] == 0
+        assert step["reward/mean"] == step["reward/mean_of_all"] == 0
+    found = audit(tmp_path / "run/ledger.jsonl", steps=2)
+    assert not found.problems and found.trained == 2 * config.prompts_per_step
+    assert len(found.set_aside) == 2 * config.most_replaced
     before, after = weights(tiny_pair.student), weights(tmp_path / "run/final")
     assert all(torch.equal(before[name], after[name]) for name in before)
 

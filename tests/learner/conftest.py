@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.delivery import TrainedGroups
+from distill.delivery import Taken, TrainedGroups
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from distill.types import TrajectoryGroup
@@ -77,15 +77,6 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-@dataclass(frozen=True)
-class Handed:
-    """What a take gives."""
-
-    groups_P: list[TrajectoryGroup]
-    set_aside: dict[int, str]
-    overdue: int = 0
-
-
 class World:
     """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
 
@@ -94,19 +85,22 @@ class World:
         groups: Sequence[TrajectoryGroup],
         set_aside: Mapping[int, str] | None = None,
         per_step: int = 2,
+        replaced: Mapping[int, float] | None = None,
     ) -> None:
-        """`set_aside` comes with the first groups that are taken."""
+        """`set_aside` and `replaced` come with the first groups that are taken."""
         self.groups, self.per_step = list(groups), per_step
         self.set_aside = dict(set_aside or {})
+        self.replaced = dict(replaced or {})
         self.events: list[str] = []
         self.published: list[tuple[int, dict[str, bytes]]] = []
 
-    def take(self, _trained: TrainedGroups) -> Handed:
+    def take(self, _trained: TrainedGroups) -> Taken:
         taken, self.groups = self.groups[: self.per_step], self.groups[self.per_step :]
         assert len(taken) == self.per_step, "the loop asks for more than a step's groups"
         self.events.append(f"take {[made.group_id for made in taken]}")
         set_aside, self.set_aside = self.set_aside, {}
-        return Handed(groups_P=taken, set_aside=set_aside)
+        replaced, self.replaced = self.replaced, {}
+        return Taken(groups_P=taken, set_aside=set_aside, replaced=replaced)
 
     def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         self.watermark = trained.watermark

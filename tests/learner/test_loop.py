@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from distill.delivery import CONSTANT_REWARD
 from distill.errors import NonFiniteError
 from distill.objective.metrics import group_metrics
 from distill.objective.rows import policy_rows
@@ -82,6 +83,21 @@ def test_groups_set_aside_are_accounted_for(new_loop: NewLoop) -> None:
     loop.step()  # before group 3, which may still come
     assert world.watermark == 3
     assert loop.save().delivery["above"] == [4, 5]
+
+
+def test_groups_that_were_replaced_are_not_faults_and_their_reward_counts(
+    new_loop: NewLoop,
+) -> None:
+    groups = [group(i) for i in (0, 3, 4, 5)]
+    world = World(groups, set_aside=dict.fromkeys((1, 2), CONSTANT_REWARD), replaced={1: 1, 2: 0})
+    loop = new_loop(world, OBJECTIVE)
+    metrics = loop.step()
+    assert (metrics["groups/set_aside"], metrics["groups/replaced"]) == (0, 2)
+    mean = metrics["reward/mean"]
+    assert metrics["reward/mean_of_all"] == pytest.approx((2 * mean + 1) / 4)
+    metrics = loop.step()
+    assert metrics["groups/replaced"] == 0 and "reward/mean_of_all" not in metrics
+    assert loop.save().delivery["watermark"] == 6
 
 
 def test_what_was_waited_for_counts(new_loop: NewLoop) -> None:

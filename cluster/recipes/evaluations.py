@@ -1,0 +1,279 @@
+"""Evaluations of an opd or rl run: before its steps, between or beside them (eval_engines=), after.
+
+between   the driver waits; the metrics are in the step's own line
+beside    the weights of the step go to engines of their own, which hold them until the evaluation
+          is over; its metrics are a line of their own, of the same step, with `eval/version`. Lines
+          are written between steps, when nobody saves a checkpoint
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from actors.rollout.evaluator import Response
+from cluster.config.on_policy import KeepRollouts, RolloutConfig
+from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.roles import EVALUATION, POLICY, REWARD, teacher_roles
+from cluster.recipes.common import RunSession
+from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
+from cluster.runtime.evaluator_calls import Ask
+from cluster.runtime.fleet import Fleet
+from cluster.supervision.supervise import LearnerLost
+from distill.rewards.model_reward import REWARD_MODEL
+
+# Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.
+_KEPT_PROBLEMS: dict[KeepRollouts, int | None] = {"every": 8, "all": None, "none": 0}
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Metrics of an evaluation, and the responses that are kept."""
+
+    metrics: dict[str, float]
+    responses: list[Response]
+
+
+class Evaluations:
+    """All evaluations of one run.
+
+    Args:
+        has_problems: any are held out; else there is no evaluation.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, running: RunSession, fleet: Fleet, *, has_problems: bool
+    ) -> None:
+        self._config, self._running, self._fleet = config, running, fleet
+        self._has_problems = has_problems
+        self._schedule = EvaluationSchedule(config.eval_every if has_problems else 0, config.steps)
+        self._began_now = False
+        self._learner_lost = False
+
+    # before and after all steps
+
+    def before_steps(self) -> None:
+        """Evaluates the teachers, and the policy that nothing has trained yet."""
+        if not self._has_problems:
+            return
+        self._evaluate_teachers()
+        if self._running.first_step == 0:
+            self._running.record_evaluation(self._evaluate("before", 0), 0)
+        else:
+            self._recall_before()
+
+    def after_steps(self, step: int) -> None:
+        """Evaluates the trained policy."""
+        if self._has_problems:
+            self._running.record_evaluation(self._evaluate("after", step), step)
+
+    def _evaluate_teachers(self) -> None:
+        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
+        first_step = self._running.first_step
+        for name, role in teacher_roles(self._config).items():
+            measured = self._answered(self._decoded(role, partial(self._pool, role)))
+            self._note(role, first_step, measured)
+            family = f"eval/teacher={name}/" if name else "eval/teacher/"
+            self._running.record_evaluation(
+                {k.replace("eval/", family, 1): v for k, v in measured.metrics.items()}, first_step
+            )
+
+    def _recall_before(self) -> None:
+        """The evaluation before the first step, from an earlier attempt's line of it."""
+        for line in self._running.directory.read_metrics():
+            if line["step"] == 0 and "time/eval" in line:
+                metrics = {name: value for name, value in line.items() if name != "step"}
+                self._running.summary["eval before"] = metrics
+
+    # between two steps
+
+    def after_step(self, step: int) -> dict[str, float]:
+        """Evaluates the weights of a step if that is due; returns metrics for the step's line."""
+        self._began_now = False
+        if not self._config.eval_engines:
+            return self._evaluate(f"step {step}", step) if self._schedule.due(step) else {}
+        self.collect()
+        if not self._schedule.wanted(step):
+            return {}
+        metrics = {}
+        if (before := self._schedule.running) is not None:
+            metrics["time/eval_wait"] = self._wait(before, step)
+        self._begin(step)
+        return metrics
+
+    # beside steps
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """The weights of the present step are being evaluated, and may be the best."""
+        return self._began_now and self._config.keep_best is not None
+
+    def _begin(self, step: int) -> None:
+        """Begins an evaluation of the present weights, if an engine for it is up."""
+        pinned = self._fleet.pin()
+        if pinned is None:
+            if self._schedule.due(step):
+                self._running.progress.note(
+                    f"the evaluation of step {step} begins late: no evaluation engine is up"
+                )
+            return
+        if self._config.keep_best is not None:
+            self._running.directory.store.hold(step)
+        background = self._fleet.background
+        background.begin(
+            pinned,
+            self._measured(
+                f"step {step}",
+                lambda: EnginePool(EVALUATION, background.engines, self._config.hang_after_s),
+                pinned.version,
+            ),
+        )
+        self._schedule.began(step)
+        self._began_now = True
+        self._running.directory.append_event(
+            "evaluation begins", step=step, version=pinned.version, engines=list(pinned.engines)
+        )
+
+    def collect(self) -> None:
+        """Records the evaluation beside training, if it is over.
+
+        Raises:
+            IsothermError: it failed, as an evaluation between steps would have.
+        """
+        step, background = self._schedule.running, self._fleet.background
+        if step is None or background.fate is Fate.RUNNING:
+            return
+        measured: Measured | None = background.collect()
+        if measured is None:
+            self._lost(step, "its engines died")
+            return
+        self._schedule.done()
+        self._note(f"step {step}", step, measured)
+        self._running.record_late(measured.metrics, step)
+        self._running.directory.store.release()
+
+    def _lost(self, step: int, why: str) -> None:
+        self._schedule.lost()
+        self._running.directory.store.release()
+        self._running.directory.append_event("evaluation lost", step=step, why=why)
+        self._running.progress.note(
+            f"the evaluation of step {step} is lost: {why}; later weights are evaluated in its "
+            "place"
+        )
+
+    def _wait(self, before: int, step: int | None) -> float:
+        """Waits for the end of the one that is running; returns the seconds."""
+        began = time.monotonic()
+        for_whom = "the run ends" if step is None else f"that of step {step} is due"
+        self._running.progress.note(f"waiting for the evaluation of step {before}: {for_whom}")
+        while self._fleet.background.fate is Fate.RUNNING:
+            self._fleet.driver.poll()
+            if not self._learner_lost:
+                self._fleet.admit_waiting()
+            time.sleep(_PAUSE_S)
+        seconds = time.monotonic() - began
+        self._running.directory.append_event("evaluation awaited", step=before, seconds=seconds)
+        self.collect()
+        return seconds
+
+    def finish(self) -> None:
+        """Waits for the one that is running, after the last step."""
+        self.collect()
+        while (running := self._schedule.running) is not None:
+            try:
+                self._wait(running, None)
+            except LearnerLost as lost:  # nobody needs it any more
+                self._learner_lost = True
+                self._running.progress.note(f"{lost}; its last checkpoint holds every step")
+
+    def give_up(self, why: str) -> None:
+        """Says of the one that is running, if any, that it will not be known."""
+        if (step := self._schedule.running) is None:
+            return
+        self._fleet.background.give_up()
+        self._schedule.done()
+        self._running.directory.store.release()
+        self._say_given_up(step, why)
+
+    def rewound(self, step: int) -> None:
+        """The learner is back at a step: evaluations of later ones are done again."""
+        if (given_up := self._schedule.rewound(step)) is not None:
+            self._fleet.background.give_up()
+            self._running.directory.store.release()
+            self._say_given_up(given_up, f"the learner is back at step {step}")
+
+    def _say_given_up(self, step: int, why: str) -> None:
+        self._running.directory.append_event("evaluation given up", step=step, why=why)
+        self._running.progress.note(f"the evaluation of step {step} is given up: {why}")
+
+    # an evaluation
+
+    def _evaluate(self, when: str, step: int) -> dict[str, float]:
+        """Evaluates the policy's present weights while nobody trains."""
+        measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
+        self._note(when, step, measured)
+        return measured.metrics
+
+    def _answered(self, questions: Questions[Measured]) -> Measured:
+        answer = None
+        while True:
+            try:
+                ask = questions.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = self._fleet.persist(ask.what, ask.make)
+
+    def _measured(
+        self, when: str, policy: Callable[[], EnginePool], version: int | None = None
+    ) -> Questions[Measured]:
+        """Accuracy at the serving decoder, KL(p_T || q_T) with a teacher; on held-out prompts."""
+        started = time.perf_counter()
+        decoded = yield from self._decoded(when, policy)
+        metrics = decoded.metrics
+        if teachers := teacher_roles(self._config):
+            metrics["eval/reverse_kl"] = yield Ask(
+                "evaluation",
+                lambda: self._fleet.evaluator.reverse_kl.remote(
+                    policy(),
+                    {name: self._pool(role) for name, role in teachers.items()},
+                    self._config.train_sampling(),
+                    models=self._models(),
+                ),
+            )
+        metrics["time/eval"] = time.perf_counter() - started
+        if version is not None:
+            metrics["eval/version"] = version
+        return Measured(metrics, decoded.responses)
+
+    def _decoded(self, when: str, engines: Callable[[], EnginePool]) -> Questions[Measured]:
+        """Metrics of some engines' responses, some of which are kept."""
+        sampling, keep = self._config.eval_sampling(), _KEPT_PROBLEMS[self._config.keep_rollouts]
+        evaluation = yield Ask(
+            f"evaluation, {when}",
+            lambda: self._fleet.evaluator.evaluate.remote(
+                engines(), sampling, self._models(), keep
+            ),
+        )
+        return Measured(evaluation.metrics, evaluation.responses)
+
+    def _models(self) -> dict[str, EnginePool]:
+        """What environments may ask in an evaluation, besides the policy."""
+        if self._config.reward_model is None:
+            return {}
+        return {REWARD_MODEL: self._pool(REWARD)}
+
+    def _pool(self, role: str) -> EnginePool:
+        return self._fleet.pool(role, patience_s=self._config.hang_after_s)
+
+    def _note(self, when: str, step: int, measured: Measured) -> None:
+        """Writes down an evaluation, in all places but metrics.jsonl."""
+        metrics, directory = measured.metrics, self._running.directory
+        if measured.responses:
+            directory.append_evaluation(step, when, measured.responses)
+        self._running.summary[f"eval {when}"] = metrics
+        directory.append_event("evaluation", who=when, seconds=metrics.get("time/eval"))
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self._running.progress.note(f"evaluation, {when}: {shown}")
