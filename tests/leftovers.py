@@ -89,7 +89,9 @@ def _is_kept(process: psutil.Process) -> bool:
     """Whether this very process keeps it for its next call, and it dies with us: of code that is
     not trusted (distill/sandbox/bounded_calls.py), or of wandb."""
     command = " ".join(process.cmdline())
-    return process.ppid() == os.getpid() and ("multiprocessing" in command or "wandb" in command)
+    if "wandb" in command:  # its service has processes of its own
+        return os.getpid() in (parent.pid for parent in process.parents())
+    return process.ppid() == os.getpid() and "multiprocessing" in command
 
 
 def living_actors() -> dict[str, str]:

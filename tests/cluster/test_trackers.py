@@ -129,6 +129,8 @@ def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "my-project")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # its process may be slow to start: 30 s
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
     run = Run(opd(wandb="offline"))
     run.steps(tokenizer, 1, 2)
     run.finish()
