@@ -125,18 +125,18 @@ class SamplingSettings(LengthSettings):
     )
     group_size: int = chz.field(default=4, doc="samples per prompt", metadata=ESSENTIAL)
     max_staleness: int = chz.field(
-        default=1,
-        doc="weight versions a rollout may be behind when trained; 0 is fully synchronous",
+        default=4,
+        doc="weight versions a rollout may be behind when trained, at most; 0 is fully synchronous",
     )
     step_rule: StepRuleName = chz.field(
-        default="in_order",
-        doc="groups of a step: in_order (of their prompts; a long answer holds up its step), or "
-        "due_first (the oldest finished ones that leave all others time; for long tails)",
+        default="due_first",
+        doc="groups of a step: due_first (the oldest finished ones that leave all others time), or "
+        "in_order (of their prompts; a long answer holds up its step)",
     )
     groups_in_flight: int | None = chz.field(
         default=None,
-        doc="groups that are sampled, finished or trained at a time; unset: as many as the bound "
-        "on staleness allows, (max_staleness + 1) * prompts_per_step",
+        doc="groups that are sampled, finished or trained at a time, which is what bounds the mean "
+        "staleness; unset: those of two steps (of one with max_staleness=0)",
     )
     overdue: Overdue = chz.field(
         default="wait",
@@ -171,7 +171,7 @@ class SamplingSettings(LengthSettings):
     @property
     def window(self) -> int:
         """Groups in flight: leased, finished, or in weights that are not on the engines yet."""
-        return self.groups_in_flight or self.prompts_per_step * (self.max_staleness + 1)
+        return self.groups_in_flight or self.prompts_per_step * min(self.max_staleness + 1, 2)
 
     @property
     def steps_in_flight(self) -> int:

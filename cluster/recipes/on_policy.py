@@ -57,7 +57,6 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
 
 
 def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory) -> str:
-    mode = "synchronous" if config.max_staleness == 0 else "overlapped"
     teachers = ", ".join(
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
         for name, teacher in config.teacher_models().items()
@@ -73,9 +72,21 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{len(inputs.held_out)} held out for evaluation; env={type(config.env).__name__}\n"
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
-        f"{config.max_new_tokens} tokens, {mode} (max_staleness={config.max_staleness})\n"
+        f"{config.max_new_tokens} tokens, {_mode(config)}\n"
         f"  learner   {learner_line(config, config.student)}\n"
         f"  run       {config.steps} steps into {directory.path}"
+    )
+
+
+def _mode(config: RolloutConfig) -> str:
+    """How far rollout and training overlap."""
+    if config.max_staleness == 0:
+        return "synchronous (max_staleness=0)"
+    if config.step_rule == "in_order":
+        return f"overlapped (in_order, groups_in_flight={config.window})"
+    return (
+        f"overlapped (due_first, groups_in_flight={config.window}, "
+        f"max_staleness={config.max_staleness})"
     )
 
 

@@ -43,8 +43,8 @@ def settings(root: Path) -> dict[str, object]:
         "recipe": "opd", "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
         "temperature": 0.7, "steps": _ENDLESS, "prompts_per_step": PROMPTS_PER_STEP,
         "group_size": 2, "max_new_tokens": 8, "lr": 1e-4, "checkpoint_every": 5, "eval_size": 2,
-        "engine": "embedded", "max_staleness": 2, "step_rule": "due_first", "deadline_s": 600,
-        "max_restarts": 1000,
+        "engine": "embedded", "max_staleness": 2,
+        "groups_in_flight": 3 * PROMPTS_PER_STEP, "deadline_s": 600, "max_restarts": 1000,
         "hang_after_s": _HANG_AFTER_S, "stall_after_s": 30,
     }  # fmt: skip
 

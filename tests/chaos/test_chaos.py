@@ -46,7 +46,7 @@ def tortured(tiny_pair: TinyPair, tmp_path: Path) -> Iterator[Start]:
 
 def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> None:
     run = tortured(
-        "run", steps=1_000_000, max_staleness=2, step_rule="due_first", lr=1e-4, hang_after_s=8,
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, hang_after_s=8,
         max_restarts=50, deadline_s=300, checkpoint_every=5,
     )  # fmt: skip
     run.wait(lambda: run.step >= 2, "the first steps")

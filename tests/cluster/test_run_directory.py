@@ -52,7 +52,7 @@ MUST_STAY = {
     "max_grad_norm": 2.0, "seed": 5, "student": "other", "teacher": "other", "prompts": "other",
     "temperature": 0.8, "prompts_per_step": 3, "group_size": 3, "max_new_tokens": 9,
     "dtype": "bfloat16", "learner_dtype": "bfloat16",
-    "max_staleness": 0, "step_rule": "due_first", "groups_in_flight": 40,
+    "max_staleness": 0, "step_rule": "in_order", "groups_in_flight": 40,
     "kl_coef": 0.5, "kl_discount_factor": 0.5,
     "reward_coef": 0.5, "in_flight": "finish", "require_handshake": False, "loss": "ppo",
     "correction": "mask", "normalisation": "sequence", "num_substeps": 2, "entropy_coef": 0.1,
@@ -87,7 +87,7 @@ MUST_STAY_BESIDE = {
     "lora_dropout": ({"lora_rank": 4}, 0.1),
     "sft_batch_size": ({"sft_data": "rows"}, 3),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
-    "overdue": ({"step_rule": "due_first"}, "late"),
+    "overdue": ({}, "late"),
 }
 
 
