@@ -1,4 +1,4 @@
-"""Calls of actors, on Ray or in this process: `ray.wait`, `ray.get` and `ray.kill` for both."""
+"""Calls of actors, on Ray or in this process: `ray.wait`, `ray.get`, `ray.put` and `ray.kill`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def get(reference: Any, timeout: float | None = None) -> Any:
     if not reference.future.done():
         raise GetTimeoutError(f"no answer in {timeout} s")
     return reference.future.result()
+
+
+def shared(value: Any, actors: Sequence[Any]) -> Any:
+    """What to pass in place of `value` to many actors: it travels once to each of their nodes."""
+    return ray.put(value) if actors and not isinstance(actors[0], LocalActor) else value
 
 
 def kill(handle: Any, *, no_restart: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY
-from cluster.runtime.driver import Driver
+from cluster.runtime.driver import Driver, listed
 from cluster.supervision.supervise import LearnerLost, Member, RunFailed, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
@@ -57,13 +57,9 @@ class Admission:
             LearnerLost: the learner died meanwhile.
         """
         waiting = [m for m in self._supervisor.waiting() if m.spec.name in self._roles]
-        policies = [m for m in waiting if m.spec.name == POLICY]
-        scorers = [m for m in waiting if m not in policies]
-        for member in policies:
-            self._admit(member)
-        for member in scorers:
-            if self._supervisor.serving(POLICY):  # else there is nobody whose samples it may score
-                self._admit(member)
+        self._admit([m for m in waiting if m.spec.name == POLICY])
+        if self._supervisor.serving(POLICY):  # else there is nobody whose samples are to be scored
+            self._admit([m for m in waiting if m.spec.name != POLICY])
 
     def pin(self) -> Pinned | None:
         """Hands the present weights to the engines of evaluations; call it as `admit_waiting`.
@@ -84,39 +80,58 @@ class Admission:
         for member in members:
             if (why := failures.get(member.name)) is not None:
                 self._refuse(member, why)
-            elif member.state is State.READY:
-                self._admit(member)
+        self._admit([m for m in members if m.state is State.READY and m.name not in failures])
         serving = self._supervisor.serving(EVALUATION)
         pinned = {name: handle for name, handle in serving.items() if handles.get(name) == handle}
         return Pinned(version, pinned) if pinned else None
 
-    def _admit(self, member: Member) -> None:
+    def _admit(self, members: Sequence[Member]) -> None:
+        """Admits all of them at once. If that fails, each half by itself: one is the cause."""
+        if not members:
+            return
         try:
-            report = self._examined(member)
+            report = self._examined(members)
         except LearnerLost:
             raise
         except (RunFailed, EngineError) as error:
-            self._refuse(member, str(error))
+            why = str(error)
+        else:
+            if report.agrees or not self._require_handshake:
+                self._say_admitted(members, report)
+                return
+            why = report.complaint()
+        if len(members) == 1:
+            self._refuse(members[0], why)
             return
-        if not report.agrees and self._require_handshake:
-            self._refuse(member, report.complaint())
-            return
-        self._supervisor.admit(member)
-        self._say(f"{member.name} joins: its handshake agrees to {report.largest_gap:.1e} nats")
+        present = self._supervisor.waiting()  # one may have been buried meanwhile
+        for half in (members[: len(members) // 2], members[len(members) // 2 :]):
+            self._admit([member for member in half if member in present])
 
-    def _examined(self, member: Member) -> CalibrationReport:
-        """Its handshake; of a policy engine, with the learner's present weights."""
-        joining = {member.name: member.handle}
-        pool = EnginePool(member.spec.name, joining).each()
-        if member.spec.name in (POLICY, EVALUATION):
-            if member.spec.name == POLICY:
+    def _say_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
+        for member in members:
+            self._supervisor.admit(member)
+        names = listed([member.name for member in members])
+        verb, whose = ("joins", "its") if len(members) == 1 else ("join", "their")
+        self._say(f"{names} {verb}: {whose} handshake agrees to {report.largest_gap:.1e} nats")
+
+    def _examined(self, members: Sequence[Member]) -> CalibrationReport:
+        """Their handshake; of policy engines, with the learner's present weights.
+
+        Args:
+            members: policy engines, engines of evaluations, or scorers.
+        """
+        joining = {member.name: member.handle for member in members}
+        pool = EnginePool(members[0].spec.name, joining).each()
+        names = listed(list(joining))
+        if members[0].spec.name in (POLICY, EVALUATION):
+            if members[0].spec.name == POLICY:
                 admitted = self._learner().admit.remote(joining)
-                self._driver.ask_learner(f"pushing weights to {member.name}", admitted)
+                self._driver.ask_learner(f"pushing weights to {names}", admitted)
             examined = self._examine(pool, {})
         else:
             name, policy = next(iter(self._supervisor.serving(POLICY).items()))
             examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
-        return self._driver.run(f"the handshake of {member.name}", examined)
+        return self._driver.run(f"the handshake of {names}", examined)
 
     def _refuse(self, member: Member, why: str) -> None:
         self._supervisor.tick()  # it may be the learner that died

@@ -155,7 +155,7 @@ class Driver:
         while missing := self._members(roles, State.STARTING):
             self.poll()
             now = time.monotonic()
-            names = _listed([member.name for member in missing])
+            names = listed([member.name for member in missing])
             if now - since > self._deadline_s:
                 raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
             if now - said >= _SAY_EVERY_S:
@@ -338,6 +338,7 @@ def _let_end(pending: Any) -> dict[str, float] | None:
         return None
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

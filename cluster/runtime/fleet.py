@@ -244,8 +244,11 @@ class Fleet:
         self._announced = self.supervisor.changes
         self._poller.forget_freshness()  # they may know other engines
         running = list(self._runs.values())
-        for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
-            member.handle.update.remote(self.roster, self._groups_a_worker(), self._epoch)
+        members = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
+        # Of N workers and as many engines: N handles to pickle, and not N times N.
+        roster = calls.shared(self.roster, [member.handle for member in members])
+        for member in members:
+            member.handle.update.remote(roster, self._groups_a_worker(), self._epoch)
             if member not in running:
                 self._runs[member.handle.run.remote()] = member
 
