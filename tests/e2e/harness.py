@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.queue.journal import read_journal
+
 REPOSITORY = Path(__file__).parents[2]
 # Against hangs only: no test asserts how long a run takes.
 DEADLINE_S = 300
@@ -95,9 +97,10 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 
 
 def trained_groups(out: Path) -> list[int]:
-    """Group ids of every step in metrics.jsonl, in order."""
-    return [
-        group_id
-        for step in metrics(out)
-        for group_id in range(int(step["groups/first"]), int(step["groups/last"]) + 1)
-    ]
+    """Ids of the groups in the final weights, sorted; one that is in them twice is there twice."""
+    steps: dict[int, list[int]] = {}
+    for event in read_journal(out / "ledger.jsonl"):
+        if event["event"] == "train":  # again, after the learner went back to a checkpoint
+            steps = {version: ids for version, ids in steps.items() if version < event["version"]}
+            steps[event["version"]] = event["ids"]
+    return sorted(group_id for ids in steps.values() for group_id in ids)
