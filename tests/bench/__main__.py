@@ -2,7 +2,8 @@
 
 And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
 memory and time; of the learner's step: where its time goes, and what would change that; of one
-learner worker and two: speed, memory, saving, gathering; of the queue: groups a second.
+learner worker and two: speed, memory, saving, gathering; of the queue: groups a second; of the
+driver: its share of a core by the number of actors; of step rules: a job of long-tailed answers.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from cluster.command import run_command
 from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
+from tests.bench.driver import driver_table, measure_driver
 from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
+from tests.bench.long_tails import long_tails_table, measure_long_tails
 from tests.bench.memory import measure_memory, memory_table
 from tests.bench.pair import make_pair
 from tests.bench.queue import measure_queue, queue_table
@@ -106,6 +109,10 @@ def bench(config: BenchConfig, console: Console) -> None:
     learner = measure_learner(work / "learner", config.temperature)
     scaling = measure_scaling(work / "scaling", config.temperature)
     queue = measure_queue(work)
+    driver = measure_driver([10, 100, 1000], seconds=20)
+    long_tails = measure_long_tails(
+        work / "long-tails", steps=50, seeds=1, engines=[1, 2], console=console
+    )
     jobs = {}
     for mode, staleness in (("overlapped", 1), ("synchronous", 0)):
         opd = _opd(config, pair, work / mode, staleness)
@@ -120,6 +127,8 @@ def bench(config: BenchConfig, console: Console) -> None:
         "learner": learner,
         "scaling": scaling,
         "queue": queue,
+        "driver": driver,
+        "long_tails": long_tails,
         "jobs": jobs,
         "peer": peer,
         "settings": chz.asdict(config),
@@ -169,6 +178,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
     for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
         console.print(table)
     console.print(queue_table(report["queue"]))
+    console.print(driver_table(report["driver"]))
+    console.print(long_tails_table(report["long_tails"]))
     console.print(estimators_table(report["estimators"]))
     console.print(memory_table(report["memory"]))
     for table in learner_tables(report["learner"]):

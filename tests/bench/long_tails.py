@@ -49,11 +49,9 @@ _ALPHABET = string.ascii_lowercase[: LETTERS * len(MEANS)]
 _FIRST = 3 + string.printable.index("a")
 
 RULES: dict[str, dict[str, Any]] = {
-    "synchronous": {"max_staleness": 0},
     "in_order, H = 1": {"max_staleness": 1, "step_rule": "in_order"},
     "due_first, H = 4 (default)": {},
     "due_first, H = 4, 1.75 steps": {"groups_in_flight": 14},
-    "due_first, H = 4, 3 steps": {"groups_in_flight": 24},
 }
 
 
