@@ -59,7 +59,7 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
+    "fork_from": "other", "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}

@@ -155,7 +155,7 @@ def test_a_run_that_diverges_says_how_to_go_on(
     assert main(["recipe=opd", *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "the gradient norm is nan" in last and "a lower lr" in last
-    assert f"from {out}/checkpoints/step-000002/model, the model of step 2" in last
+    assert f"config={out} fork_from={out}:2 out=DIR lr=RATE" in last
     assert summary(out)["status"] == "failed"
 
 
