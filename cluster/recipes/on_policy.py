@@ -14,6 +14,7 @@ from rich.markup import escape
 from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.user_code import try_user_code
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
@@ -53,6 +54,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
             config, config.recipe, title="student", model=config.student,
             tokenizer=inputs.tokenizer, say=say,
         )  # fmt: skip
+        try_user_code(config, inputs, say)
     console.print(_plan(config, inputs, directory, fork))
     if config.dry_run:
         console.print(describe_layout(config), highlight=False)

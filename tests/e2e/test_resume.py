@@ -129,8 +129,9 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
 
     out = tmp_path / "broken"
     arguments = opd_arguments(
-        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True
-    )
+        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True,
+        try_first=False,
+    )  # fmt: skip
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
