@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 
 class RunFailed(RuntimeError):
@@ -22,6 +23,13 @@ class Diverged(RunFailed):
         "The same command would come to the same place: begin another run, with an out= of its "
         "own and a lower lr or max_grad_norm"
     )
+
+    def offer(self, out: Path, step: int) -> None:
+        """Says how such a run begins from a checkpoint of this one."""
+        self.remedy += (
+            f". From the weights of step {step}: python -m cluster.train config={out} "
+            f"fork_from={out}:{step} out=DIR lr=RATE"
+        )
 
 
 class Interrupted(Exception):

@@ -124,13 +124,18 @@ def check_same_tokenizer(
         )
 
 
-def first_difference(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
-    """The first way in which the student's (a) and the teacher's (b) tokenizers differ, or None."""
+def first_difference(
+    a: PreTrainedTokenizerBase,
+    b: PreTrainedTokenizerBase,
+    to_a: str = "to the student",
+    to_b: str = "to the teacher",
+) -> str | None:
+    """The first way in which two tokenizers differ, in words that say whose; None: in none."""
     ids_a, ids_b = _tokens_by_id(a), _tokens_by_id(b)
     for token_id in sorted(ids_a.keys() | ids_b.keys()):
         token_a, token_b = ids_a.get(token_id), ids_b.get(token_id)
         if token_a != token_b:
-            return f"id {token_id} is {token_a!r} to the student and {token_b!r} to the teacher"
+            return f"id {token_id} is {token_a!r} {to_a} and {token_b!r} {to_b}"
     for text in PROBE_TEXTS:
         if a(text)["input_ids"] != b(text)["input_ids"]:
             return f"the text {text!r} is encoded differently (merges or normalisation differ)"

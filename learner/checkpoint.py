@@ -220,6 +220,22 @@ class CheckpointStore:
             )
         return None
 
+    def of_step(self, step: int) -> Checkpoint | None:
+        """The checkpoint of a step, None if there is none. Reads all of it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        path = self.root / f"step-{step:06d}"
+        if not path.is_dir():
+            return None
+        try:
+            found = _read(path)
+            _verify(path)
+        except _Damaged as error:
+            raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+        return found
+
     def set_aside_after(self, step: int) -> None:
         """Renames later checkpoints, which `latest` passed over, to `*.damaged`.
 

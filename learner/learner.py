@@ -293,7 +293,8 @@ class Learner:
         save_weights(model_dir, self.weights())
 
     def load_trainer_state(self, path: Path) -> None:
-        """Restores all that `save` wrote there, besides the weights.
+        """Restores all that `save` wrote there, besides the weights; of what `learner.fork` wrote,
+        the moments.
 
         Raises:
             CheckpointError: it cannot be read, or was written for another model.
@@ -308,8 +309,10 @@ class Learner:
                 torch.Generator().set_state(states["cpu"])  # as every worker will
         except Exception as error:  # zip, pickle, OS and torch's errors all mean: not readable
             raise CheckpointError(f"cannot read {path / 'trainer.pt'}: {error}") from error
-        self._on_all("load_optimizer", str(path / "optimizer"))
-        self._on_all("set_schedule", schedule)
+        if state.get("moments", True):
+            self._on_all("load_optimizer", str(path / "optimizer"))
+        if schedule is not None:
+            self._on_all("set_schedule", schedule)
         # Workers that the checkpoint knows nothing of draw as they began.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(rng))
         self._on_each("set_rng_state", [*rng, *missing][: self._group.size])

@@ -90,6 +90,34 @@ def check_lora(settings: LoraSettings, base: str) -> float:
     return share
 
 
+def check_goes_on(settings: LoraSettings, base: str, adapter: str) -> None:
+    """Checks that the adapter that the settings describe is of the same form as a saved one.
+
+    Raises:
+        ConfigError: its rank, alpha or targets are others, or it does not fit the base.
+        CheckpointError: there is no readable adapter.
+    """
+    saved, _ = _adapter_fields(adapter)
+    lora = _inject(meta_causal_lm(base), settings)
+    ours: Any = lora.peft_config[_ADAPTER]
+    of = f"lora_adapter={settings.lora_adapter}" if settings.lora_adapter else "this run"
+    for setting, field in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        if (there := saved.get(field)) != (here := getattr(ours, field)):
+            raise ConfigError(
+                f"{setting} is {here:g} in {of}, and {there:g} in the adapter of {adapter}; give "
+                f"{setting}={there:g}"
+            )
+    shapes = tensor_shapes(adapter)
+    made = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(lora).items()}
+    for name in sorted(shapes.keys() | made.keys()):
+        if shapes.get(name) != made.get(name):
+            raise ConfigError(
+                f"lora_targets={settings.lora_targets}: {name} has shape {made.get(name, 'none')} "
+                f"in {of}, and {shapes.get(name, 'none')} in the adapter of {adapter}; give the "
+                f"lora_targets= it was made with ({', '.join(sorted(saved['target_modules']))})"
+            )
+
+
 def add_lora(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
     """Puts an adapter into `model` itself and freezes the rest; returns peft's wrapper of it.
 

@@ -336,7 +336,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             config.student
         )
         hinted = any(builder.teacher_tokens_T is not None for builder in its_P)
-        if same and not hinted and objective.reward_coef == 0:
+        if same and not hinted and objective.reward_coef == 0 and config.fork_from is None:
             raise ConfigError(
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
                 "the KL and its gradient are zero. Give another teacher, or show it more than the "

@@ -234,7 +234,23 @@ class OutputSettings:
 
 
 @chz.chz
-class CommonConfig(LearnerSettings, PlacementSettings, SupervisionSettings, OutputSettings):
+class ForkSettings:
+    """A start from another run's weights."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    fork_from: str | None = chz.field(
+        default=None,
+        doc="start with the weights of another run's newest checkpoint, RUN, or of one it keeps, "
+        "RUN:STEP, and with its AdamW moments if the recipe is the same; counters, data, schedule "
+        "and everything else are this run's own (README.md)",
+    )
+
+
+@chz.chz
+class CommonConfig(
+    ForkSettings, LearnerSettings, PlacementSettings, SupervisionSettings, OutputSettings
+):
     """Settings that every recipe has."""
 
     section: ClassVar[Section] = Section.OPTIMIZER

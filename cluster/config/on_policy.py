@@ -73,6 +73,12 @@ class DataSettings(PromptColumns, EnvSettings, ChatTemplateSettings, StopSetting
         default=None, doc="of those, rows per optimizer update; 8"
     )
     sft_coef: float | None = chz.field(default=None, doc="weight of their cross-entropy; 0.1")
+    try_first: bool = chz.field(
+        default=True,
+        doc="try an environment or a reward of your own on the first problem before anything "
+        "starts, with the `answer` (or nothing) as the response, in a process of its own",
+        metadata=MAY_CHANGE,
+    )
 
     @chz.validate
     def _data_in_range(self) -> None:

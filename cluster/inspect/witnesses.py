@@ -45,7 +45,8 @@ class Witnesses:
         return cls(
             run_id=_run_id(out / "config.json"),
             ends={m["step"]: _end_of(m) for m in metrics if "groups/last" in m},
-            saved={each.step: TrainedGroups.from_json(each.delivery) for each in checkpoints},
+            # that of step 0 is where a run began that was forked: it has no group in it
+            saved={c.step: TrainedGroups.from_json(c.delivery) for c in checkpoints if c.step},
         )
 
     def contradict(self, run_id: str, accounts: Mapping[int, TrainedGroups]) -> Iterator[str]:

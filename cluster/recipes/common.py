@@ -30,6 +30,7 @@ from cluster.placement.roles import (
 from cluster.placement.shared_storage import require_same_directory, require_visible, this_node
 from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.best_checkpoint import BestCheckpoint
+from cluster.run_files.fork import Fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
 from cluster.run_files.tracking import Progression
@@ -134,17 +135,27 @@ def session(
     directory: RunDirectory,
     resume_from: Checkpoint | None,
     console: Console,
+    fork: Fork | None,
+    untrained: Mapping[str, Any],
 ) -> Iterator[RunSession]:
-    """All that a run needs besides its actors. However it ends, summary.json records it."""
+    """All that a run needs besides its actors. However it ends, summary.json records it.
+
+    Args:
+        fork: what a run begins from that has no checkpoint of its own yet.
+        untrained: what a checkpoint says of its data before the first step.
+    """
     check_trackers(config)
     observer = present_observer()
     started = time.time()
     with directory.locked(), connected(config), observer.signals.installed():
-        directory.start(resume_from)
+        directory.start(resume_from, fork and fork.to_json())
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")
         first_step = resume_from.step if resume_from else 0
         directory.append_event("begin", step=first_step)
+        if fork:
+            resume_from = fork.begin(directory.store, untrained)
+            console.print(f"starting from {fork.described}", markup=False, highlight=False)
         progress = Progression(console, first_step, config.steps)
         trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
         running = RunSession(
@@ -152,6 +163,8 @@ def session(
             observer=observer, progress=progress, trackers=trackers,
             best=BestCheckpoint(directory.store, config.keep_best),
         )  # fmt: skip
+        if forked_from := directory.forked_from:
+            running.summary["forked_from"] = forked_from
         status = 1
         try:
             with progress:
@@ -161,8 +174,13 @@ def session(
             error = raised
             if isinstance(raised, Diverged):
                 if newest := directory.store.latest():
-                    raised.remedy += f", from {newest.model_dir}, the model of step {newest.step}"
-            elif resume_from and not running.under_way and isinstance(raised, RunFailed):
+                    raised.offer(directory.path, newest.step)
+            elif (
+                first_step
+                and resume_from
+                and not running.under_way
+                and isinstance(raised, RunFailed)
+            ):
                 error = failed_to_resume(raised, resume_from)
             interrupted = isinstance(error, Interrupted)
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:

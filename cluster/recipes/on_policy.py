@@ -14,6 +14,7 @@ from rich.markup import escape
 from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.user_code import try_user_code
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
@@ -21,12 +22,14 @@ from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import EVALUATION, POLICY, describe_layout, teacher_roles
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.recipes.evaluations import Evaluations
+from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.turn import KlTurn
 from cluster.supervision.supervise import LearnerLost
+from distill.delivery import TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
 from distill.errors import CheckpointError
 from distill.handshake.comparison import CalibrationReport
@@ -43,25 +46,38 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     """
     inputs = check_rollout(config)
     directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
-    resume_from = directory.check(partial(console.print, markup=False, highlight=False))
-    console.print(_plan(config, inputs, directory))
+    say = partial(console.print, markup=False, highlight=False)
+    resume_from = directory.check(say)
+    fork = None
+    if resume_from is None:
+        fork = find_fork(
+            config, config.recipe, title="student", model=config.student,
+            tokenizer=inputs.tokenizer, say=say,
+        )  # fmt: skip
+        try_user_code(config, inputs, say)
+    console.print(_plan(config, inputs, directory, fork))
     if config.dry_run:
         console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
     with (
-        session(config, directory, resume_from, console) as running,
+        session(
+            config, directory, resume_from, console, fork, TrainedGroups().to_json()
+        ) as running,
         _run(config, inputs, running) as run,
     ):
         run.to_the_end()
 
 
-def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory) -> str:
+def _plan(
+    config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
+) -> str:
     teachers = ", ".join(
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
         for name, teacher in config.teacher_models().items()
     )
     evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
+    start = f"  start     {fork.described}\n" if fork else ""
     return (
         f"{config.recipe}: {config.student} learns from {teachers or config.judge} at "
         f"T={config.temperature:g}\n"
@@ -74,6 +90,7 @@ def _plan(config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory)
         f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
         f"{config.max_new_tokens} tokens, {_mode(config)}\n"
         f"  learner   {learner_line(config, config.student)}\n"
+        f"{start}"
         f"  run       {config.steps} steps into {directory.path}"
     )
 

@@ -19,6 +19,7 @@ from cluster.config.supervised import (
 from cluster.hosts.build import learner_spec, supervised_learners
 from cluster.placement.roles import LEARNER, describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
+from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver, drive
 from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
@@ -40,7 +41,8 @@ def run_sft(config: SftConfig, console: Console) -> None:
 def run_dpo(config: DpoConfig, console: Console) -> None:
     """Runs the recipe to its end; raises as `run_sft` does."""
     inputs = check_dpo(config)
-    reference = config.reference or "its own start"
+    own = "its own start" if config.fork_from is None else config.model
+    reference = config.reference or own
     how = f", near to {reference} (beta={config.beta:g})"
     _run("dpo", "pairs", config, inputs, console, how)
 
@@ -69,12 +71,19 @@ def _run(
     apart = sum(len(source.rows_D) for source in inputs.held_out) // config.rows_per_unit
     held_out = f" ({apart} held out)" if apart else ""
     directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
-    resume_from = directory.check(partial(console.print, markup=False, highlight=False))
+    say = partial(console.print, markup=False, highlight=False)
+    resume_from = directory.check(say)
+    fork = None
+    if resume_from is None:
+        fork = find_fork(
+            config, recipe, title="model", model=config.model, tokenizer=inputs.tokenizer, say=say
+        )
     console.print(
         f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} steps{epochs} "
         f"of {config.batch_size}, into {directory.path} (learner: "
         f"{learner_line(config, config.model)}); stops at "
         f"{inputs.stops.described(inputs.tokenizer)}"
+        + (f"; starts from {fork.described}" if fork else "")
     )
     if inputs.warning is not None:
         console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
@@ -82,7 +91,8 @@ def _run(
         console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
-    with session(config, directory, resume_from, console) as running:
+    untrained = {"num_rows": units}
+    with session(config, directory, resume_from, console, fork, untrained) as running:
         _train(config, inputs, running)
 
 

@@ -216,9 +216,22 @@ class RunDirectory:
                 ) from error
             yield
 
-    def start(self, resume_from: Checkpoint | None) -> None:
-        """Writes config.json; drops the metrics of steps that the checkpoint does not contain."""
+    @property
+    def forked_from(self) -> Mapping[str, Any] | None:
+        """The checkpoint of another run that this one began from; written by `start`."""
+        return json.loads((self.path / "config.json").read_text()).get("forked_from")
+
+    def start(
+        self, resume_from: Checkpoint | None, forked_from: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes config.json; drops the metrics of steps that the checkpoint does not contain.
+
+        Args:
+            forked_from: the checkpoint of another run that this one begins from.
+        """
         run_id = self.run_id if resume_from else secrets.token_hex(4)
+        if resume_from:
+            forked_from = self.forked_from
         packages = ("isotherm", "ray", "torch", "transformers")
         self.write_json(
             "config.json",
@@ -228,6 +241,7 @@ class RunDirectory:
                 "settings": _settings(self._config),
                 "data": self._data,
                 "stop_tokens": None if self._stops is None else self._stops.to_json(),
+                **({} if forked_from is None else {"forked_from": forked_from}),
                 "versions": {name: _version(name) for name in packages},
             },
         )

@@ -101,6 +101,7 @@ class EnvGroupBuilder(ABC):
             segment that begins with it; None: the same.
         judged: whether rewards mean anything here.
         pays_bonuses: whether single tokens may earn rewards.
+        answer: what a right response says, where that is known.
     """
 
     teacher: str = ""
@@ -108,6 +109,7 @@ class EnvGroupBuilder(ABC):
     teacher_tokens_T: TokenArray | None = None
     judged: bool = True
     pays_bonuses: bool = False
+    answer: str | None = None
 
     @abstractmethod
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:

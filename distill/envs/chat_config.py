@@ -76,6 +76,7 @@ class MessageProblem:
     teacher_tokens_T: TokenArray | None = None
     judged: bool = True
     pays_bonuses: bool = False
+    answer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class ChatDataset(EnvDataset):
             teacher_tokens_T=chosen.teacher_tokens_T,
             judged=chosen.judged,
             pays_bonuses=chosen.pays_bonuses or self._setting.malformed_penalty > 0,
+            answer=chosen.answer,
         )
 
     def line(self, problem: int) -> int:

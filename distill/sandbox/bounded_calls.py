@@ -90,9 +90,14 @@ def _track_in_another_session() -> subprocess.Popen[bytes] | None:
     return process
 
 
-def _confine(prepare: Callable[[], None]) -> None:
+def die_with_parent() -> None:
+    """This process is killed when the thread that started it ends (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _confine(prepare: Callable[[], None]) -> None:
+    die_with_parent()
     prepare()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     install(filter_program(sockets=False))

@@ -45,7 +45,7 @@ MAY_CHANGE = {
     "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
     "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
     "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
-    "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1,
+    "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,
@@ -59,7 +59,7 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
+    "fork_from": "other", "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}

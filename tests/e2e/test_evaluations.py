@@ -42,7 +42,7 @@ def distil(
         "max_staleness": 0, "eval_every": 2, "eval_engines": 1, "eval_size": 4,
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
         "eval_prompts": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
-        "reward": "tests.e2e.patient_reward:reward",
+        "reward": "tests.e2e.patient_reward:reward", "try_first": False,
     } | overrides  # fmt: skip
     config = OpdConfig(student=pair.student, teacher=pair.teacher, out=str(out), **settings)
     run_on_policy(config, Console(quiet=True))

@@ -129,8 +129,9 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
 
     out = tmp_path / "broken"
     arguments = opd_arguments(
-        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True
-    )
+        tiny_pair, out, eval_prompts=unanswered, reward="tests.e2e.rewards:broken", local=True,
+        try_first=False,
+    )  # fmt: skip
     capsys.readouterr()
     assert main(["recipe=opd", *arguments]) == 1
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
@@ -155,7 +156,7 @@ def test_a_run_that_diverges_says_how_to_go_on(
     assert main(["recipe=opd", *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "the gradient norm is nan" in last and "a lower lr" in last
-    assert f"from {out}/checkpoints/step-000002/model, the model of step 2" in last
+    assert f"config={out} fork_from={out}:2 out=DIR lr=RATE" in last
     assert summary(out)["status"] == "failed"
 
 

@@ -1,0 +1,208 @@
+"""A trial of user code before a run: an environment or a reward, on one problem, with no model.
+
+It runs in a child process, which such code may end, hang or fill; the parent says what came of it.
+
+    parent                                                       child
+    tried(trial, timeout_s)  -- sys.path; the trial, pickled -->  trial()
+                             <-- what went wrong, or nothing ---
+
+A trial is a callable that pickles: `RewardTrial`, or `EpisodeTrial`, in which every turn of every
+member of the group has the same tokens. Other models than that policy are not there: an environment
+that asks one has been tried as far as it can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+
+from actors.rollout.episode import play_group
+from distill.engine import GenerateRequest, Sample, Sampler
+from distill.envs.base import Env, EnvGroupBuilder, Episode
+from distill.errors import IsothermError, described
+from distill.rewards.registry import RewardFunction, judge
+from distill.sampling import EvalSampling
+from distill.sandbox.bounded_calls import die_with_parent
+from distill.types import StopReason, TokenArray
+
+_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+_CHILD += f"from {__name__} import main; main()"
+# Of what a child that crashed has printed.
+_LAST_WORDS = 200
+
+
+class NotTried(Exception):
+    """The trial cannot be sent to another process; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardTrial:
+    """A reward, called with a response and an answer."""
+
+    reward: RewardFunction
+    response: str
+    answer: str
+
+    def __call__(self) -> None:
+        asyncio.run(judge(self.reward, self.response, self.answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeTrial:
+    """The episodes of a group.
+
+    Attributes:
+        said_T: the tokens of every turn, the last one of which ends it.
+        models: the names of those that environments may ask, besides the policy.
+    """
+
+    builder: EnvGroupBuilder
+    said_T: TokenArray
+    max_new_tokens: int
+    models: Sequence[str]
+
+    def __call__(self) -> None:
+        asked: list[str] = []
+        builder = _Modelless(
+            inner=self.builder,
+            models={name: _NoModel(name, asked) for name in (*self.models, "policy")},
+        )
+        sampling = EvalSampling(temperature=0.0, max_new_tokens=self.max_new_tokens)
+        try:
+            asyncio.run(play_group(_Says(self.said_T), builder, sampling, group_id=0, seed=0))
+        except BaseException:
+            if not asked:  # else it came so far
+                raise
+
+
+class _Says:
+    """A policy that always says the same."""
+
+    def __init__(self, said_T: TokenArray) -> None:
+        self._said_T = said_T
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        most = request.sampling.max_new_tokens
+        tokens_T = self._said_T[:most]
+        sample = Sample(
+            tokens_T=tokens_T,
+            logprobs_T=np.zeros(len(tokens_T), np.float32),
+            versions_T=np.zeros(len(tokens_T), np.int32),
+            stop_reason=StopReason.LENGTH if len(self._said_T) > most else StopReason.EOS,
+        )
+        return [sample] * request.num_samples
+
+
+class _NoModel:
+    """Stands where a model will be."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.__name, self.__asked = name, asked
+
+    def __getattr__(self, attribute: str) -> Any:
+        self.__asked.append(self.__name)
+        raise RuntimeError(f"{self.__name} does not run yet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Modelless(EnvGroupBuilder):
+    """A group whose environments are given these models and no others."""
+
+    inner: EnvGroupBuilder
+    models: Mapping[str, Any]
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return self.inner.make_envs(self.models)
+
+    async def group_rewards(
+        self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+    ) -> Sequence[float]:
+        return await self.inner.group_rewards(envs_G, episodes_G)
+
+
+def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
+    """What the trial raised, in words that name the file and the line; None: nothing.
+
+    Raises:
+        NotTried: it cannot be pickled, or not be found by another process.
+        TimeoutError: it took longer.
+    """
+    try:
+        sent = pickle.dumps(trial)
+    except Exception as error:  # of several types; pickling runs the code of what is pickled
+        raise NotTried(f"it cannot be pickled: {error}") from error
+    with TemporaryFile() as given, TemporaryFile() as answer, TemporaryFile() as printed:
+        given.write(sent)
+        given.seek(0)
+        # Files, not pipes: what user code starts may hold them open for as long as it likes.
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
+            stdin=given,
+            stdout=answer,
+            stderr=printed,
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        finally:
+            with suppress(ProcessLookupError):  # it has ended, and left nobody behind
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        answer.seek(0)
+        printed.seek(0)
+        try:
+            told = json.loads(answer.read())
+        except ValueError:
+            return f"the process ended ({_ending(code)}){_last_words(printed.read())}"
+    if told["lost"] is not None:
+        raise NotTried(told["lost"])
+    return told["wrong"]
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _last_words(printed: bytes) -> str:
+    lines = printed.decode(errors="replace").strip().splitlines()
+    return f"; it printed: {lines[-1][-_LAST_WORDS:]}" if lines else ""
+
+
+def main() -> None:
+    """The child's end: standard output is the answer's; what user code prints goes to stderr."""
+    die_with_parent()
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    lost = wrong = None
+    try:
+        trial = pickle.load(sys.stdin.buffer)
+    except Exception as error:  # a module that is not to be found, for one
+        lost = described(error)
+    else:
+        wrong = _wrong(trial)
+    os.write(answer, json.dumps({"lost": lost, "wrong": wrong}).encode())
+    os._exit(0)  # threads of a user's keep no process
+
+
+def _wrong(trial: Callable[[], None]) -> str | None:
+    try:
+        trial()
+    except IsothermError as error:
+        return str(error)
+    except BaseException as error:  # it is the user's: it may raise anything
+        return described(error)
+    return None

@@ -1,0 +1,100 @@
+"""User code tried once before a run: an environment, or a reward, of somebody's own.
+
+What is built in is not. A problem may be at fault and not the code, so what goes wrong on one is
+tried on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, tried
+from cluster.config.checks import RolloutInputs
+from cluster.config.on_policy import RolloutConfig
+from distill.envs.base import EnvGroupBuilder, EnvStream
+from distill.envs.single_turn import SingleTurnGroupBuilder
+from distill.errors import ConfigError
+from distill.rewards.model_reward import REWARD_MODEL
+from distill.rewards.registry import CheckedReward
+
+# First groups of the run among which problems are chosen.
+_LOOKED_AT = 32
+# For the child to start, on top of what a reward may take.
+_START_S = 30.0
+_OURS = ("distill.", "actors.")
+_WAY_OUT = "Correct it, or start without this trial: try_first=False"
+
+
+def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[str], None]) -> None:
+    """Plays the run's first problem with a made-up response, in a process of its own.
+
+    Raises:
+        ConfigError: the environment or the reward fails on two problems (or on the only one), or
+            does not end; with its error, file and line, the problem, and the response.
+    """
+    if not config.try_first or not _has_user_code(config):
+        return
+    timeout_s = config.reward_timeout_s + _START_S
+    failed = ""
+    for problem, builder in _problems(config, inputs):
+        said = builder.answer or ""
+        try:
+            wrong = tried(_trial(config, inputs, builder, said), timeout_s)
+        except NotTried as error:
+            say(f"{problem} is not tried before the run: {error}")
+            return
+        except TimeoutError:
+            raise ConfigError(
+                f"{problem}: its environment or reward, tried before the run with the response "
+                f"{said!r}, did not end within {timeout_s:g} s (reward_timeout_s= and "
+                f"{_START_S:g}). {_WAY_OUT}"
+            ) from None
+        if wrong is None:
+            if failed:
+                say(f"{failed}. {problem} is fine, so the run goes on")
+            return
+        failed = failed or (
+            f"{wrong}, in the environment or reward of {problem}, tried before the run with the "
+            f"response {said!r}"
+        )
+    if failed:
+        raise ConfigError(f"{failed}. {_WAY_OUT}")
+
+
+def _has_user_code(config: RolloutConfig) -> bool:
+    own_env = not type(config.env).__module__.startswith(_OURS)
+    return own_env or isinstance(config.reward_function(), CheckedReward)
+
+
+def _problems(
+    config: RolloutConfig, inputs: RolloutInputs
+) -> Iterator[tuple[str, EnvGroupBuilder]]:
+    """The first two problems, by name, that the run will train on; judged ones, if there are."""
+    stream = EnvStream(
+        inputs.train,
+        group_size=config.group_size,
+        seed=config.seed,
+        title=config.problems_title(config.prompts),
+    )
+    found = {stream.describe(g): stream.builder(g) for g in range(_LOOKED_AT)}
+    judged = {name: builder for name, builder in found.items() if builder.judged}
+    yield from list((judged or found).items())[:2]
+
+
+def _trial(
+    config: RolloutConfig, inputs: RolloutInputs, builder: EnvGroupBuilder, said: str
+) -> Callable[[], None]:
+    if isinstance(builder, SingleTurnGroupBuilder) and isinstance(builder.reward, CheckedReward):
+        # Its environment is ours: no tokenizer has to travel.
+        return RewardTrial(reward=builder.reward, response=said, answer=said)
+    tokenizer, ends = inputs.tokenizer, inputs.stops.ids
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+    said_T = np.array([*tokenizer.encode(said, add_special_tokens=False), end], np.int32)
+    return EpisodeTrial(
+        builder=builder,
+        said_T=said_T,
+        max_new_tokens=config.max_new_tokens,
+        models=[*filter(None, config.teacher_models()), *config.env.asks, REWARD_MODEL],
+    )

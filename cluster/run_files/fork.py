@@ -1,0 +1,160 @@
+"""`fork_from=RUN[:STEP]`: a run that starts from a checkpoint of another.
+
+The new run counts its own steps from 0. Its first checkpoint, step 0, holds the other's weights
+(`learner.fork`), so whatever resumes it, or restarts its learner, needs the other run no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.config.common import CommonConfig
+from distill.errors import ConfigError
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.fork import check_fork, has_moments, write_start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """The checkpoint of another run that a run starts from.
+
+    Attributes:
+        run, run_id, recipe: of the other one.
+        moments: AdamW's moments are taken over.
+    """
+
+    run: Path
+    run_id: str
+    recipe: str
+    checkpoint: Checkpoint
+    moments: bool
+
+    @property
+    def described(self) -> str:
+        moments = "with AdamW's moments" if self.moments else "with fresh moments"
+        return f"the weights of step {self.checkpoint.step} of {self.run}, {moments}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run),
+            "run_id": self.run_id,
+            "step": self.checkpoint.step,
+            "seal": self.checkpoint.seal,
+            "moments": self.moments,
+        }
+
+    def begin(self, store: CheckpointStore, delivery: Mapping[str, Any]) -> Checkpoint:
+        """Writes the first checkpoint of the new run.
+
+        Args:
+            delivery: what a checkpoint says of its data before the first step.
+
+        Raises:
+            CheckpointError: it could not be written, or the other run has dropped its own.
+        """
+        write = partial(write_start, self.checkpoint.path, moments=self.moments)
+        return store.save(step=0, write=write, delivery=delivery)
+
+
+def find_fork(
+    config: CommonConfig,
+    recipe: str,
+    *,
+    title: str,
+    model: str,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Callable[[str], None],
+) -> Fork | None:
+    """What `fork_from` names, checked; None where it is not set. Writes nothing.
+
+    Args:
+        title: the setting that names `model`.
+        say: is told of damaged checkpoints that are passed over.
+
+    Raises:
+        ConfigError: it is no run, has no such checkpoint, or trained another model.
+        CheckpointError: its checkpoints, or that of the step, are damaged.
+    """
+    if config.fork_from is None:
+        return None
+    path, step = _parts(config.fork_from)
+    run = path.resolve()
+    if run == Path(config.out).resolve():
+        raise ConfigError(
+            f"fork_from={config.fork_from} is out= itself: the same command without fork_from "
+            "resumes that run; give another out="
+        )
+    theirs, run_id, settings = _read_run(run, config.fork_from)
+    checkpoint = _checkpoint(run, step, config.fork_from, say)
+    if "reward_model" in (recipe, theirs) and recipe != theirs:
+        remedy = f"Give {title}={checkpoint.model_dir} in place of fork_from="
+        raise ConfigError(
+            f"fork_from={config.fork_from} is a run of recipe={theirs}, and this one of "
+            f"recipe={recipe}: only one of them has a reward model's head. "
+            + ("Choose another run" if theirs == "reward_model" else remedy)
+        )
+    check_fork(checkpoint, title=title, model=model, tokenizer=tokenizer, lora=config)
+    if config.trains_adapter:
+        _check_base(settings, config.fork_from, title, model)
+    moments = recipe == theirs and has_moments(checkpoint)
+    return Fork(run=run, run_id=run_id, recipe=theirs, checkpoint=checkpoint, moments=moments)
+
+
+def _parts(fork_from: str) -> tuple[Path, int | None]:
+    """The run and the step, if one is named."""
+    run, colon, step = fork_from.rpartition(":")
+    if not colon or Path(fork_from).exists():
+        return Path(fork_from), None
+    if not step.isdecimal():
+        raise ConfigError(f"fork_from={fork_from}: {step!r} is no step; write RUN:STEP, or RUN")
+    return Path(run), int(step)
+
+
+def _read_run(run: Path, fork_from: str) -> tuple[str, str, Mapping[str, Any]]:
+    """The run's recipe, id and settings."""
+    try:
+        written = json.loads((run / "config.json").read_text())
+        return str(written["recipe"]), str(written["run_id"]), dict(written["settings"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"fork_from={fork_from} is no run: {run / 'config.json'} cannot be read as one's "
+            f"({error}); give the out= of a run, RUN or RUN:STEP"
+        ) from error
+
+
+def _checkpoint(
+    run: Path, step: int | None, fork_from: str, say: Callable[[str], None]
+) -> Checkpoint:
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    found = store.latest(say) if step is None else store.of_step(step)
+    if found is not None:
+        return found
+    kept = ", ".join(str(each.step) for each in store.complete())
+    if not kept:
+        raise ConfigError(
+            f"fork_from={fork_from}: {run} has no checkpoint yet; it writes one every "
+            "checkpoint_every= steps"
+        )
+    raise ConfigError(
+        f"fork_from={fork_from}: {run} keeps no checkpoint of step {step}; it has those of steps "
+        f"{kept} (keep_every= and keep_best= keep more)"
+    )
+
+
+def _check_base(settings: Mapping[str, Any], fork_from: str, title: str, model: str) -> None:
+    """Raises ConfigError for an adapter of another base, as far as that can be told."""
+    theirs = settings.get("student", settings.get("model"))
+    if not isinstance(theirs, str) or not Path(theirs).exists():
+        return  # a hub name, or a directory that has moved
+    if Path(theirs).resolve() != Path(model).resolve():
+        raise ConfigError(
+            f"{title}={model}, and the adapter of fork_from={fork_from} was trained on {theirs}; "
+            f"give {title}={theirs}"
+        )

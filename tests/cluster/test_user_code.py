@@ -1,0 +1,226 @@
+"""User code tried before a run: what it does wrong is said, with its place, and nothing starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from actors.rollout import tryout
+from cluster.command import parse
+from cluster.config import user_code
+from cluster.config.checks import check_rollout
+from cluster.config.on_policy import OpdConfig
+from cluster.config.user_code import try_user_code
+from cluster.train import main
+from distill.errors import ConfigError
+from tests.conftest import TinyPair
+from tests.e2e.harness import opd_arguments
+
+NewOpd = Callable[..., OpdConfig]
+
+CODE = """
+    import os, subprocess, sys, time
+    from functools import partial
+
+    import chz
+
+    from distill.envs.chat import MessageEnv, MessageStep
+    from distill.envs.chat_config import ChatEnvConfig, MessageProblem
+
+
+    def fine(response, answer):
+        assert response == answer and response
+        return 1.0
+
+    def divides(response, answer):
+        return 1 / 0
+
+    def on_one(response, answer):
+        ROWS.append(answer)
+        return float({"0": "no number"}.get(answer, 1))
+
+    ROWS = []
+
+    def exits(response, answer):
+        os._exit(7)
+
+    def prints_and_exits(response, answer):
+        print("the disk is on fire", flush=True)
+        sys.exit(4)
+
+    def hangs(response, answer):
+        while True:
+            time.sleep(1)
+
+    def leaves_a_process(response, answer):
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return 1.0
+
+
+    class Words(MessageEnv):
+        def __init__(self, breaks):
+            self.breaks = breaks
+
+        async def start(self, models):
+            if self.breaks == "model":
+                await models["policy"].generate("an opinion")
+
+        def initial_messages(self):
+            return [{"role": "user", "content": "Say it."}]
+
+        async def step(self, message):
+            if self.breaks == "hangs":
+                time.sleep(60)
+            if self.breaks == "step":
+                return MessageStep(reward=1.0, messages=message["missing"])
+            return MessageStep(reward=1.0)
+
+
+    async def compares(messages_G):
+        raise TypeError("cannot compare")
+
+
+    @chz.chz
+    class Own(ChatEnvConfig):
+        reads_prompts = judges = False
+        breaks: str = "nothing"
+
+        def problems(self, path, setting):
+            compare = compares if self.breaks == "group" else None
+            made = MessageProblem(make=partial(Words, self.breaks), compare=compare)
+            return [made] * 40
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    name = f"users_{tmp_path.name.replace('-', '_')}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(textwrap.dedent(CODE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return path
+
+
+def trial(config: OpdConfig) -> list[str]:
+    said: list[str] = []
+    try_user_code(config, check_rollout(config), said.append)
+    return said
+
+
+def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:
+    """A run in the environment of `code`."""
+    given = [f"teacher={opd().teacher}", f"student={opd().student}", "temperature=0.7", "out=x"]
+    env = ["max_new_tokens=8", f"env={code.stem}:Own", f"env.breaks={breaks}"]
+    config = parse(OpdConfig, [*given, *env, *more])
+    assert config is not None
+    return config
+
+
+def line_of(code: Path, text: str) -> int:
+    return 1 + next(i for i, line in enumerate(code.read_text().splitlines()) if text in line)
+
+
+def test_a_reward_that_works_is_called_with_the_answer_in_a_second(opd: NewOpd, code: Path) -> None:
+    config = opd(reward=f"{code.stem}:fine")
+    inputs = check_rollout(config)
+    began = time.monotonic()
+    try_user_code(config, inputs, pytest.fail)
+    assert time.monotonic() - began < 20  # a second, on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("divides", r"raised ZeroDivisionError: division by zero \({code}:{line}\)"),
+        ("exits", r"the process ended \(exit code 7\), in the environment or reward"),
+        ("prints_and_exits", r"raised SystemExit: 4 \({code}:{line}\)"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_file_line_and_problem(
+    opd: NewOpd, code: Path, function: str, said: str
+) -> None:
+    line = line_of(code, f"def {function}") + (2 if function == "prints_and_exits" else 1)
+    config = opd(reward=f"{code.stem}:{function}")
+    with pytest.raises(ConfigError) as raised:
+        trial(config)
+    message = str(raised.value)
+    assert re.search(said.format(code=re.escape(str(code)), line=line), message), message
+    assert re.search(r"problem \d+ of env=SingleTurn prompts=.*with the response '\d+'", message)
+    assert message.endswith("try_first=False")
+
+
+def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
+    opd: NewOpd, code: Path, tmp_path: Path
+) -> None:
+    prompts, apart = tmp_path / "prompts.jsonl", tmp_path / "apart.jsonl"
+    answers = ["0", "1", "2"]
+    prompts.write_text("".join(json.dumps({"prompt": a, "answer": a}) + "\n" for a in answers))
+    apart.write_text(json.dumps({"prompt": "1", "answer": "1"}) + "\n")
+    told = []
+    for seed in range(6):  # the bad row is the first of some of them
+        config = opd(
+            reward=f"{code.stem}:on_one", prompts=str(prompts), eval_prompts=str(apart), seed=seed
+        )
+        told += trial(config)
+    assert told and all(
+        "problem 1 of" in said and "is fine, so the run goes on" in said for said in told
+    )
+
+
+def test_code_that_hangs_is_ended(opd: NewOpd, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "_START_S", 3.0)
+    with pytest.raises(ConfigError, match=r"is late \(over 0.1 s\)"):
+        trial(opd(reward=f"{code.stem}:hangs", reward_timeout_s=0.1))
+    with pytest.raises(ConfigError, match=r"did not end within 3.1 s \(reward_timeout_s= and 3\)"):
+        trial(own(opd, code, "hangs", "reward_timeout_s=0.1"))
+
+
+def test_what_a_reward_leaves_behind_is_ended(opd: NewOpd, code: Path) -> None:
+    began = time.monotonic()
+    assert trial(opd(reward=f"{code.stem}:leaves_a_process")) == []
+    assert time.monotonic() - began < 50
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        ("nothing", None),
+        ("model", None),  # no model runs yet
+        ("step", r"KeyError: 'missing' \({code}:{line}\), in the environment or reward of problem"),
+        ("group", r"TypeError: cannot compare \({code}:{line}\)"),
+    ],
+)
+def test_an_environment_is_played(opd: NewOpd, code: Path, breaks: str, said: str | None) -> None:
+    config = own(opd, code, breaks)
+    if said is None:
+        assert trial(config) == []
+        return
+    line = line_of(code, {"step": 'message["missing"]', "group": "cannot compare"}[breaks])
+    with pytest.raises(ConfigError) as raised:
+        trial(config)
+    assert re.search(said.format(code=re.escape(str(code)), line=line), str(raised.value))
+
+
+def test_what_is_built_in_starts_no_process(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tryout.subprocess, "Popen", pytest.fail)
+    assert trial(opd(reward="last_number")) == [] and trial(opd()) == []
+    assert trial(opd(reward="tests.e2e.rewards:broken", try_first=False)) == []
+
+
+def test_the_command_refuses_it_with_code_2_and_starts_nothing(
+    tiny_pair: TinyPair, tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = opd_arguments(tiny_pair, tmp_path / "out", reward=f"{code.stem}:exits")
+    for more in ([], ["dry_run=True"]):
+        assert main(["recipe=opd", *arguments, *more]) == 2
+        assert "the process ended (exit code 7)" in capsys.readouterr().err
+    assert not os.path.exists(tmp_path / "out")

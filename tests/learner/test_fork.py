@@ -1,0 +1,120 @@
+"""A start from another run's checkpoint: what it takes over, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.errors import ConfigError
+from distill.tokenizer import load_tokenizer
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.config import LoraSettings
+from learner.fork import check_fork, write_start
+from learner.learner import Part
+from tests.conftest import TinyPair
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state
+from tests.samples import training_row
+from tests.tiny import save_tokenizer
+
+ROWS = [training_row(3, 4, seed=i) for i in range(2)]
+FULL, LORA = LoraSettings(), {"lora_rank": 4, "lora_targets": "q_proj,v_proj"}
+
+
+@pytest.fixture
+def trained(new_learner: NewLearner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    def make(**settings: Any) -> Checkpoint:
+        learner = new_learner(**settings)
+        learner.step(Part(rows_D=ROWS, loss=IMPORTANCE_SAMPLING))
+        store = CheckpointStore(tmp_path / "theirs", keep=1)
+        return store.save(
+            step=7, write=partial(learner.save, tokenizer=tokenizer), delivery={"num_rows": 3}
+        )
+
+    return make
+
+
+@pytest.fixture
+def checked(tiny_pair: TinyPair, tokenizer: PreTrainedTokenizerBase):
+    def check(checkpoint: Checkpoint, model: str = tiny_pair.student, **lora: Any) -> None:
+        check_fork(
+            checkpoint, title="student", model=model, tokenizer=tokenizer, lora=LoraSettings(**lora)
+        )
+
+    return check
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_weights_and_moments_are_taken_over_and_nothing_else(
+    trained, new_learner: NewLearner, tmp_path: Path, moments: bool
+) -> None:
+    theirs = trained(lr=1e-2)
+    weights = AutoModelForCausalLM.from_pretrained(theirs.model_dir)
+    before = new_learner()
+    before.load_trainer_state(theirs.path)
+    store = CheckpointStore(tmp_path / "ours", keep=1)
+    write = partial(write_start, theirs.path, moments=moments)
+    store.save(step=0, write=write, delivery={})
+    shutil.rmtree(theirs.path)  # the other run goes on, and drops it
+    start = store.latest()
+    assert start is not None
+    learner = new_learner(model=start.model_dir, lr=5e-4, warmup_steps=5)
+    fresh = trainer_state(learner)
+    learner.load_trainer_state(start.path)
+    for name, parameter in learner.model.named_parameters():
+        assert torch.equal(parameter, weights.get_parameter(name)), name
+    taken = trainer_state(learner)
+    assert taken["schedule"] == fresh["schedule"]
+    assert taken["moments"] == (trainer_state(before) if moments else fresh)["moments"]
+    metrics = learner.step(Part(rows_D=ROWS, loss=IMPORTANCE_SAMPLING))
+    assert metrics["train/lr"] == pytest.approx(1e-4)  # the first of its own five warm-up steps
+
+
+def test_another_model_or_tokenizer_is_refused(
+    trained, checked, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    checkpoint = trained()
+    checked(checkpoint)
+    with pytest.raises(ConfigError, match=r"its hidden_size is 64, and 32 there. Give the student"):
+        checked(checkpoint, tiny_pair.teacher)
+    save_tokenizer(tmp_path / "other", alphabet="abc")
+    with pytest.raises(ConfigError, match="id 3 is 'a' here and '0' there"):
+        check_fork(
+            checkpoint,
+            title="student",
+            model=tiny_pair.student,
+            tokenizer=load_tokenizer(str(tmp_path / "other")),
+            lora=FULL,
+        )
+    with pytest.raises(ConfigError, match=r"lora_rank=4 would train an adapter on student="):
+        checked(checkpoint, **LORA)
+
+
+def test_an_adapter_of_another_form_is_refused(trained, checked) -> None:
+    checkpoint = trained(**LORA)
+    checked(checkpoint, **LORA)
+    checked(checkpoint, lora_adapter=checkpoint.adapter_dir)  # as that run may have begun
+    for changes, said in [
+        ({"lora_rank": 8}, "lora_rank is 8 in this run, and 4 in the adapter"),
+        ({"lora_alpha": 3.0}, "lora_alpha is 3 in this run, and 8 in the adapter"),
+        ({"lora_targets": "q_proj"}, r"v_proj.*give the lora_targets=.*\(q_proj, v_proj\)"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            checked(checkpoint, **LORA | changes)
+    with pytest.raises(ConfigError, match=r"holds an adapter, and no lora_rank= is given"):
+        checked(checkpoint)
+
+
+def test_a_config_that_only_says_who_wrote_it_is_the_same(trained, checked) -> None:
+    checkpoint = trained()
+    config = Path(checkpoint.model_dir) / "config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | {"transformers_version": "0.0", "dtype": "bfloat16"}))
+    checked(checkpoint)
