@@ -1,4 +1,4 @@
-"""The `isotherm` console script: `isotherm train|evaluate|calibrate|audit|story|report ...`."""
+"""The `isotherm` console script: `isotherm train|evaluate|doctor|calibrate|audit|report ...`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _COMMANDS = {
         "cluster.sample_to_sft",
         "responses of a stronger or hinted model, or of an endpoint, as data for recipe=sft",
     ),
+    "doctor": ("cluster.inspect.doctor", "does this machine have what a run needs?"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
 }
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from actors.sglang.client import SglangClient
+from actors.sglang.cuda_tools import find_cuda_tools
 from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import InFlight, server_flags
 from actors.sglang.installed import require_sglang
@@ -20,6 +24,8 @@ from distill.models.loading import (
     vocab_size,
 )
 from distill.stops import StopTokens
+
+logger = logging.getLogger(__name__)
 
 # SGLang keeps six positions of the context for itself and wants room for the token that a scoring
 # request throws away. None of them is ever computed.
@@ -74,6 +80,9 @@ class HostedSglangEngine(SglangEngine):
         require_sglang()
         config = load_config(model_path)
         device = resolve_device(device)
+        if device.startswith("cuda"):
+            for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
+                logger.warning("SGLang may not start on CUDA here: %s", problem)
         length = context_length(config)
         all_flags = server_flags(
             model=model_path,

@@ -1,10 +1,24 @@
-"""Is SGLang here? Asked without an import of it."""
+"""Is SGLang here, and what it needs besides? Asked without an import of it."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 
 from distill.errors import ConfigError
+
+_REPOSITORY = Path(__file__).parents[2]
+# Import-only modules that SGLang's CPU engine wants; only processes of SGLang see them.
+CPU_STANDINS = Path(__file__).parent / "cpu_standins"
+
+
+def python_path() -> str:
+    """PYTHONPATH of SGLang's processes: this project and, without its kernels, the stand-ins."""
+    paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("sgl_kernel") is None:
+        paths.append(str(CPU_STANDINS))
+    return os.pathsep.join(filter(None, paths))
 
 
 def sglang_installed() -> bool:

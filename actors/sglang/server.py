@@ -12,7 +12,6 @@ but its owner speaks to the server, so by default it listens on the loopback add
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from typing import IO
 
 import aiohttp
 
-from actors.sglang.installed import require_sglang
+from actors.sglang.installed import python_path, require_sglang
 from distill.errors import EngineLost
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,6 @@ _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
 # Between finding a free port and the server's bind, somebody else can take it.
 _PORT_ATTEMPTS = 3
-_REPOSITORY = Path(__file__).parents[2]
-# Import-only modules that SGLang's CPU engine wants; only the server's own process sees them.
-CPU_STANDINS = Path(__file__).parent / "cpu_standins"
 
 
 class SglangServer:
@@ -103,20 +99,13 @@ class SglangServer:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **self._environment, "PYTHONPATH": self._python_path()},
+            env={**os.environ, **self._environment, "PYTHONPATH": python_path()},
         )
         order = {"flags": flags, "api_key": self.api_key, "admin_api_key": self.admin_api_key}
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()
         return process
-
-    def _python_path(self) -> str:
-        """PYTHONPATH of the server: this project and, without SGLang's kernels, the stand-ins."""
-        paths = [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        if importlib.util.find_spec("sgl_kernel") is None:
-            paths.append(str(CPU_STANDINS))
-        return os.pathsep.join(filter(None, paths))
 
     async def ready(self) -> None:
         """Returns once the server takes requests.

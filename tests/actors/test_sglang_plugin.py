@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actors.sglang.installed import sglang_installed
+from actors.sglang.installed import CPU_STANDINS, sglang_installed
 from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
@@ -37,7 +37,7 @@ from actors.sglang.plugin.row_temperatures import (
     UnknownPassError,
     rows_of_requests,
 )
-from actors.sglang.server import CPU_STANDINS, SglangServer
+from actors.sglang.server import SglangServer
 from distill.models.loading import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 

@@ -143,9 +143,9 @@ def measure_long_tails(
     found: dict[str, list[dict[str, Any]]] = {}
     for number in engines:
         for seed in range(seeds):
-            for rule, settings in RULES.items():
+            for i, (rule, settings) in enumerate(RULES.items()):
                 name = f"{rule}, {number} engine{'s' * (number > 1)}"
-                out = root / f"run-{len(found)}-{seed}"
+                out = root / f"run-{number}-{seed}-{i}"
                 outcome = _run(pair, out, steps, seed, {**settings, "policy_engines": number})
                 found.setdefault(name, []).append(asdict(outcome))
                 console.print(f"{name}, seed {seed}: {outcome}", highlight=False)

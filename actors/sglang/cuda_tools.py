@@ -1,0 +1,128 @@
+"""What SGLang needs of a CUDA machine besides Python packages: a driver, nvcc, libnuma.
+
+SGLang compiles kernels when it first needs them, with an nvcc that it looks for in CUDA_HOME,
+CUDA_PATH, PATH and /usr/local/cuda (sglang/kernels/jit/utils/compile/toolchain.py); one of another
+major version than torch's makes kernels that do not load. Its prebuilt kernels link libnuma.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Oldest Linux driver for CUDA of a major version, by NVIDIA's release notes of the toolkit
+# (docs.nvidia.com/cuda/cuda-toolkit-release-notes: minor version compatibility).
+_OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
+_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaTools:
+    """What is found on this machine.
+
+    Attributes:
+        cuda: version that torch was built for; None: a CPU build.
+        driver: version of NVIDIA's driver; None: none answers.
+        nvcc: path and version of the compiler that SGLang would find; None: none.
+        libnuma: whether the library loads.
+    """
+
+    cuda: str | None
+    driver: str | None
+    nvcc: tuple[str, str] | None
+    libnuma: bool
+
+    def driver_problem(self) -> str | None:
+        """Why torch cannot use the GPUs that the driver answers for, and the remedy."""
+        if self.driver is None:
+            return None
+        if self.cuda is None:
+            return (
+                "torch is a CPU build beside a GPU: reinstall it from PyPI or "
+                "https://pytorch.org, without the CPU index"
+            )
+        oldest = _OLDEST_DRIVER.get(_major(self.cuda))
+        if oldest is not None and _numbers(self.driver) < _numbers(oldest):
+            return (
+                f"driver {self.driver} is older than {oldest}, which this torch's CUDA {self.cuda} "
+                "needs: update the driver, or install a torch for an older CUDA"
+            )
+        return None
+
+    def sglang_problems(self) -> list[str]:
+        """Why SGLang would not start on CUDA here, and the remedies."""
+        if self.cuda is None:
+            return []
+        problems = []
+        if not self.libnuma:
+            problems.append("libnuma.so.1 is missing: apt-get install libnuma1")
+        if self.nvcc is None:
+            problems.append(
+                "no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda: SGLang compiles kernels "
+                f"as it runs; install the CUDA {_major(self.cuda)} toolkit, or use an image that "
+                "has it (nvidia/cuda:*-devel, lmsysorg/sglang)"
+            )
+        elif _major(self.nvcc[1]) != _major(self.cuda):
+            problems.append(
+                f"nvcc at {self.nvcc[0]} is of CUDA {self.nvcc[1]}, and torch of {self.cuda}: set "
+                f"CUDA_HOME to a toolkit of CUDA {_major(self.cuda)}"
+            )
+        return problems
+
+
+def find_cuda_tools(cuda: str | None) -> CudaTools:
+    """Looks for them. `cuda` is `torch.version.cuda`."""
+    return CudaTools(cuda=cuda, driver=_driver(), nvcc=_nvcc(), libnuma=_loads("libnuma.so.1"))
+
+
+def _driver() -> str | None:
+    listed = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return listed.splitlines()[0].strip() if listed else None
+
+
+def _nvcc() -> tuple[str, str] | None:
+    for path in _nvcc_paths():
+        if version := re.search(r"release (\d+\.\d+)", _output(path, "--version")):
+            return path, version[1]
+    return None
+
+
+def _nvcc_paths() -> Iterator[str]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if root := os.environ.get(variable):
+            yield str(Path(root) / "bin" / "nvcc")
+    if found := shutil.which("nvcc"):
+        yield found
+    yield "/usr/local/cuda/bin/nvcc"
+
+
+def _output(*command: str) -> str:
+    """What a program prints; nothing where there is none or it fails."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _major(version: str) -> int:
+    return _numbers(version)[0]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -1,0 +1,308 @@
+"""`isotherm doctor`: what this machine has for a run, what it lacks, and the remedy for each.
+
+Each line is fine, a note, or a problem. A note costs speed or a feature; with a problem a run could
+not start, and the exit code is 1. It looks at the machine that it runs on: run it on each kind.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import chz
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from actors.sglang.cuda_tools import CudaTools, find_cuda_tools
+from actors.sglang.installed import python_path, sglang_installed
+from cluster.command import run_command
+from distill.errors import ConfigError, IsothermError
+from distill.sandbox.sandbox import require_sandbox
+
+_GIB = 1 << 30
+# Ray's object store takes 30 % of memory, and moves to a disk where /dev/shm is smaller.
+_STORE_SHARE = 0.3
+# Ray refuses to write objects to a disk that is fuller.
+_FULL = 0.95
+# Ray's own advice (docs.ray.io, "Best practices for deploying large clusters"); with fewer than the
+# lower one a raylet does not get far.
+_FILES_ADVISED, _FILES_NEEDED = 65536, 1024
+_PLUGIN_TIMEOUT_S = 180.0
+_PLUGIN_CHILD = (
+    "import json\n"
+    "from actors.sglang.plugin.internals import native_option_present, unrecognised_internals\n"
+    "told = [native_option_present(), unrecognised_internals()]\n"
+    "print('\\n' + json.dumps(told))\n"
+)
+
+
+class Verdict(Enum):
+    FINE = "fine"
+    NOTE = "note"
+    PROBLEM = "PROBLEM"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, what is there, and what to do about it."""
+
+    what: str
+    found: str
+    verdict: Verdict = Verdict.FINE
+    remedy: str = ""
+
+
+@chz.chz
+class DoctorConfig:
+    """Does this machine have what a run needs? Exit code 1 if one could not start here."""
+
+    sglang: bool = chz.field(
+        default=True, doc="also ask the SGLang that is installed whether the plugin knows it: 10 s"
+    )
+
+
+def examine(*, sglang: bool) -> Iterator[Finding]:
+    """Everything, in the order in which a run meets it."""
+    yield Finding("isotherm", _version("isotherm") or "not installed")
+    yield python(sys.version_info[:3], platform.platform())
+    import torch  # seconds, and --help does without
+
+    tools = find_cuda_tools(torch.version.cuda)
+    yield torch_build(torch.__version__, tools)
+    yield from gpus(tools, _gpus(torch))
+    yield Finding("Ray", _version("ray") or "not installed")
+    yield from sglang_findings(_version("sglang"), tools, _plugin if sglang else None)
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    yield cpp(compiler)
+    memory = psutil.virtual_memory()
+    yield Finding(
+        "memory", f"{_gib(memory.available)} of {_gib(memory.total)} free, {os.cpu_count()} cores"
+    )
+    if Path("/dev/shm").is_dir():
+        yield shared_memory(psutil.disk_usage("/dev/shm").free, memory.total)
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    directory = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
+    usage = psutil.disk_usage(directory)
+    yield disk(directory, usage.used / (usage.used + usage.free), usage.free)
+    yield sandbox()
+
+
+def python(version: Sequence[int], where: str) -> Finding:
+    shown = f"{'.'.join(map(str, version))} on {where}"
+    if tuple(version[:2]) < (3, 11):
+        return Finding("Python", shown, Verdict.PROBLEM, "isotherm needs Python 3.11 or newer")
+    return Finding("Python", shown)
+
+
+def torch_build(version: str, tools: CudaTools) -> Finding:
+    shown = f"{version}, {'CPU build' if tools.cuda is None else f'CUDA {tools.cuda}'}"
+    if problem := tools.driver_problem():
+        return Finding("torch", shown, Verdict.PROBLEM, problem)
+    return Finding("torch", shown)
+
+
+def gpus(tools: CudaTools, found: Sequence[str]) -> Iterator[Finding]:
+    """The driver, each GPU and NCCL."""
+    if tools.driver is None:
+        yield Finding("GPU", "none: models run on the CPU")
+        return
+    yield Finding("driver", tools.driver)
+    for name in found:
+        yield Finding("GPU", name)
+    if not found and tools.driver_problem() is None:
+        remedy = (
+            "the driver answers and torch sees no GPU: start a container with --gpus all, and look "
+            "at CUDA_VISIBLE_DEVICES"
+        )
+        yield Finding("GPU", "not seen by torch", Verdict.PROBLEM, remedy)
+
+
+def _gpus(torch: Any) -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    properties = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [
+        f"{each.name}, {_gib(each.total_memory)}, compute capability {each.major}.{each.minor}, "
+        f"NCCL {nccl}"
+        for each in properties
+    ]
+
+
+def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[Finding]:
+    """SGLang, the plugin, and what SGLang needs on CUDA.
+
+    Args:
+        plugin: asks the SGLang that is installed; returns what is wrong, or None.
+    """
+    if version is None:
+        yield Finding(
+            "SGLang",
+            "not installed: engine=embedded only",
+            Verdict.NOTE,
+            "pip install 'isotherm[sglang]' on a CUDA machine, make install-sglang without one",
+        )
+        return
+    yield Finding("SGLang", version)
+    entries = importlib.metadata.entry_points(group="sglang.srt.plugins", name="isotherm")
+    if not entries:
+        remedy = "SGLang would not load it: install isotherm itself (pip install .)"
+        yield Finding("SGLang plugin", "not registered", Verdict.PROBLEM, remedy)
+    elif plugin is not None:
+        problem = plugin()
+        if problem is None:
+            yield Finding("SGLang plugin", "knows this version")
+        else:
+            yield Finding("SGLang plugin", "does not fit", Verdict.PROBLEM, problem)
+    if tools.driver is None:
+        return
+    if tools.nvcc is not None:
+        yield Finding("nvcc", f"CUDA {tools.nvcc[1]} at {tools.nvcc[0]}")
+    for problem in tools.sglang_problems():
+        yield Finding("SGLang on CUDA", "would not start", Verdict.PROBLEM, problem)
+
+
+def _plugin() -> str | None:
+    """What the SGLang that is installed lacks for the plugin; asked in a process of its own."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _PLUGIN_CHILD],
+            env={**os.environ, "PYTHONPATH": python_path()},
+            capture_output=True,
+            text=True,
+            timeout=_PLUGIN_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing SGLang took more than {_PLUGIN_TIMEOUT_S:.0f} s"
+    try:
+        native, unknown = json.loads(child.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        last = child.stderr.strip().splitlines()[-1:] or [f"exit code {child.returncode}"]
+        return f"SGLang cannot be imported: {last[0]}"
+    if native or not unknown:
+        return None
+    return f"{'; '.join(unknown)}: install a version that pyproject.toml names, or a newer isotherm"
+
+
+def cpp(compiler: str | None) -> Finding:
+    if compiler is None:
+        remedy = "compile=True and kernels that are built at run time need it: apt-get install g++"
+        return Finding("C++ compiler", "none", Verdict.NOTE, remedy)
+    return Finding("C++ compiler", compiler)
+
+
+def shared_memory(free: int, memory: int) -> Finding:
+    """/dev/shm: Ray's object store, and weights on their way to engines of this machine.
+
+    Args:
+        free, memory: bytes.
+    """
+    wanted = int(_STORE_SHARE * memory)
+    if free >= wanted:
+        return Finding("/dev/shm", f"{_gib(free)} free")
+    remedy = (
+        "Ray keeps its objects on a disk instead, and weights=shared_memory needs the model's "
+        f"bytes: docker run --shm-size={wanted // _GIB + 1}g, or an emptyDir of medium Memory"
+    )
+    return Finding("/dev/shm", f"{_gib(free)} free", Verdict.NOTE, remedy)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    shown = f"{_limit(soft)}, at most {_limit(hard)}"
+    if _at_least(soft, _FILES_ADVISED):
+        return Finding("open files", shown)
+    remedy = f"ulimit -n {_FILES_ADVISED}"
+    if not _at_least(hard, _FILES_ADVISED):
+        remedy += ", with a larger hard limit (/etc/security/limits.conf, or docker run --ulimit)"
+    enough = _at_least(soft, _FILES_NEEDED)
+    return Finding("open files", shown, Verdict.NOTE if enough else Verdict.PROBLEM, remedy)
+
+
+def _at_least(limit: int, wanted: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= wanted
+
+
+def _limit(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def disk(directory: str, used: float, free: int) -> Finding:
+    """Where Ray keeps its logs and what memory does not hold.
+
+    Args:
+        used: share of the disk, 0 to 1.
+        free: bytes.
+    """
+    shown = f"{_gib(free)} free at {directory}, {used:.0%} used"
+    if used < _FULL:
+        return Finding("disk", shown)
+    remedy = f"Ray writes no objects to a disk that is {_FULL:.0%} full: RAY_TMPDIR=DIR on another"
+    return Finding("disk", shown, Verdict.PROBLEM, remedy)
+
+
+def sandbox() -> Finding:
+    try:
+        require_sandbox()
+    except ConfigError as error:
+        return Finding("sandbox", "cannot be made", Verdict.NOTE, str(error))
+    return Finding("sandbox", "env.tools=python and reward=unit_tests run")
+
+
+def _version(package: str) -> str | None:
+    if package == "sglang" and not sglang_installed():
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"
+
+
+_STYLES = {Verdict.FINE: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+
+
+def print_findings(config: DoctorConfig, console: Console) -> None:
+    """Prints every finding; raises MachineError with the number of problems, if there are any."""
+    table = Table(show_header=False, box=None)
+    problems = 0
+    for finding in examine(sglang=config.sglang):
+        problems += finding.verdict is Verdict.PROBLEM
+        verdict = Text(finding.verdict.value, style=_STYLES[finding.verdict])
+        table.add_row(verdict, Text(finding.what), Text(finding.found))
+        if finding.remedy:
+            table.add_row("", "", Text(f"-> {finding.remedy}"))
+    console.print(table)
+    if problems:
+        raise MachineError(f"{problems} problem{'s' * (problems > 1)}: a run could not start here")
+
+
+class MachineError(IsothermError):
+    """A run could not start on this machine."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(DoctorConfig, print_findings, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""isotherm doctor: what is planted is found, with its remedy; what is here is told as it is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.sglang.cuda_tools import CudaTools, find_cuda_tools
+from actors.sglang.installed import sglang_installed
+from cluster.inspect import doctor
+from cluster.inspect.doctor import Finding, Verdict
+
+GIB = 1 << 30
+GOOD = CudaTools(
+    cuda="13.0", driver="580.95.05", nvcc=("/usr/local/cuda/bin/nvcc", "13.1"), libnuma=True
+)
+
+
+def verdicts(*findings: Finding) -> list[Verdict]:
+    assert all(bool(f.remedy) == (f.verdict is not Verdict.FINE) for f in findings)
+    return [finding.verdict for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({}, None),
+        ({"driver": "570.124.06"}, "driver 570.124.06 is older than 580.65, which this torch's"),
+        ({"driver": "535.183", "cuda": "12.8"}, None),
+        ({"driver": "520.61", "cuda": "12.8"}, "older than 525.60"),
+        ({"cuda": None}, "torch is a CPU build beside a GPU"),
+        ({"cuda": None, "driver": None}, None),
+        ({"cuda": "14.0"}, None),  # of which nothing is known
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_is_a_problem(
+    change: dict[str, str | None], remedy: str | None
+) -> None:
+    found = doctor.torch_build("2.14.1", replace(GOOD, **change))
+    assert verdicts(found) == [Verdict.FINE if remedy is None else Verdict.PROBLEM]
+    assert (remedy or "") in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"libnuma": False}, "apt-get install libnuma1"),
+        ({"nvcc": None}, "install the CUDA 13 toolkit"),
+        ({"nvcc": ("/usr/bin/nvcc", "12.4")}, "nvcc at /usr/bin/nvcc is of CUDA 12.4, and torch"),
+    ],
+)
+def test_what_sglang_lacks_on_cuda_is_a_problem(change: dict[str, object], remedy: str) -> None:
+    assert GOOD.sglang_problems() == []
+    lacking = replace(GOOD, **change)  # type: ignore[arg-type]
+    [problem] = lacking.sglang_problems()
+    assert remedy in problem
+    found = list(doctor.sglang_findings("0.5.23", lacking, lambda: None))
+    assert verdicts(found[-1]) == [Verdict.PROBLEM] and found[-1].remedy == problem
+    assert replace(lacking, cuda=None).sglang_problems() == []
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_problem() -> None:
+    assert verdicts(*doctor.gpus(GOOD, [])) == [Verdict.FINE, Verdict.PROBLEM]
+    assert verdicts(*doctor.gpus(GOOD, ["H200"])) == [Verdict.FINE] * 2
+    assert verdicts(*doctor.gpus(replace(GOOD, driver=None), [])) == [Verdict.FINE]
+
+
+def test_the_machine_s_limits() -> None:
+    infinite = resource.RLIM_INFINITY
+    assert verdicts(
+        doctor.python((3, 11, 7), "Linux"),
+        doctor.python((3, 10, 1), "Linux"),
+        doctor.shared_memory(64 * GIB, 128 * GIB),
+        doctor.shared_memory(64 << 20, 128 * GIB),
+        doctor.open_files(infinite, infinite),
+        doctor.open_files(4096, infinite),
+        doctor.open_files(256, 4096),
+        doctor.disk("/tmp", 0.5, 9 * GIB),
+        doctor.disk("/tmp", 0.96, GIB),
+        doctor.cpp(None),
+    ) == [
+        *(Verdict.FINE, Verdict.PROBLEM),
+        *(Verdict.FINE, Verdict.NOTE),
+        *(Verdict.FINE, Verdict.NOTE, Verdict.PROBLEM),
+        *(Verdict.FINE, Verdict.PROBLEM),
+        Verdict.NOTE,
+    ]
+    assert "--shm-size=39g" in doctor.shared_memory(64 << 20, 128 * GIB).remedy
+    assert "hard limit" in doctor.open_files(256, 4096).remedy
+
+
+def test_a_plugin_that_does_not_fit_is_a_problem() -> None:
+    cpu = replace(GOOD, cuda=None, driver=None)
+    said = "LogitsProcessor.forward takes ('self',)"
+    found = list(doctor.sglang_findings("0.6.0", cpu, lambda: said))
+    assert [finding.what for finding in found] == ["SGLang", "SGLang plugin"]
+    assert found[-1].verdict is Verdict.PROBLEM and found[-1].remedy == said
+    [absent] = doctor.sglang_findings(None, cpu, lambda: said)
+    assert absent.verdict is Verdict.NOTE
+
+
+def test_nvcc_is_looked_for_where_sglang_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("home", "13.0"), ("path", "12.4")):
+        program = tmp_path / name / "bin" / "nvcc"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version}, V1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path/bin'}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert find_cuda_tools("13.0").nvcc == (str(tmp_path / "path/bin/nvcc"), "12.4")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert find_cuda_tools("13.0").nvcc == (str(tmp_path / "home/bin/nvcc"), "13.0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed here")
+def test_the_sglang_that_is_installed_is_asked() -> None:
+    assert doctor._plugin() is None
+
+
+def test_the_command_tells_of_this_machine_and_its_code_is_the_truth() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "doctor", "sglang=False"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = done.stdout.splitlines()
+    assert any(
+        re.search(r"fine +isotherm +" + importlib.metadata.version("isotherm"), x) for x in lines
+    )
+    problems = sum(line.strip().startswith("PROBLEM") for line in lines)
+    assert done.returncode == (1 if problems else 0)
+    assert ("a run could not start here" in done.stderr) == bool(problems)
