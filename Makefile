@@ -24,12 +24,15 @@ help:
 
 install: $(STAMP)
 
+# SGLang on CUDA pins another torch than the tests run with: what is there need not be replaced.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi),constraints-cuda.txt,constraints.txt)
+
 # torch comes first and pinned: other packages then keep the build that is there.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "isotherm needs Python 3.11 or newer"'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 # SGLang pins a CUDA build of torch. Without CUDA, requirements/README.md says what this does.
@@ -37,7 +40,8 @@ install-sglang: $(SGLANG)
 
 $(SGLANG): $(STAMP) requirements/sglang-cpu.txt
 	@if command -v nvidia-smi >/dev/null; then \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sglang]'; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+			-c $(CONSTRAINTS) -e '.[sglang]'; \
 	elif [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 			-r requirements/sglang-cpu.txt; \

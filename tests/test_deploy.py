@@ -11,6 +11,8 @@ from typing import Any
 import chz
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from cluster.command import parse
@@ -23,11 +25,16 @@ DOCUMENTS = [
     REPOSITORY / "docs/cluster.md",
     REPOSITORY / "runtime-env.yaml",
 ]
-PINS = dict(
-    line.split("==")
-    for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
-    if "==" in line and not line.startswith("#")
-)
+
+
+def pins(name: str) -> dict[str, str]:
+    """Versions by package."""
+    lines = (REPOSITORY / name).read_text().splitlines()
+    pinned = [line.split("==") for line in lines if "==" in line and not line.startswith("#")]
+    return {canonicalize_name(package): version for package, version in pinned}
+
+
+PINS, CUDA_PINS = pins("constraints.txt"), pins("constraints-cuda.txt")
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -103,8 +110,8 @@ def test_the_image_has_the_pinned_versions() -> None:
     (python,) = re.findall(r"^FROM python:(\d+\.\d+)-", text, re.MULTILINE)
     assert project["project"]["requires-python"] == f">={python}"
     assert project["tool"]["pyright"]["pythonVersion"] == python
-    assert re.findall(r"ray\[default\]==([\d.]+)", text) == [PINS["ray"]]
-    assert "-c constraints.txt" in text and "ARG VARIANT" in text
+    assert "-c constraints.txt" in text and "-c constraints-cuda.txt" in text
+    assert "ARG VARIANT" in text
     user = [line for line in text.splitlines() if line.startswith("USER")]
     assert user == ["USER ray"]
     copied = {
@@ -112,6 +119,16 @@ def test_the_image_has_the_pinned_versions() -> None:
     }
     for package in project["tool"]["setuptools"]["packages"]["find"]["include"]:
         assert package.rstrip("*") in copied, f"{package} is not in the image"
+
+
+def test_cuda_has_the_versions_that_the_tests_run_with_where_sglang_lets_it() -> None:
+    for package in ("ray", "chz", "transformers", "safetensors", "peft", "aiohttp"):
+        assert CUDA_PINS[package] == PINS[package], package
+    assert CUDA_PINS["sglang"] == pins("requirements/sglang-cpu.txt")["sglang"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["sglang"]]
+    for requirement in map(Requirement, wanted):
+        assert CUDA_PINS[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
 def test_the_commands_are_the_command_lines_own() -> None:
