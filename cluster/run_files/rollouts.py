@@ -7,12 +7,13 @@
         "segments": [
           {"tokens": [...], "actions": [[12, 40]],
            "behaviour_logprobs": [...], "teacher_logprobs": [...], "versions": [...],
-           "advantages": [...], "bonuses": null}]}]}
+           "advantages": [...], "bonuses": null, "teacher_top": null}]}]}
 
 `source` is named where prompts come from several. `actions` are the runs of tokens that the policy
 sampled, [start, stop), a turn each; the lists after it have an entry for each of those tokens
-alone. The learner's leader writes the file, and nobody else: it alone has a step's groups and what
-they were trained with.
+alone. With estimator=top_k `teacher_top` has the teacher's first few tokens in each of those
+places, [id, log q], the likeliest first. The learner's leader writes the file, and nobody else: it
+alone has a step's groups and what they were trained with.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
-from distill.types import BoolArray, Segment, Trajectory, TrajectoryGroup
+from distill.types import BoolArray, Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
+
+
+# Of what a teacher would have said at a token.
+ALTERNATIVES = 5
 
 
 class RolloutLog:
@@ -137,7 +142,19 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
         "bonuses": None
         if bonuses_T is None
         else [_significant(value) for value in bonuses_T[mask_T]],
+        "teacher_top": None if segment.teacher_top is None else _first(segment.teacher_top),
     }
+
+
+def _first(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+    """The likeliest few of each position."""
+    likeliest_NK = np.argsort(-top.logprobs_NK, axis=1, kind="stable")[:, :ALTERNATIVES]
+    ids_NK = np.take_along_axis(top.ids_NK, likeliest_NK, 1).tolist()
+    logprobs_NK = np.take_along_axis(top.logprobs_NK, likeliest_NK, 1)
+    return [
+        list(zip(ids_K, _nats(logprobs_K), strict=True))
+        for ids_K, logprobs_K in zip(ids_NK, logprobs_NK, strict=True)
+    ]
 
 
 def _runs(mask_T: BoolArray) -> list[list[int]]:
@@ -161,7 +178,10 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSegment:
-    """A segment as it was kept. `actions` are [start, stop) of each turn; `_N` are its actions."""
+    """A segment as it was kept. `actions` are [start, stop) of each turn; `_N` are its actions.
+
+    `teacher_top_NK` are (id, log q) of the teacher's likeliest tokens; None: it was not asked.
+    """
 
     tokens_T: Sequence[int]
     actions: Sequence[tuple[int, int]]
@@ -170,6 +190,7 @@ class KeptSegment:
     versions_N: Sequence[int]
     advantages_N: Sequence[float]
     bonuses_N: Sequence[float] | None
+    teacher_top_NK: Sequence[Sequence[tuple[int, float]]] | None = None
 
     def __post_init__(self) -> None:
         if min(self.tokens_T, default=0) < 0:
@@ -182,6 +203,9 @@ class KeptSegment:
             values = getattr(self, f"{name}_N")
             if values is not None and len(values) != actions:
                 raise ValueError(f"{name} has {len(values)} entries for {actions} actions")
+        top = self.teacher_top_NK
+        if top is not None and len(top) != actions:
+            raise ValueError(f"teacher_top has {len(top)} entries for {actions} actions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +297,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
 
 def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
     teacher, bonuses = row["teacher_logprobs"], row["bonuses"]
+    top = row.get("teacher_top")  # runs of before it was kept have none
     return KeptSegment(
         tokens_T=_integers(row["tokens"]),
         actions=[(int(start), int(stop)) for start, stop in row["actions"]],
@@ -281,6 +306,9 @@ def _kept_segment(row: Mapping[str, Any]) -> KeptSegment:
         versions_N=_integers(row["versions"]),
         advantages_N=_floats(row["advantages"]),
         bonuses_N=None if bonuses is None else _floats(bonuses),
+        teacher_top_NK=None
+        if top is None
+        else [[(int(id_), float(logprob)) for id_, logprob in top_K] for top_K in top],
     )
 
 

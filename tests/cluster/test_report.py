@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from cluster.run_files.rollouts import RolloutLog
 from distill.chat.token_text import token_texts
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
@@ -247,6 +248,89 @@ def test_the_curves_are_the_metrics(page: Page) -> None:
     assert 3 not in found["Loss"][0]["at"]  # it was not finite
 
 
+def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    top = TopLogprobs(
+        ids_NK=np.array([[5, 6, 7]] * 3, np.int32),
+        logprobs_NK=np.log([[0.5, 0.3, 0.1]] * 3).astype(np.float32),
+    )
+    alike = [
+        turns(tokenizer, ("ask é\n", False), (said, True), version=0) for said in ("yes", "né")
+    ]
+    alike = [replace(each, teacher_top=top) for each in alike]
+    groups = [
+        TrajectoryGroup(
+            group_id=0,
+            trajectories_G=tuple(
+                Trajectory(segments=(each,), reward=1.0, stop_reason=StopReason.EOS)
+                for each in alike
+            ),
+        )
+    ]
+    out = write(tmp_path / "run")
+    tokenizer.save_pretrained(out / "final")
+    rows = policy_rows(groups, ObjectiveConfig(estimator="top_k"))
+    RolloutLog(out / "rollouts.jsonl", 1).keep(1, groups, rows)
+    [group] = report_data(read_run(out), 1)["groups"]
+    assert "".join(filter(None, group["prompt"]["texts"])) == "ask é\n"
+    length = len(group["prompt"]["ids"])
+    assert length == len(group["prompt"]["texts"])
+    for member, made in zip(group["members"], alike, strict=True):
+        [segment] = member["segments"]
+        assert group["prompt"]["ids"] + segment["ids"] == made.tokens_T.tolist()
+        assert segment["prompt"] == length == segment["actions"][0][0]
+        assert segment["top"][0] == [(5, -0.6931), (6, -1.204), (7, -2.3026)]
+    texts = [member["segments"][0]["texts"] for member in group["members"]]
+    assert texts == [["y", "e", "s"], ["n", "é", None]]
+    assert group["alternatives"] == {id_: tokenizer.decode([id_]) for id_ in (5, 6, 7)}
+
+
+def test_prompts_that_differ_stay_with_their_members(page: Page) -> None:
+    for group in page.data["groups"]:
+        assert group["prompt"]["ids"] == [] and group["alternatives"] is None
+        assert all(s["prompt"] == 0 for member in group["members"] for s in member["segments"])
+
+
+def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    one = whole_run(tmp_path / "a" / "run")
+    other = write(
+        tmp_path / "b" / "run",
+        metrics=[{"step": s, "opd/reverse_kl": 3.0, "reward/mean": 0.5} for s in (1, 2)],
+        settings={**SETTINGS, "temperature": 1.0, "lr": 0.001, "out": "elsewhere"},
+        summary={"eval after": {"eval/accuracy": 0.5}},
+    )
+    assert main([f"out={one}", f"against={other}"]) == 0
+    data = Page((one / "report.html").read_text()).data
+    assert data["title"] == "opd a/run against b/run"
+    found = {chart["title"]: chart["lines"] for chart in data["charts"]}
+    ours, theirs = found["Reverse KL per token, nats"]
+    assert (ours["label"], theirs["label"]) == ("a/run: to q at T", "b/run: to q at T")
+    assert ours["at"] == list(range(1, 41)) and theirs["values"] == [3.0, 3.0]
+    assert [line["label"] for line in found["Reward"]] == ["b/run: mean"]
+    assert data["against"] == {
+        "names": ["a/run", "b/run"],
+        "differ": [["temperature", "0.7", "1.0"], ["lr", None, "0.001"]],
+    }
+    columns = data["evaluations"]["columns"]
+    rows = {row[0]: row[1:] for row in data["evaluations"]["rows"]}
+    assert columns == ["a/run: before", "a/run: after", "a/run: teacher", "b/run: after"]
+    assert rows["accuracy"] == [[0.25], [0.75], [0.9, 0.8, 0.95], [0.5]]
+    assert rows["reverse_kl"] == [[1.5], [0.5], None, None]
+    assert len(data["groups"]) == 3  # the first run's
+
+
+def test_a_comparison_with_what_is_no_other_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = write(tmp_path / "run")
+    assert main([f"out={out}", f"against={tmp_path / 'gone'}"]) == 2
+    assert main([f"out={out}", f"against={out}/."]) == 2
+    said = capsys.readouterr().err
+    assert f"against={tmp_path / 'gone'} is not a directory" in said and "is out= itself" in said
+
+
 def test_the_evaluations_are_a_table(page: Page) -> None:
     assert page.data["evaluations"] == {
         "columns": ["before", "after", "teacher"],
@@ -293,7 +377,7 @@ def served(out: Path, ask: Callable[[ClientSession, str], Awaitable[Any]]) -> An
 
     async def run() -> Any:
         port = asyncio.get_running_loop().create_future()
-        live = LiveReport(out, lambda: report_data(read_run(out), 20) | {"timeline": {}})
+        live = LiveReport([out], lambda: report_data(read_run(out), 20) | {"timeline": {}})
         serving = asyncio.create_task(live.serve(0, port.set_result))
         try:
             async with ClientSession() as session:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from cluster.run_files.rollouts import RolloutLog, read_rollouts
 from distill.errors import DataError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
-from distill.types import StopReason, TrajectoryGroup
+from distill.types import StopReason, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner
@@ -110,6 +111,27 @@ def test_the_first_step_and_every_nth_after_it(
     found = read_rollouts(tmp_path / "r")
     assert [each.step for each in found] == steps
     assert {each.group_id for each in found} <= {3}
+
+
+def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
+    made = segment(2, 3, seed=1)
+    ids_NK = np.tile(np.arange(10, 18, dtype=np.int32), (3, 1))
+    logprobs_NK = np.tile(np.log(np.array([1, 2, 3, 4, 5, 6, 7, 8]) / 40), (3, 1))
+    top = TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK.astype(np.float32))
+    groups = [replace(group(3), trajectories_G=(trajectory(replace(made, teacher_top=top)),))]
+    objective = ObjectiveConfig(estimator="top_k")
+    RolloutLog(tmp_path / "r", 1).keep(1, groups, policy_rows(groups, objective))
+    [found] = read_rollouts(tmp_path / "r")
+    [kept_segment] = found.trajectories_G[0].segments
+    assert kept_segment.teacher_top_NK is not None and len(kept_segment.teacher_top_NK) == 3
+    for top_K in kept_segment.teacher_top_NK:
+        assert [id_ for id_, _ in top_K] == [17, 16, 15, 14, 13]
+        assert [q for _, q in top_K] == pytest.approx(np.log(np.arange(8, 3, -1) / 40), abs=1e-4)
+    row = json.loads((tmp_path / "r").read_text())
+    row["trajectories"][0]["segments"][0]["teacher_top"].pop()
+    (tmp_path / "r").write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="teacher_top has 2 entries for 3 actions"):
+        read_rollouts(tmp_path / "r")
 
 
 def test_the_last_step_is_kept_too(tmp_path: Path) -> None:

@@ -90,7 +90,22 @@ function showResponses() {
   byId("evaluations").hidden = false;
 }
 
+// Another run beside this one: what is this one's alone says so.
+function showAgainst() {
+  const { names, differ } = data.against;
+  const head = ["", ...names].map((name) => make("th", { scope: "col" }, name));
+  const rows = differ.map(([name, ...values]) => make("tr", {},
+    make("th", { scope: "row" }, name),
+    ...values.map((value) => make("td", {}, value ?? "–"))));
+  byId("against-table").append(
+    make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+  byId("against-none").hidden = differ.length > 0;
+  byId("against").hidden = false;
+  for (const title of ["timeline-title", "rollouts-title"]) byId(title).append(` of ${names[0]}`);
+}
+
 showHead();
+if (data.against) showAgainst();
 if (data.settings.length) showSettings();
 if (data.evaluations) showEvaluations();
 if (data.responses.length) showResponses();

@@ -6,6 +6,8 @@ serve=8080 it is served instead, to this machine alone, and follows a running ru
     the run         what was run, how it ended, its evaluations, and what was answered in them
     the curves      of metrics.jsonl, each with a read-out
     the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
+    the comparison  against=DIR: another run's curves and evaluations beside this one's, and the
+                    settings in which the two differ
     the rollouts    that the run kept (keep_rollouts_every): what was observed and what was
                     sampled, each token coloured by how far student and teacher are apart on it, or
                     by its advantage, log-prob, bonus or weight version
@@ -22,6 +24,7 @@ import chz
 from rich.console import Console
 
 from cluster.command import run_command
+from cluster.inspect.report.compare import compared_data
 from cluster.inspect.report.data import report_data
 from cluster.inspect.report.page import report_page
 from cluster.inspect.report.run_files import read_run
@@ -34,6 +37,11 @@ class ReportConfig:
     """Writes the report of a run, finished or not."""
 
     out: str = chz.field(doc="the run's directory")
+    against: str | None = chz.field(
+        default=None,
+        doc="another run's directory: its curves and evaluations are shown beside this one's, and "
+        "the settings in which the two differ",
+    )
     html: str | None = chz.field(default=None, doc="the page; out/report.html without it")
     serve: int | None = chz.field(
         default=None,
@@ -47,6 +55,8 @@ class ReportConfig:
     def _in_range(self) -> None:
         if self.groups < 1:
             raise ConfigError(f"groups={self.groups} must be at least 1")
+        if self.against is not None and Path(self.against).resolve() == Path(self.out).resolve():
+            raise ConfigError(f"against={self.against} is out= itself; give another run")
         if self.serve is not None and not 0 <= self.serve < 1 << 16:
             raise ConfigError(f"serve={self.serve} is no port; give 0 to 65535")
         if self.serve is not None and self.html is not None:
@@ -76,7 +86,11 @@ def report(config: ReportConfig, console: Console) -> None:
 
 def _data(config: ReportConfig) -> dict[str, Any]:
     run = read_run(Path(config.out))
-    return {**report_data(run, config.groups), "timeline": timeline(run)}
+    if config.against is None:
+        data = report_data(run, config.groups)
+    else:
+        data = compared_data(run, read_run(Path(config.against), "against"), config.groups)
+    return {**data, "timeline": timeline(run)}
 
 
 def _serve(config: ReportConfig, port: int, console: Console) -> None:
@@ -92,7 +106,8 @@ def _serve(config: ReportConfig, port: int, console: Console) -> None:
 
     if not Path(config.out).is_dir():
         raise ConfigError(f"out={config.out} is not a directory; give a run's directory")
-    live = LiveReport(Path(config.out), lambda: _data(config))
+    directories = [Path(each) for each in (config.out, config.against) if each is not None]
+    live = LiveReport(directories, lambda: _data(config))
     with suppress(KeyboardInterrupt):
         asyncio.run(live.serve(port, started))
 

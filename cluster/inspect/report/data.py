@@ -107,6 +107,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
         "note": complaint if run.groups else why_no_rollouts(run),
         "groups": [group_data(group, tokenizer) for group in shown],
         "apart": furthest_apart(shown, tokenizer),
+        "against": None,
     }
 
 
@@ -290,8 +291,14 @@ def spread(groups: Sequence[KeptGroup], number: int) -> list[KeptGroup]:
 
 
 def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """The group with the texts of its tokens."""
+    """The group with the texts of its tokens.
+
+    What all members saw before their first turn is its `prompt`, and is left out of their first
+    segments, whose other places count it all the same.
+    """
     special = set() if tokenizer is None else _special_ids(tokenizer)
+    prompt = _prompt_tokens(group)
+    shared = list(group.trajectories_G[0].segments[0].tokens_T) if prompt else []
     return {
         "step": group.step,
         "group": group.group_id,
@@ -301,16 +308,51 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
         "source": group.source,
         "temperature": group.temperature,
         "metrics": _finite(group.metrics),
+        "prompt": {
+            "ids": shared[:prompt],
+            "texts": None if tokenizer is None else token_texts(tokenizer, shared)[:prompt],
+        },
+        "alternatives": _texts_of_alternatives(group, tokenizer),
         "members": [
             {
                 "reward": _number({"reward": member.reward}, "reward"),
                 "stop": member.stop_reason,
                 "metrics": _finite(member.metrics),
-                "segments": [_segment(segment, tokenizer, special) for segment in member.segments],
+                "segments": [
+                    _segment(segment, tokenizer, special, 0 if s else prompt)
+                    for s, segment in enumerate(member.segments)
+                ],
             }
             for member in group.trajectories_G
         ],
     }
+
+
+def _prompt_tokens(group: KeptGroup) -> int:
+    """How many tokens all members observed alike before their first turns; 0 of one alone."""
+    prompts = {
+        tuple(first.tokens_T[: first.actions[0][0]]) if first.actions else ()
+        for first in (member.segments[0] for member in group.trajectories_G)
+    }
+    several = len(group.trajectories_G) > 1
+    return len(prompts.pop()) if several and len(prompts) == 1 else 0
+
+
+def _texts_of_alternatives(
+    group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[int, str] | None:
+    """The text of each token that the teacher might have said; None: it was not asked, or there
+    are no texts."""
+    ids = {
+        id_
+        for member in group.trajectories_G
+        for segment in member.segments
+        for top_K in segment.teacher_top_NK or ()
+        for id_, _ in top_K
+    }
+    if tokenizer is None or not ids:
+        return None
+    return {id_: str(tokenizer.decode([id_])) for id_ in sorted(ids)}
 
 
 def furthest_apart(
@@ -344,12 +386,17 @@ def _sampled_ids(segment: KeptSegment) -> list[int]:
 
 
 def _segment(
-    segment: KeptSegment, tokenizer: PreTrainedTokenizerBase | None, special: set[int]
+    segment: KeptSegment,
+    tokenizer: PreTrainedTokenizerBase | None,
+    special: set[int],
+    prompt: int,
 ) -> dict[str, Any]:
+    """The segment, without the ids and texts of its first `prompt` tokens."""
     ids = list(segment.tokens_T)
     return {
-        "ids": ids,
-        "texts": None if tokenizer is None else token_texts(tokenizer, ids),
+        "prompt": prompt,
+        "ids": ids[prompt:],
+        "texts": None if tokenizer is None else token_texts(tokenizer, ids)[prompt:],
         "special": [t for t, token in enumerate(ids) if token in special],
         "actions": segment.actions,
         "student": segment.behaviour_logprobs_N,
@@ -357,6 +404,7 @@ def _segment(
         "versions": segment.versions_N,
         "advantages": segment.advantages_N,
         "bonuses": segment.bonuses_N,
+        "top": segment.teacher_top_NK,
     }
 
 

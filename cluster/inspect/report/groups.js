@@ -1,5 +1,14 @@
 // Kept groups: what is known of each, the list of them, and what their tokens are coloured by.
 
+// A prompt that all members saw stands once in the data.
+for (const group of data.groups) {
+  for (const segment of group.members.flatMap((member) => member.segments)) {
+    if (!segment.prompt) continue;
+    segment.ids = [...group.prompt.ids, ...segment.ids];
+    if (segment.texts) segment.texts = [...group.prompt.texts, ...segment.texts];
+  }
+}
+
 const gap = (segment, n) => (segment.teacher ? segment.student[n] - segment.teacher[n] : null);
 const MODES = [
   { name: "KL", value: gap, high: "--high", low: "--low",

@@ -26,9 +26,22 @@ function showTip(token) {
     [make("dt", {}, name), make("dd", {}, String(value))]));
   const tip = byId("tip");
   const heading = whole === null ? "" : JSON.stringify(whole);
-  tip.replaceChildren(make("code", {}, heading.length > 200 ? `${heading.slice(0, 200)}…` : heading), list);
+  tip.replaceChildren(make("code", {}, heading.length > 200 ? `${heading.slice(0, 200)}…` : heading),
+    list, ...alternativesTo(token));
   tip.hidden = false;
   placeTip(tip, span.getClientRects()[0] ?? span.getBoundingClientRect());
+}
+
+// What the teacher finds likeliest in the place of a token, where the run has asked it.
+function alternativesTo({ segment, t, n }) {
+  if (!segment.top) return [];
+  const texts = data.groups[state.chosen].alternatives ?? {};
+  const rows = segment.top[n].flatMap(([id, logprob]) => [
+    make("dt", id === segment.ids[t] ? { class: "said" } : {},
+      texts[id] ? JSON.stringify(texts[id]) : `⟨${id}⟩`),
+    make("dd", {}, fixed(logprob)),
+  ]);
+  return [make("p", { class: "hint" }, "the teacher's likeliest, log q"), make("dl", {}, ...rows)];
 }
 
 function placeTip(tip, beside) {

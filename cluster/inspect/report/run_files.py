@@ -42,21 +42,21 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return bool(measured) and all(name.startswith(("eval/", "time/eval")) for name in measured)
 
 
-def read_run(out: Path) -> Run:
-    """The run in `out`, finished or not.
+def read_run(out: Path, setting: str = "out") -> Run:
+    """The run in `out`, finished or not; `setting` is what names the directory.
 
     Raises:
         ConfigError: there is no such directory.
         DataError: it has neither events nor metrics, or something in it cannot be read.
     """
     if not out.is_dir():
-        raise ConfigError(f"out={out} is not a directory; give a run's directory")
+        raise ConfigError(f"{setting}={out} is not a directory; give a run's directory")
     metrics = read_lines(out / "metrics.jsonl", {"step"})
     events = read_lines(out / "events.jsonl", {"t", "event"})
     if not events and not metrics:
         raise DataError(
-            f"out={out} holds neither events.jsonl nor metrics.jsonl with anything in it; give the "
-            "directory of a run that has started"
+            f"{setting}={out} holds neither events.jsonl nor metrics.jsonl with anything in it; "
+            "give the directory of a run that has started"
         )
     written, summary = _object(out / "config.json"), _object(out / "summary.json")
     settings, versions = written.get("settings"), written.get("versions")

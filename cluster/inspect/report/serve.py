@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -28,12 +28,12 @@ class LiveReport:
     """Serves the pages of one run.
 
     Args:
-        out: the run's directory.
+        directories: of the run, and of another it is compared with.
         read: its data, as `report_page` takes them.
     """
 
-    def __init__(self, out: Path, read: Callable[[], Mapping[str, Any]]) -> None:
-        self._out, self._read = out, read
+    def __init__(self, directories: Sequence[Path], read: Callable[[], Mapping[str, Any]]) -> None:
+        self._directories, self._read = directories, read
         self._made: tuple[str, str] = "", ""
         self._reading = asyncio.Lock()
 
@@ -61,7 +61,8 @@ class LiveReport:
 
     def version(self) -> str:
         """Changes when the run has written something."""
-        stats = [(self._out / name).stat() for name in _FILES if (self._out / name).exists()]
+        files = [directory / name for directory in self._directories for name in _FILES]
+        stats = [file.stat() for file in files if file.exists()]
         seen = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
         return sha256(repr(seen).encode()).hexdigest()[:16]
 

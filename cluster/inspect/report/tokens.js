@@ -25,11 +25,18 @@ function showGroup() {
     const element = make("details", { class: "member", "data-member": m }, memberHead(member, m));
     element.open = m === 0 || room > 0;
     if (element.open) fill(element);
-    room -= member.segments.reduce((sum, segment) => sum + segment.ids.length, 0);
+    room -= member.segments.reduce((sum, s) => sum + s.ids.length - s.prompt, 0);
     return element;
   });
-  byId("detail").replaceChildren(head, ...members);
+  byId("detail").replaceChildren(head, ...sharedPrompt(group), ...members);
   colour();
+}
+
+// What all members saw first, once; `fill` leaves it out of each.
+function sharedPrompt(group) {
+  const first = group.members[0]?.segments[0];
+  if (!first?.prompt) return [];
+  return [make("section", { class: "member" }, observedRun(first, 0, first.prompt, 0))];
 }
 
 function memberHead(member, m) {
@@ -63,7 +70,7 @@ function fill(element) {
       block.append(make("p", { class: "segment-head" },
         `Segment ${s + 1} of ${segments.length}${why}`));
     }
-    let [t, n] = [0, 0];
+    let [t, n] = [segment.prompt, 0];
     for (const [start, stop] of segment.actions) {
       if (start > t) block.append(observedRun(segment, t, start, s));
       turn += 1;
