@@ -96,6 +96,12 @@ class ServerSettings:
         "ones (each token's version is recorded), restart, finish first, or in_place (continue on "
         "the context as the old weights computed it: cheaper, and not exact)",
     )
+    push_bucket_bytes: int = chz.field(
+        default=1 << 30,
+        doc="weights are pushed to SGLang servers in portions of so many bytes (or one tensor that "
+        "is larger): what a push adds to a rank's memory",
+        metadata=MAY_CHANGE,
+    )
     start_deadline_s: float = chz.field(
         default=600.0,
         doc="longest an actor may take to start, seconds: an engine with its model, an SGLang "
@@ -107,6 +113,8 @@ class ServerSettings:
     def _start_in_range(self) -> None:
         if not self.start_deadline_s > 0:
             raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+        if self.push_bucket_bytes < 1:
+            raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
 
 
 @chz.chz
@@ -185,6 +193,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
         return shared | {
             "flags": self.server_flags,
             "in_flight": self.in_flight,
+            "push_bucket_bytes": self.push_bucket_bytes,
             "gpu_share": self.gpu_share,
             "log_path": self.log_path,
             "start_deadline_s": self.start_deadline_s,

@@ -24,6 +24,7 @@ from distill.models.loading import (
     vocab_size,
 )
 from distill.stops import StopTokens
+from distill.weights.model_weights import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class HostedSglangEngine(SglangEngine):
         max_batch_rows: most sequences decoded at once; more wait.
         flags: more of SGLang's own flags; they replace ours.
         in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
+        push_bucket_bytes: most that a rank takes at once of weights that are pushed.
         gpu_share: the part of a GPU that the server may fill.
         host: address to listen on; only this process speaks to the server.
         log_path: file for what the server prints; None makes one without a name.
@@ -69,6 +71,7 @@ class HostedSglangEngine(SglangEngine):
         max_batch_rows: int = 256,
         flags: str = "",
         in_flight: InFlight = "continue",
+        push_bucket_bytes: int = BUCKET_BYTES,
         gpu_share: float = 1,
         host: str = "127.0.0.1",
         log_path: str | None = None,
@@ -115,7 +118,12 @@ class HostedSglangEngine(SglangEngine):
             context_length=length,
             dtype=dtype,
             stops=StopTokens.of([stop_token_ids(model_path)]) if stops is None else stops,
-            weights=WeightSession(client, in_flight, partial(tensor_shapes, model_path)),
+            weights=WeightSession(
+                client,
+                in_flight,
+                partial(tensor_shapes, model_path),
+                bucket_bytes=push_bucket_bytes,
+            ),
             seeded="--enable-deterministic-inference" in all_flags,
         )
 

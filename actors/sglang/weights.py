@@ -1,6 +1,7 @@
 """Weight updates of an SGLang server with requests in flight: versions never mix unnoticed.
 
-    check -> pause -> begin -> load, drop the prefix cache, new version -> end -> continue
+    check -> pause -> begin -> load, bucket by bucket -> end -> continue
+                               with the last: drop the prefix cache, new version
 
 What becomes of samples under way is `in_flight`:
 
@@ -39,6 +40,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -57,7 +59,7 @@ from distill.engine import (
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.models.loading import tensor_shapes
 from distill.types import StopReason
-from distill.weights.model_weights import HeldWeights
+from distill.weights.model_weights import BUCKET_BYTES, HeldWeights
 from distill.weights.shared_memory import SharedBlock, SharedTensors
 from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite
 
@@ -103,18 +105,64 @@ class _Traffic:
         await self._ended.wait()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ServerFacts:
+    """What a load needs to know of a server.
+
+    Attributes:
+        ranks: its tensor parallelism.
+        drafts: it decodes speculatively.
+        own_draft: the draft is a part of the served model's own checkpoint.
+    """
+
+    ranks: int
+    drafts: bool
+    own_draft: bool
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> _ServerFacts:
+        draft = info.get("speculative_draft_model_path")
+        return cls(
+            ranks=int(info.get("tp_size") or 1),
+            drafts=info.get("speculative_algorithm") is not None,
+            own_draft=draft is None or draft == info.get("model_path"),
+        )
+
+    @property
+    def has_other_draft(self) -> bool:
+        return self.drafts and not self.own_draft
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Which of the server's models a load is for: a draft of its own names has no part in it.
+
+        Such a draft has tensors by the same names (`layers.0...`), and would take the policy's.
+        """
+        return {"selector": "all" if self.drafts and self.own_draft else "target"}
+
+
 class WeightSession:
     """Serialises loads, and decides what happens to the requests under way meanwhile."""
 
     def __init__(
-        self, client: SglangClient, in_flight: InFlight, shapes: Callable[[], Shapes]
+        self,
+        client: SglangClient,
+        in_flight: InFlight,
+        shapes: Callable[[], Shapes],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`shapes` says names and shapes of the model's tensors; asked for at the first load."""
+        """
+        Args:
+            shapes: names and shapes of the model's tensors; asked for at the first load.
+            bucket_bytes: most that a rank takes from memory at once.
+        """
         self._client = client
+        self._bucket_bytes = bucket_bytes
         self._shapes = cache(shapes)
         self._in_flight: InFlight = in_flight
         self._block = SharedBlock()
-        self._ranks: int | None = None
+        self._server: _ServerFacts | None = None
         self._group: str | None = None
         self._store: TCPStore | None = None
         # Why the server's weights are of no single version; None while they are.
@@ -170,7 +218,7 @@ class WeightSession:
     async def ranks(self, layout: Sequence[TensorLayout]) -> int:
         """The server's tensor parallelism. Raises EngineError if these are not its tensors."""
         _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
-        return await self._tensor_parallel_ranks()
+        return (await self._facts()).ranks
 
     async def load(self, weights: WeightSource, version: int) -> float:
         """Returns once the server holds the weights, and uses no prefix that others have cached.
@@ -205,6 +253,11 @@ class WeightSession:
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
             _check_shapes(found, self._shapes())
+            if (await self._facts()).has_other_draft:  # SGLang loads the directory into both
+                raise EngineError(
+                    "weights=disk would load the policy into its draft model as well; use "
+                    "weights=auto"
+                )
         elif isinstance(weights, SharedTensors):  # its writer has looked at the values
             _check_shapes(weights.shapes, self._shapes())
         else:
@@ -249,30 +302,40 @@ class WeightSession:
             await self._order("/update_weights_from_disk", body)
 
     async def _from_memory(self, shared: SharedTensors, version: int) -> None:
-        order = base64.b64encode(serialized_order(shared)).decode()
-        body = {
-            # Each tensor-parallel rank opens the memory for itself, and takes its own part.
-            "serialized_named_tensors": [order] * await self._tensor_parallel_ranks(),
-            "load_format": LOADER,
-            "weight_version": str(version),
-            "flush_cache": self._flushes,
-        }
-        await self._order("/begin_weight_update", {})
+        facts = await self._facts()
+        portions = shared.portions(self._bucket_bytes)
+        await self._order("/begin_weight_update", facts.selector)
         with self._writing(version):
             try:
-                await self._order("/update_weights_from_tensor", body)
+                for portion in portions:
+                    order = base64.b64encode(serialized_order(portion)).decode()
+                    # Each tensor-parallel rank opens the memory for itself, and takes its own part.
+                    body = {
+                        "serialized_named_tensors": [order] * facts.ranks,
+                        "load_format": LOADER,
+                        **facts.selector,
+                        **self._ending(version, last=portion is portions[-1]),
+                    }
+                    await self._order("/update_weights_from_tensor", body)
             finally:
                 await self._order("/end_weight_update", {})
 
+    def _ending(self, version: int, *, last: bool) -> dict[str, Any]:
+        """Fields of a bucket's order: with the last one the caches are dropped, once."""
+        if not last:
+            return {"flush_cache": False}
+        return {"flush_cache": self._flushes, "weight_version": str(version)}
+
     async def _from_collective(self, weights: CollectiveBroadcast, version: int) -> None:
-        await self._order("/begin_weight_update", {})
+        selector = (await self._facts()).selector
+        await self._order("/begin_weight_update", selector)
         with self._writing(version) as written:
             try:
                 await asyncio.to_thread(self._announce, weights, version)
                 for i, bucket in enumerate(weights.buckets):
-                    body = _bucket_body(weights.group, bucket)
-                    if i == len(weights.buckets) - 1:
-                        body |= {"flush_cache": self._flushes, "weight_version": str(version)}
+                    last = i == len(weights.buckets) - 1
+                    body = _bucket_body(weights.group, bucket) | selector
+                    body |= self._ending(version, last=last)
                     await self._order("/update_weights_from_distributed", body)
                     written.append(i)
             except EngineError:
@@ -358,10 +421,10 @@ class WeightSession:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
 
-    async def _tensor_parallel_ranks(self) -> int:
-        if self._ranks is None:
-            self._ranks = int((await self._client.get("/server_info")).get("tp_size", 1))
-        return self._ranks
+    async def _facts(self) -> _ServerFacts:
+        if self._server is None:
+            self._server = _ServerFacts.of(await self._client.get("/server_info"))
+        return self._server
 
 
 def _bucket_body(group: str, bucket: Sequence[TensorLayout]) -> dict[str, Any]:
@@ -371,7 +434,6 @@ def _bucket_body(group: str, bucket: Sequence[TensorLayout]) -> dict[str, Any]:
         "shapes": [list(tensor.shape) for tensor in bucket],
         "group_name": group,
         "load_format": "flattened_bucket",
-        "flush_cache": False,
     }
 
 

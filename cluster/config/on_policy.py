@@ -318,6 +318,7 @@ class RolloutConfig(
             threads=self.threads,
             server_flags=server_flags,
             in_flight=self.in_flight,
+            push_bucket_bytes=self.push_bucket_bytes,
             gpu_share=min(1.0, self.gpus_per_actor),
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,

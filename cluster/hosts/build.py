@@ -320,6 +320,7 @@ class RolloutCast:
                 temperature=config.temperature,
                 learner_dtype=choose_dtype(config.learner_dtype, device),
                 probe_every=config.probe_every,
+                bucket_bytes=config.push_bucket_bytes,
                 timeout_s=config.deadline_s,
             ),
             store=directory.store,

@@ -38,7 +38,7 @@ from distill.engine import Score
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
 from distill.types import FloatArray
-from distill.weights.model_weights import Weights, total_bytes
+from distill.weights.model_weights import BUCKET_BYTES, Weights, total_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class PushSettings:
         temperature: the run's; the probe scores at it.
         learner_dtype: what the learner computes in; how far it may be from an engine.
         probe_every: versions between two that are probed; 0 probes none.
+        bucket_bytes: most that a collective sends at once.
         timeout_s: longest a push may take.
     """
 
@@ -71,6 +72,7 @@ class PushSettings:
     learner_dtype: str
     probe_every: int
     timeout_s: float
+    bucket_bytes: int = BUCKET_BYTES
 
 
 class Publisher:
@@ -268,4 +270,5 @@ class Publisher:
             directory=settings.directory,
             model=settings.model,
             timeout_s=settings.timeout_s,
+            bucket_bytes=settings.bucket_bytes,
         )

@@ -24,7 +24,7 @@ from cluster.weights.transport import Transport
 from distill.engine import CheckpointDirectory
 from distill.errors import ConfigError, EngineError, NonFiniteError
 from distill.models.loading import load_config
-from distill.weights.model_weights import Weights, gather_all, save_weights
+from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
 
@@ -116,6 +116,7 @@ def choose_transports(
     directory: str,
     model: str,
     timeout_s: float,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Transport]:
     """One transport for all engines; with auto, one for those here and one for the others.
 
@@ -156,7 +157,13 @@ def choose_transports(
         backend = "nccl" if device.startswith("cuda") else "gloo"
         address = own_address(not others)
         transports.append(
-            CollectiveTransport(by_network, address=address, backend=backend, timeout_s=timeout_s)
+            CollectiveTransport(
+                by_network,
+                address=address,
+                backend=backend,
+                timeout_s=timeout_s,
+                bucket_bytes=bucket_bytes,
+            )
         )
     elif by_network:
         transports.append(ObjectStoreTransport(by_network))

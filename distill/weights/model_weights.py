@@ -18,7 +18,10 @@ from torch import Tensor
 from distill.weights.tensors import TensorLayout, first_non_finite
 
 # One portion on its way to the engines: enough to amortise a request, little beside a model.
-BUCKET_BYTES = 128 << 20
+# `push_bucket_bytes` sets it for a run.
+BUCKET_BYTES = 1 << 30
+# One portion that is gathered and copied where nothing is asked for each: little beside a host.
+COPY_BYTES = 128 << 20
 # Largest file of a checkpoint; it is in main memory while it is written.
 FILE_BYTES = 2 << 30
 

@@ -1,7 +1,8 @@
 """Named tensors in memory that several processes of one machine have in common.
 
     writer    block.write(weights): a copy into the block; block.share() for the readers
-    reader    shared.unpack(): views of the same memory, no copy
+    reader    shared.unpack(): views of the same memory, no copy; or shared.portions(...) one
+              after the other, so that no more than a bucket is mapped at a time
 
 The writer writes again only when every reader has said that it is done. The block is a file without
 a name (memfd): no directory lists it, and the kernel frees it with the last process that has it
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import EngineError
-from distill.weights.model_weights import Weights, names_of, plan_buckets
+from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_buckets
 from distill.weights.tensors import TensorLayout
 
 # Wide enough for any dtype, and for the copy to run at full speed.
@@ -35,6 +36,7 @@ class SharedTensors:
 
     Attributes:
         layouts: of the tensors, in the order in which they lie in the block.
+        offset: where the first of them begins in the block, bytes.
         path: where a process of this machine opens the block.
         identity: the block's device and inode: a path of /proc can come to mean another file.
     """
@@ -42,6 +44,7 @@ class SharedTensors:
     layouts: tuple[TensorLayout, ...]
     path: str
     identity: tuple[int, int]
+    offset: int = 0
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -55,8 +58,22 @@ class SharedTensors:
         """
         with self.held() as held:
             descriptor = int(os.path.basename(held.path))
-            block = mmap.mmap(descriptor, _total(self.layouts), access=mmap.ACCESS_COPY)
-        return _views(torch.frombuffer(block, dtype=torch.uint8), self.layouts)
+            before = self.offset % mmap.ALLOCATIONGRANULARITY  # a mapping begins with a page
+            block = mmap.mmap(
+                descriptor,
+                before + _total(self.layouts),
+                access=mmap.ACCESS_COPY,
+                offset=self.offset - before,
+            )
+        return _views(torch.frombuffer(block, dtype=torch.uint8)[before:], self.layouts)
+
+    def portions(self, bucket_bytes: int) -> list[SharedTensors]:
+        """The same tensors as handles on a bucket each (`plan_buckets`), in order."""
+        made, offset = [], self.offset
+        for bucket in plan_buckets(self.layouts, bucket_bytes):
+            made.append(replace(self, layouts=tuple(bucket), offset=offset))
+            offset += sum(map(_size, bucket))
+        return made
 
     @contextmanager
     def held(self) -> Iterator[SharedTensors]:
@@ -95,7 +112,7 @@ class SharedBlock:
             self._file = _Memory(_total(layouts))
         self._layouts = layouts
         views = _views(self._file.bytes, layouts)
-        for bucket in plan_buckets(layouts):
+        for bucket in plan_buckets(layouts, COPY_BYTES):
             for name, tensor in weights.gather(names_of(bucket)).items():
                 views[name].copy_(tensor)
 

@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
-from distill.weights.model_weights import names_of, plan_buckets
+from distill.weights.model_weights import COPY_BYTES, names_of, plan_buckets
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
@@ -297,7 +297,7 @@ class _Leader:
     def gathering(self, _: None) -> dict[str, Any]:
         """All weights, each portion dropped when the next one is there."""
         weights = self._learner.weights()
-        for bucket in plan_buckets(weights.layouts):
+        for bucket in plan_buckets(weights.layouts, COPY_BYTES):
             weights.gather(names_of(bucket))
         return {}
 

@@ -37,6 +37,7 @@ from cluster.weights.transport import Transport
 from cluster.weights.transports import WeightsChoice, choose_transports
 from distill.models.loading import new_qwen3
 from distill.weights.model_weights import (
+    COPY_BYTES,
     HeldWeights,
     Weights,
     gather_all,
@@ -136,7 +137,7 @@ def _stages(whole: Weights, sharded: Weights) -> dict[str, float]:
     block = SharedBlock()
 
     def gather() -> None:
-        for bucket in plan_buckets(sharded.layouts):
+        for bucket in plan_buckets(sharded.layouts, COPY_BYTES):
             sharded.gather(names_of(bucket))
 
     stages: dict[str, Callable[[], Any]] = {

@@ -154,3 +154,24 @@ def test_what_is_not_finite_is_found(bad: float) -> None:
     spoilt = good | {"w": torch.ones(50)}
     spoilt["w"][49] = bad
     assert first_non_finite(spoilt) == "w"
+
+
+def test_portions_are_the_same_tensors_and_map_no_more_than_their_own() -> None:
+    named = {f"{i}": torch.full((3, 700), float(i)) for i in range(9)}
+    block = SharedBlock()
+    block.write(HeldWeights(named))
+    whole = block.share()
+    portions = whole.portions(2 * named["0"].nbytes)
+    assert [list(portion.shapes) for portion in portions] == [
+        ["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"], ["8"],
+    ]  # fmt: skip
+    for portion in portions:
+        read = portion.unpack()
+        assert list(read) == list(portion.shapes)
+        for name, tensor in read.items():
+            assert torch.equal(tensor, named[name])
+        mapped = next(iter(read.values())).untyped_storage().nbytes()
+        assert mapped < 3 * named["0"].nbytes
+    assert [p.layouts for p in portions[1].portions(1)] == [(p,) for p in portions[1].layouts]
+    assert torch.equal(portions[1].portions(1)[1].unpack()["3"], named["3"])
+    assert whole.portions(1 << 30) == [whole]

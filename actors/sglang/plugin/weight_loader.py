@@ -1,7 +1,9 @@
 """Weights in shared memory, on SGLang's side: its own loader option (`--custom-weight-loader`).
 
 `/update_weights_from_tensor` takes pickled (name, tensor) pairs. We send one pair whose name says
-where the tensors are; the server's scheduler calls `load`, which maps them. torch's own handles on
+where a bucket of tensors is; the server's scheduler calls `load`, which maps them and lets go of
+them. They stay in main memory: the model copies its own part of each, so a tensor-parallel rank
+moves that part to its GPU and no more. torch's own handles on
 shared memory would keep a file in /dev/shm until a helper process of torch's removes it, which does
 not outlive an actor that is killed.
 """
@@ -41,4 +43,6 @@ def _shared(order: str) -> SharedTensors:
         for layout in given["layouts"]
     )
     device, inode = given["identity"]
-    return SharedTensors(layouts=layouts, path=given["path"], identity=(device, inode))
+    return SharedTensors(
+        layouts=layouts, path=given["path"], identity=(device, inode), offset=given["offset"]
+    )

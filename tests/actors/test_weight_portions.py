@@ -1,0 +1,141 @@
+"""Weights go into a server bucket by bucket: what a push adds to a rank's memory is one bucket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from actors.sglang.client import SglangClient
+from actors.sglang.weights import WeightSession
+from distill.engine import CheckpointDirectory
+from distill.errors import EngineError
+from distill.weights.model_weights import HeldWeights, plan_buckets
+from distill.weights.shared_memory import SharedBlock
+from distill.weights.tensors import PackedTensors
+from tests.actors.misbehaving_server import API_KEY
+from tests.actors.weights_server import WeightsServer
+
+LAYERS = 40
+
+
+def model(fill: float) -> dict[str, torch.Tensor]:
+    """Forty buckets' worth: a matrix and a vector a layer."""
+    return {
+        f"model.layers.{i}.{name}": torch.full(shape, fill + i)
+        for i in range(LAYERS)
+        for name, shape in (("mlp.weight", (32, 15)), ("norm.weight", (32,)))
+    }
+
+
+BUCKET_BYTES = (32 * 15 + 32) * 4
+
+
+def against(
+    server: WeightsServer, call: Callable[[WeightSession], Coroutine[Any, Any, Any]]
+) -> Any:
+    """What the call of a session with the server returns."""
+
+    async def ask_it() -> Any:
+        async with server.running():
+            client = SglangClient(
+                lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=60
+            )
+            shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
+            session = WeightSession(client, "continue", lambda: shapes, bucket_bytes=BUCKET_BYTES)
+            try:
+                return await call(session)
+            finally:
+                await client.close()
+
+    return asyncio.run(ask_it())
+
+
+def expect(server: WeightsServer, fill: float, version: str) -> None:
+    ranks = len(server.ranks)
+    for rank, part in enumerate(server.ranks):
+        for name, tensor in model(fill).items():
+            expected = tensor.chunk(ranks)[rank] if tensor.dim() > 1 else tensor
+            assert torch.equal(part.parameters[name], expected), name
+    assert server.version == version
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["shared", "packed"])
+def test_a_rank_s_extra_memory_is_one_bucket(ranks: int, way: str) -> None:
+    server = WeightsServer(model(0.0), ranks)
+    block = SharedBlock()
+    block.write(HeldWeights(model(7.0)))
+    weights = block.share() if way == "shared" else PackedTensors.pack(model(7.0))
+    against(server, lambda session: session.load(weights, 3))
+    expect(server, 7.0, "3")
+    for part in server.ranks:
+        assert BUCKET_BYTES <= part.device.peak <= 1.05 * BUCKET_BYTES
+        assert part.device.live == 0
+    calls = server.bodies("/update_weights_from_tensor")
+    assert len(calls) == LAYERS == len(plan_buckets(HeldWeights(model(0.0)).layouts, BUCKET_BYTES))
+    assert [body["flush_cache"] for body in calls] == [False] * (LAYERS - 1) + [True]
+    assert [body.get("weight_version") for body in calls] == [None] * (LAYERS - 1) + ["3"]
+    changes = [path for path, _ in server.orders if path != "/server_info"]
+    assert changes[:2] == ["/pause_generation", "/begin_weight_update"]
+    assert changes[-2:] == ["/end_weight_update", "/continue_generation"]
+    assert len(server.bodies("/begin_weight_update")) == 1  # one session, many calls
+
+
+@pytest.mark.parametrize(
+    "info, selector",
+    [
+        ({}, "target"),
+        ({"speculative_algorithm": None}, "target"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "other"}, "target"),
+        ({"speculative_algorithm": "NEXTN", "speculative_draft_model_path": None}, "all"),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "the model"}, "all"),
+    ],
+)
+def test_a_draft_of_its_own_names_is_left_alone(info: dict[str, Any], selector: str) -> None:
+    server = WeightsServer(model(0.0), **info)
+    against(server, lambda session: session.load(PackedTensors.pack(model(1.0)), 1))
+    for path in ("/begin_weight_update", "/update_weights_from_tensor"):
+        assert {body["selector"] for body in server.bodies(path)} == {selector}
+
+
+def test_files_are_not_loaded_into_another_draft(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
+    monkeypatch.setattr("actors.sglang.weights.tensor_shapes", lambda _: shapes)
+    server = WeightsServer(
+        model(0.0), speculative_algorithm="EAGLE3", speculative_draft_model_path="other"
+    )
+    with pytest.raises(EngineError, match="into its draft model as well; use weights=auto"):
+        against(server, lambda s: s.load(CheckpointDirectory(path=str(tmp_path)), 1))
+    assert [path for path, _ in server.orders] == ["/server_info"]
+
+
+def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of the server is closed all the same, generation goes on, nothing is served."""
+    server = WeightsServer(model(0.0))
+    loads, load = [], server._load
+
+    def refuse(body: Any) -> None:
+        loads.append(1)
+        if len(loads) == 20:
+            raise RuntimeError("out of memory")
+        load(body)
+
+    monkeypatch.setattr(server, "_load", refuse)
+
+    async def push(session: WeightSession) -> None:
+        with pytest.raises(EngineError, match="parts of two versions"):
+            await session.load(PackedTensors.pack(model(1.0)), 1)
+        assert session._torn is not None
+        await session.load(PackedTensors.pack(model(2.0)), 2)
+        assert session._torn is None
+
+    against(server, push)
+    expect(server, 2.0, "2")
+    changes = [path for path, _ in server.orders]
+    assert changes.count("/begin_weight_update") == changes.count("/end_weight_update") == 2
