@@ -227,6 +227,10 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings, PackingSe
     """
 
     model: str = chz.field(doc="Hugging Face checkpoint directory (or hub name) to start from")
+    origin: str | None = chz.field(
+        default=None,
+        doc="checkpoint whose other tensors (MTP layers) go into all that is saved; None: model",
+    )
     total_steps: int = chz.field(doc="optimizer steps of the whole run; the schedule ends here")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
     dtype: Precision = chz.field(
@@ -249,7 +253,8 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings, PackingSe
     def resumed(self, checkpoint: Checkpoint) -> LearnerConfig:
         """The same from a checkpoint's weights. Under an adapter the base stays the base."""
         if not self.trains_adapter:
-            return chz.replace(self, model=checkpoint.model_dir)
+            # Checkpoints are dropped as newer ones come, and a run's first model is not.
+            return chz.replace(self, model=checkpoint.model_dir, origin=self.origin or self.model)
         return chz.replace(
             self,
             lora_adapter=checkpoint.adapter_dir,

@@ -1,16 +1,44 @@
-"""Names under which weights leave the learner: those of the checkpoint that it started from."""
+"""Weights as they leave the learner: under the names and shapes of the checkpoint it started from.
+
+    check_export(path)                    refuses what no server could read, before a run starts
+    names = Names.of(model, path)         of the leader's model, before an adapter or shards
+    Exported(model, names, plain, ...)    a tensor for each of the checkpoint's
+    carried_over(model, names, path)      what the checkpoint has besides, for `final/`
+
+See `distill.models.checkpoint_names` for the conversions, which are transformers' own.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import ConfigError
-from distill.models.loading import meta_causal_lm, tensor_shapes, weight_files
-from learner.sharding import stored
+from distill.models.checkpoint_names import (
+    Shape,
+    Unit,
+    exact_names,
+    follow_checkpoint,
+    ignored_names,
+    reverted,
+    units_of,
+)
+from distill.models.loading import (
+    meta_causal_lm,
+    read_tensors,
+    tensor_layouts,
+    tensor_shapes,
+    weight_files,
+)
+from distill.weights.tensors import TensorLayout
+from learner.sharding import LazyTensor, stored
 
 
 def check_export(
@@ -20,10 +48,8 @@ def check_export(
 ) -> None:
     """Refuses a model whose weights would be pushed and saved under names that no server reads.
 
-    transformers renames, fuses and splits some checkpoints' tensors as it loads them (the experts
-    of a mixture, the parts of a multimodal model), and the learner has its tensors as they are in
-    memory. A checkpoint whose headers cannot be read here passes: pytorch_model.bin, or a hub name
-    that nobody has loaded on this machine.
+    A checkpoint whose headers cannot be read here passes: pytorch_model.bin, or a hub name that
+    nobody has loaded on this machine.
 
     Args:
         meta_model: makes the model that is trained, without its values.
@@ -36,15 +62,110 @@ def check_export(
     if not weight_files(path):
         return
     model = meta_model(path)
-    here = {name: tuple(tensor.shape) for name, tensor in stored(model) if name not in fresh}
     there = tensor_shapes(path)
+    taken = follow_checkpoint(model, there)
     aliases = _tied_names(model)
     # A checkpoint of the base model alone has its names without this, and servers read either.
     prefix = f"{model.base_model_prefix}."
-    for name, shape in here.items():
-        known = [*aliases[name], name.removeprefix(prefix)]
-        if not any(there.get(alias) == shape for alias in known):
-            raise ConfigError(_explain(path, model, name, shape, there))
+    for unit in units_of(model, _shapes(model)):
+        for name, shape in unit.stored.items():
+            known = [name, name.removeprefix(prefix), *aliases.get(name, ())]
+            if name not in fresh and not any(there.get(alias) == shape for alias in known):
+                other = next((other for other in there if other not in taken), None)
+                raise ConfigError(_explain(path, model, name, shape, there, other))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The checkpoint's names of a model's tensors; the same on every worker.
+
+    Attributes:
+        exact: in the checkpoint's names, those that are never rounded.
+    """
+
+    units: Sequence[Unit]
+    exact: frozenset[str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, path: str) -> Names:
+        """Of a model as it was loaded from `path`."""
+        units = units_of(model, _shapes(model))
+        there = tensor_layouts(path) if weight_files(path) else {}
+        return cls(units=units, exact=exact_names(model, units, there))
+
+
+class Exported:
+    """Units of a model, made one after another, and each only once for all of its tensors.
+
+    The tensors of one unit wait here until they are asked for, or the weights change (`forget`).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, names: Names, plain: Mapping[str, LazyTensor], leads: bool
+    ) -> None:
+        """
+        Args:
+            plain: every stored tensor of the model, by its name there.
+            leads: others gather with the leader, and keep nothing.
+        """
+        self._model, self._plain, self._leads = model, plain, leads
+        self._held: tuple[Unit, torch.dtype | None, dict[str, Tensor]] | None = None
+        self.weights: dict[str, LazyTensor] = {}
+        for unit in names.units:
+            source = plain[unit.names[0]]
+            for name, shape in unit.stored.items():
+                exact = name in names.exact
+                layout = replace(source.layout, name=name, shape=shape)
+                make = source.make if unit.renames else partial(self._make, unit, name)
+                self.weights[name] = LazyTensor(layout=layout, make=make, exact=exact)
+
+    def forget(self) -> None:
+        """Drops what was made of weights that are about to change."""
+        self._held = None
+
+    def _make(self, unit: Unit, name: str, dtype: torch.dtype | None) -> Tensor:
+        if self._held is not None:
+            of, precision, tensors = self._held
+            if of is unit and precision == dtype and name in tensors:
+                return tensors.pop(name)
+        self._held = None  # before there are others beside it
+        self._held = (unit, dtype, self._convert(unit, dtype))
+        return self._held[2].pop(name)
+
+    @torch.no_grad()
+    def _convert(self, unit: Unit, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name in unit.names:
+            whole = self._plain[name].make(dtype)
+            tensors[name] = whole if self._leads else whole.to("meta")
+        return reverted(self._model, unit, tensors)
+
+
+def carried_over(model: PreTrainedModel, names: Names, path: str) -> list[TensorLayout]:
+    """Tensors of the checkpoint at `path` that the model's class passes over (MTP layers, say)."""
+    if not weight_files(path):
+        return []
+    there = tensor_layouts(path)
+    exported = [name for unit in names.units for name in unit.stored]
+    return [there[name] for name in ignored_names(model, there, exported)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """Some tensors of a checkpoint on disk, as `Weights`."""
+
+    path: str
+    layouts: Sequence[TensorLayout]
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return read_tensors(self.path, names)
+
+    def first_non_finite(self) -> str | None:
+        return None
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in stored(model)}
 
 
 def _tied_names(model: Any) -> dict[str, list[str]]:
@@ -56,15 +177,19 @@ def _tied_names(model: Any) -> dict[str, list[str]]:
 
 
 def _explain(
-    path: str, model: Any, name: str, shape: tuple[int, ...], there: dict[str, tuple[int, ...]]
+    path: str,
+    model: Any,
+    name: str,
+    shape: Shape,
+    there: Mapping[str, Shape],
+    other: str | None,
 ) -> str:
-    own = model.state_dict().keys()
-    other = next((other for other in there if other not in own), None)
+    """`other` is a tensor of the checkpoint that the model does not take."""
     counterpart = name if name in there else other
     what = "nothing else" if counterpart is None else f"{counterpart} {there[counterpart]}"
     return (
         f"{path} cannot be trained: its weights would leave under names or shapes that servers do "
-        f"not read. In memory {type(model).__name__} has {name} {shape}, where the checkpoint has "
-        f"{what}. Mixtures of experts and multimodal classes are not exported yet: train a dense "
-        "text model (Gemma3ForCausalLM, say); as a teacher or a reference this one can be used"
+        f"not read. {type(model).__name__} would be saved with {name} {shape}, where the "
+        f"checkpoint has {what}. Is it complete, and of the architecture that its config names? "
+        "transformers' `save_pretrained` writes checkpoints that can be trained"
     )

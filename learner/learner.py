@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, NonFiniteError
-from distill.models.loading import resolve_device
+from distill.models.loading import processor_files, resolve_device
 from distill.objective.batching import (
     BatchShape,
     TrainingRow,
@@ -24,7 +25,7 @@ from distill.objective.batching import (
 )
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
 from distill.types import FloatArray
-from distill.weights.model_weights import Weights, save_weights
+from distill.weights.model_weights import Weights, joined, save_weights
 from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
@@ -254,7 +255,10 @@ class Learner:
         return [by_row[id(row)] for row in rows_D]
 
     def weights(self, dtype: torch.dtype | None = None) -> Weights:
-        """The present weights, rounded to `dtype` if one is given; the next step changes them."""
+        """The present weights as the checkpoint names them; the next step changes them.
+
+        Rounded to `dtype` if one is given, but for what is kept in float32 (`learner.export`).
+        """
         return _LearnerWeights(self, dtype)
 
     @property
@@ -283,6 +287,9 @@ class Learner:
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
 
+        With what the first checkpoint has besides them: layers that servers use and the model's
+        class passes over.
+
         Raises: as `save` does.
         """
         model_dir.mkdir()
@@ -290,7 +297,9 @@ class Learner:
         if self.model.can_generate() and self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(model_dir)
         tokenizer.save_pretrained(model_dir)
-        save_weights(model_dir, self.weights())
+        for file in processor_files(self._worker.origin):
+            shutil.copy(file, model_dir / file.name)
+        save_weights(model_dir, joined(self.weights(), self._worker.carried_over()))
 
     def load_trainer_state(self, path: Path) -> None:
         """Restores all that `save` wrote there, besides the weights; of what `learner.fork` wrote,
@@ -364,10 +373,8 @@ class _LearnerWeights:
 
     def __init__(self, learner: Learner, dtype: torch.dtype | None) -> None:
         self._learner, self._dtype = learner, dtype
-        layouts = [weight.layout for weight in learner._worker.weights.values()]
-        self.layouts: list[TensorLayout] = [
-            layout if dtype is None else layout.rounded_to(dtype) for layout in layouts
-        ]
+        weights = learner._worker.weights.values()
+        self.layouts: list[TensorLayout] = [weight.layout_in(dtype) for weight in weights]
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         return self._learner._on_all("gather", Portion(names, self._dtype))[0]

@@ -113,11 +113,20 @@ class LazyTensor:
     """A tensor that is yet to be made, and of which `make(dtype)` allocates no more than it must.
 
     It reads the weights as they are when it is called. Where they are sharded it is a collective:
-    every rank calls it, for the same tensors in the same order.
+    every rank calls it, for the same tensors in the same order. `exact`: it is never rounded.
     """
 
     layout: TensorLayout
     make: Callable[[torch.dtype | None], Tensor]
+    exact: bool = False
+
+    def layout_in(self, dtype: torch.dtype | None) -> TensorLayout:
+        """Layout of what `in_precision(dtype)` gives."""
+        return self.layout if dtype is None or self.exact else self.layout.rounded_to(dtype)
+
+    def in_precision(self, dtype: torch.dtype | None) -> Tensor:
+        """The tensor, rounded to `dtype` unless that is None or it is exact."""
+        return self.make(None if self.exact else dtype)
 
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

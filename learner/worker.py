@@ -27,6 +27,7 @@ from distill.objective.losses import Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
+from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.forward import Forward
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
@@ -152,6 +153,8 @@ class LearnerWorker:
         check_fits(config.model, self.device, holding, share)
         self.passes = self._plan_passes(share)
         self.model = self._load()
+        names = Names.of(self.model, config.model) if group.rank == 0 else None
+        self.names: Names = group.agree(names)
         generation = self.model.generation_config if self.model.can_generate() else None
         if config.stops is not None and generation is not None:
             generation.eos_token_id = list(config.stops.ids)
@@ -184,11 +187,13 @@ class LearnerWorker:
         if config.offload_optimizer:
             offload_moments(self.optimizer)
         self.rounded = RoundedUpdate()
-        self.weights = (
+        plain = (
             plain_weights(self.model)
             if self.lora is None
             else merged_weights(self.lora, self.rounded)
         )
+        self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
+        self.weights = self._exported.weights
 
     def _plan_passes(self, share: float) -> PassPlan:
         """Plan of the passes for the memory that the model leaves; alike on all workers."""
@@ -225,6 +230,11 @@ class LearnerWorker:
     def most_mask(self) -> int:
         """Largest mask of its model, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.most_mask
+
+    @property
+    def origin(self) -> str:
+        """The checkpoint that training began with."""
+        return self._config.origin or self._config.model
 
     @property
     def packs(self) -> bool:
@@ -316,6 +326,7 @@ class LearnerWorker:
     def _update(self) -> None:
         """An update by gradients that are finite on every worker."""
         assert_optimizes(self.optimizer, self.model)
+        self._exported.forget()
         with self._update_check(self.optimizer, self.model):
             self.optimizer.step()
         self.schedule.step()
@@ -361,8 +372,13 @@ class LearnerWorker:
 
     def gather(self, portion: Portion) -> dict[str, Tensor]:
         """Gathers these weights whole; on the leader only, for they do not travel as an answer."""
-        made = {name: self.weights[name].make(portion.dtype) for name in portion.names}
+        made = {name: self.weights[name].in_precision(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
+
+    def carried_over(self) -> StoredWeights:
+        """What the first checkpoint has besides; the leader reads it."""
+        layouts = carried_over(self.model, self.names, self.origin)
+        return StoredWeights(path=self.origin, layouts=layouts)
 
     def first_non_finite(self, _: None) -> str | None:
         """The name of the first tensor with a NaN or an infinity in this worker's share."""

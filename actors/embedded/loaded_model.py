@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
+from torch import Tensor
 
 from actors.embedded.decode_probe import decode_gap
 from actors.embedded.decoding import Decoder, RecomputingDecoder
 from actors.embedded.kv_cache import CachedDecoder
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.models.attention_probe import choose_model
+from distill.models.checkpoint_names import Conversion
 from distill.models.loading import (
     context_length,
     load_causal_lm,
@@ -62,7 +66,7 @@ class LoadedModel:
         return RecomputingDecoder(self.forward, token_budget)
 
     def copy_weights(self, weights: PackedTensors) -> None:
-        """Copies a bundle into the model, all of it or nothing.
+        """Copies a bundle into the model, all of it or nothing. Its names are a checkpoint's.
 
         A name may be absent if its tensor is tied to one that is there (lm_head, usually).
 
@@ -71,20 +75,32 @@ class LoadedModel:
         """
         own = self._lm.state_dict()
         new = dict(weights.unpack())
-        for name, tensor in new.items():
+        converted = Conversion(self._lm, new)
+        given = set()
+        for name, shape in self._shapes(converted, new):
             if name not in own:
                 raise WeightMisfit(f"the bundle holds {name!r}, which the model does not have")
-            if tensor.shape != own[name].shape:
+            if shape != own[name].shape:
                 raise WeightMisfit(
-                    f"{name!r} has shape {tuple(tensor.shape)} in the bundle and "
+                    f"{name!r} has shape {tuple(shape)} in the bundle and "
                     f"{tuple(own[name].shape)} in the model"
                 )
-        given = {own[name].data_ptr() for name in new}
+            given.add(own[name].data_ptr())
         for name, tensor in own.items():
             if tensor.data_ptr() not in given:
                 raise WeightMisfit(f"the bundle lacks {name!r}")
-        for name, tensor in new.items():
+        for name, tensor in converted(new.__getitem__):
             own[name].copy_(tensor)
+
+    def _shapes(
+        self, converted: Conversion, new: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes that a bundle will have in the model. Raises WeightMisfit."""
+        try:
+            for name, tensor in converted(lambda name: new[name].to("meta")):
+                yield name, tensor.shape
+        except RuntimeError as error:  # of torch: they cannot be put together
+            raise WeightMisfit(f"the bundle is not this model's: {error}") from error
 
 
 def _tokenizer_probe(path: str) -> TokenizerProbe | None:

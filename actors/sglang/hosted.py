@@ -15,12 +15,12 @@ from actors.sglang.flags import InFlight, server_flags
 from actors.sglang.installed import require_sglang
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
+from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import (
     context_length,
     load_config,
     resolve_device,
     stop_token_ids,
-    tensor_shapes,
     vocab_size,
 )
 from distill.stops import StopTokens
@@ -121,7 +121,7 @@ class HostedSglangEngine(SglangEngine):
             weights=WeightSession(
                 client,
                 in_flight,
-                partial(tensor_shapes, model_path),
+                partial(pushed_shapes, model_path),
                 bucket_bytes=push_bucket_bytes,
             ),
             seeded="--enable-deterministic-inference" in all_flags,

@@ -57,7 +57,7 @@ from distill.engine import (
     WeightSource,
 )
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
-from distill.models.loading import tensor_shapes
+from distill.models.checkpoint_names import pushed_shapes
 from distill.types import StopReason
 from distill.weights.model_weights import BUCKET_BYTES, HeldWeights
 from distill.weights.shared_memory import SharedBlock, SharedTensors
@@ -249,7 +249,7 @@ class WeightSession:
             await self.ranks([tensor for bucket in weights.buckets for tensor in bucket])
         elif isinstance(weights, CheckpointDirectory):
             try:
-                found = await asyncio.to_thread(tensor_shapes, weights.path)
+                found = await asyncio.to_thread(pushed_shapes, weights.path)
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
             _check_shapes(found, self._shapes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +24,17 @@ from transformers.utils.hub import cached_file
 
 from distill.errors import CheckpointError, ConfigError
 from distill.tokenizer import run_remedy
-from distill.weights.tensors import PackedTensors
+from distill.weights.tensors import PackedTensors, TensorLayout
 
 # Per-tensor progress bars of loading and saving would fill a log that several actors share.
 transformers.utils.logging.disable_progress_bar()
+
+# torch's names of the dtypes that safetensors files name.
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "BOOL": "bool",
+}  # fmt: skip
 
 # transformers swaps functions of torch while it makes a model: one thread at a time.
 MAKING = threading.Lock()
@@ -165,20 +173,44 @@ def ends_of(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def tensor_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, from the headers of its safetensors files.
+    """Names and shapes of a checkpoint's tensors; raises as `tensor_layouts` does."""
+    return {name: layout.shape for name, layout in tensor_layouts(path).items()}
+
+
+def tensor_layouts(path: str) -> dict[str, TensorLayout]:
+    """Layouts of a checkpoint's tensors by name, from the headers of its safetensors files.
 
     Raises:
         CheckpointError: there are none at `path`, or one cannot be read.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    layouts: dict[str, TensorLayout] = {}
     for file in _some_weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    part = tensors.get_slice(name)
+                    dtype = str(part.get_dtype())
+                    layouts[name] = TensorLayout(
+                        name=name, dtype=_DTYPES.get(dtype, dtype), shape=tuple(part.get_shape())
+                    )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
-    return shapes
+    return layouts
+
+
+def read_tensors(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """These of a checkpoint's tensors; raises as `tensor_layouts` does."""
+    found: dict[str, torch.Tensor] = {}
+    for file in _some_weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {
+                    name: tensors.get_tensor(name)
+                    for name in set(names).intersection(tensors.keys())
+                }
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {file}: {first_line(error)}") from error
+    return found
 
 
 def read_weights(path: str) -> PackedTensors:
@@ -198,16 +230,28 @@ def read_weights(path: str) -> PackedTensors:
 
 def weight_files(path: str) -> list[Path]:
     """A checkpoint's safetensors files, in order; of a hub name, those in this machine's cache."""
-    directory = Path(path)
-    if not directory.exists():
-        try:
-            found = cached_file(path, "config.json", local_files_only=True)
-        except (OSError, ValueError):
-            found = None
-        if found is None:
-            return []  # it is no hub name, or nobody has loaded it here
-        directory = Path(found).parent
-    return sorted(directory.glob("*.safetensors"))
+    directory = _directory(path)
+    return [] if directory is None else sorted(directory.glob("*.safetensors"))
+
+
+def processor_files(path: str) -> list[Path]:
+    """What says how a multimodal checkpoint's images are read; found as `weight_files` are."""
+    directory = _directory(path)
+    return [] if directory is None else sorted(directory.glob("*processor_config.json"))
+
+
+def _directory(path: str) -> Path | None:
+    """Where a checkpoint's files are: of a hub name, in this machine's cache; None: they are not.
+
+    A name that is none, or that nobody has loaded here, has no files.
+    """
+    if Path(path).exists():
+        return Path(path)
+    try:
+        found = cached_file(path, "config.json", local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found).parent
 
 
 def _some_weight_files(path: str) -> list[Path]:

@@ -60,6 +60,31 @@ class HeldWeights:
         return first_non_finite(self.tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    parts: tuple[Weights, ...]
+
+    @property
+    def layouts(self) -> list[TensorLayout]:
+        return [layout for part in self.parts for layout in part.layouts]
+
+    def gather(self, names: Sequence[str]) -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for part in self.parts:
+            own = {layout.name for layout in part.layouts}
+            if asked := [name for name in names if name in own]:
+                made |= part.gather(asked)
+        return made
+
+    def first_non_finite(self) -> str | None:
+        return next(filter(None, (part.first_non_finite() for part in self.parts)), None)
+
+
+def joined(*parts: Weights) -> Weights:
+    """Weights of which no name is twice, as one."""
+    return _Joined(parts)
+
+
 def plan_buckets(
     layouts: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[TensorLayout]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 from cluster.config.checks import check_dpo, check_reward_model, check_rollout, check_sft
@@ -60,13 +61,20 @@ def mixture(tmp_path: Path) -> str:
 def test_a_model_whose_weights_nobody_could_read_is_not_trained(
     opd: NewOpd, sft: NewSft, mixture: str, tmp_path: Path
 ) -> None:
+    file = Path(mixture) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.experts.5.up_proj"] = tensors.pop(
+        "model.layers.0.mlp.experts.1.up_proj.weight"
+    )
+    save_file(tensors, file, metadata={"format": "pt"})
+    named = r"OlmoeForCausalLM would be saved with model\.\S*experts\.1\.up_proj"
     for lora in ({}, {"lora_rank": 2}):
-        with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+        with pytest.raises(ConfigError, match=named):
             check_rollout(opd(student=mixture, **lora))
-        with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+        with pytest.raises(ConfigError, match=named):
             check_sft(sft(model=mixture, **lora))
     pairs = DpoConfig(model=mixture, data=str(tmp_path / "pairs"), out=str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=r"OlmoeForCausalLM has model\.\S*experts"):
+    with pytest.raises(ConfigError, match=named):
         check_dpo(pairs)
 
 

@@ -1,0 +1,244 @@
+"""Tensors of a model under the names and shapes of its checkpoint, and back.
+
+transformers renames, fuses and splits tensors as it loads a checkpoint: the experts of a mixture,
+which are stored one by one, are one parameter of a layer in memory. Servers know checkpoints, so
+weights leave a learner as `save_pretrained` would write them, by transformers' own conversions:
+
+    units_of(model, shapes)         which of the model's tensors become which of the checkpoint's
+    reverted(model, unit, tensors)  the former as the latter
+    Conversion(model, names)        the latter as the former, as loading does it
+    follow_checkpoint(model, names) by which conversions that would go, for a model without values
+
+Each unit (a layer's fused experts, at most) is converted by itself, so that nothing holds a model
+twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.models.loading import meta_causal_lm, tensor_shapes
+from distill.weights.tensors import TensorLayout
+
+Shape = tuple[int, ...]
+
+# Modules that choose a token's experts; all architectures call them so.
+_ROUTER = re.compile(r"Router")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Tensors that are converted together.
+
+    Attributes:
+        names: in the model.
+        stored: names and shapes in the checkpoint.
+        renames: True if there is one tensor on either side, with the same values.
+    """
+
+    names: tuple[str, ...]
+    stored: Mapping[str, Shape]
+    renames: bool
+
+
+def units_of(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> list[Unit]:
+    """Units of the model's tensors with these names and shapes, in their order.
+
+    The model may be on the meta device. Its conversions are those that it was loaded by; where it
+    was not, `follow_checkpoint` says which.
+    """
+    conversions = _conversions(model)
+    reverse = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    renamings, converters = _by_kind(reverse)
+    members: dict[str, list[str]] = defaultdict(list)
+    converts: dict[str, bool] = {}
+    for name in shapes:
+        # `revert_weight_conversion` puts together what this gives one name.
+        key, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        members[key].append(name)
+        converts[key] = pattern is not None
+    units = []
+    for key, names in members.items():
+        if converts[key] or len(names) > 1:
+            empty = {name: torch.empty(shapes[name], device="meta") for name in names}
+            made = revert_weight_conversion(model, empty)
+            stored = {name: tuple(tensor.shape) for name, tensor in made.items()}
+            units.append(Unit(names=tuple(names), stored=stored, renames=False))
+        else:
+            units.append(Unit(names=(names[0],), stored={key: shapes[names[0]]}, renames=True))
+    return units
+
+
+def reverted(
+    model: PreTrainedModel, unit: Unit, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A unit's tensors of the model as those of the checkpoint; views or copies of them."""
+    made = revert_weight_conversion(model, dict(tensors))
+    return {name: made[name] for name in unit.stored}
+
+
+def follow_checkpoint(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """Notes on a model that was not loaded by which conversions loading these tensors would go.
+
+    Returns the names of those that the model has a place for.
+    """
+    conversions = get_model_conversion_mapping(model)
+    taken = {name for name, key, _ in _targets(model, conversions, names) if key is not None}
+    noted: Any = model
+    noted._weight_conversions = [each for each in conversions if each.was_used()]
+    return taken
+
+
+def pushed_shapes(path: str) -> dict[str, Shape]:
+    """Names and shapes of the tensors of a checkpoint that a push brings: those that training has.
+
+    Raises:
+        CheckpointError: there is no model, or no safetensors file, at `path`.
+    """
+    shapes = tensor_shapes(path)
+    taken = follow_checkpoint(meta_causal_lm(path), shapes)
+    return {name: shape for name, shape in shapes.items() if name in taken}
+
+
+class Conversion:
+    """The way of a checkpoint's tensors into a model that was loaded from such a checkpoint."""
+
+    def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
+        """`names` are all that will come. A name that the model has no place for is its own."""
+        self._model = model
+        conversions = _conversions(model)
+        self._converters = {
+            pattern: converter
+            for converter in _by_kind(conversions)[1]
+            for pattern in converter.source_patterns
+        }
+        # The model's first name of each unit -> (the checkpoint's name, its pattern in a converter)
+        self._sources: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+        for name, key, pattern in _targets(model, conversions, names):
+            self._sources[name if key is None else key].append((name, pattern))
+
+    def __call__(self, take: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """(the model's name, tensor) pairs, a unit at a time; `take` gives the checkpoint's."""
+        for key, sources in self._sources.items():
+            (first, pattern), *others = sources
+            if pattern is None and not others:
+                yield key, take(first)
+                continue
+            yield from self._converted(key, sources, take).items()
+
+    def _converted(
+        self, key: str, sources: Sequence[tuple[str, str | None]], take: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        pattern = next(pattern for _, pattern in sources if pattern is not None)
+        converter = deepcopy(self._converters[pattern])
+        for name, pattern in sources:
+            assert pattern is not None, f"{name} is stored beside what {key} is converted from"
+            converter.add_tensor(key, name, pattern, take(name))  # pyright: ignore[reportArgumentType] - tensors are taken as well as futures
+        made = converter.convert(key, model=self._model, config=self._model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
+def ignored_names(
+    model: PreTrainedModel, stored: Collection[str], exported: Collection[str]
+) -> list[str]:
+    """Names of a checkpoint's tensors that the model's class passes over: layers that predict the
+    token after next (MTP), say.
+
+    By its own patterns, and behind its last layer as many as the config says: classes name that
+    layer for the published size alone.
+    """
+    config = model.config.get_text_config()
+    ahead = getattr(config, "num_nextn_predict_layers", None) or 0
+    layers = range(config.num_hidden_layers, config.num_hidden_layers + ahead)
+    patterns = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        *(rf"(^|\.)layers\.{layer}\." for layer in layers),
+    ]
+    known = set(exported)
+    return [
+        name
+        for name in stored
+        if name not in known and any(re.search(pattern, name) for pattern in patterns)
+    ]
+
+
+def exact_names(
+    model: PreTrainedModel, units: Sequence[Unit], stored: Mapping[str, TensorLayout]
+) -> frozenset[str]:
+    """Checkpoint names of tensors that stay in float32, though weights are rounded to less.
+
+    Those that the model's class keeps so, those of routers (a rounded one chooses other experts;
+    SGLang keeps several architectures' in float32), and those that a checkpoint of lower precision
+    has in float32.
+    """
+    patterns = model._keep_in_fp32_modules_strict or ()
+    routers = {
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        if _ROUTER.search(type(module).__name__)
+        for name in module.state_dict()
+    }
+    exact = set()
+    for unit in units:
+        for name in unit.names:
+            if name in routers or any(re.search(pattern, name) for pattern in patterns):
+                exact |= unit.stored.keys()
+    sizes: dict[str, int] = defaultdict(int)
+    for layout in stored.values():
+        sizes[layout.dtype] += layout.nbytes
+    if sizes and max(sizes, key=lambda dtype: sizes[dtype]) != "float32":
+        exact |= {name for name, layout in stored.items() if layout.dtype == "float32"}
+    return frozenset(exact)
+
+
+def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """Conversions that the model was loaded by, as `revert_weight_conversion` finds them."""
+    noted = getattr(model, "_weight_conversions", None)
+    if noted is not None:
+        return noted
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [each for each in conversions if not isinstance(each, PrefixChange)]
+
+
+def _targets(
+    model: PreTrainedModel, conversions: Sequence[WeightTransform], names: Collection[str]
+) -> Iterator[tuple[str, str | None, str | None]]:
+    """Places of a checkpoint's tensors in the model, as loading finds them.
+
+    (the checkpoint's name, the model's or None, the pattern of the converter in between or None)
+    """
+    renamings, converters = _by_kind(conversions)
+    own, prefix = model.state_dict(), model.base_model_prefix
+    for name in sorted(names, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if key not in own and name in own:
+            key, pattern = rename_source_key(name, [], [], prefix, own)
+        yield (name, key, pattern) if key in own else (name, None, None)
+
+
+def _by_kind(
+    conversions: Sequence[WeightTransform],
+) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    return renamings, [each for each in conversions if isinstance(each, WeightConverter)]

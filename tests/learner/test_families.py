@@ -1,0 +1,256 @@
+"""Families of models: trained a step, pushed, scored, saved, loaded; never renamed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.embedded.engine import EmbeddedEngine
+from distill.engine import ScoreRequest
+from distill.models.checkpoint_names import follow_checkpoint, pushed_shapes, units_of
+from distill.models.loading import load_causal_lm, meta_causal_lm, read_tensors, tensor_shapes
+from distill.objective.batching import TrainingRow
+from distill.tokenizer import load_tokenizer
+from distill.types import FloatArray
+from distill.weights.model_weights import Weights, gather_all, names_of, plan_buckets
+from distill.weights.tensors import PackedTensors
+from learner.checkpoint import CheckpointStore
+from learner.config import LearnerConfig
+from learner.export import check_export
+from learner.learner import Learner, Part
+from learner.policy_loss import cross_entropy_loss
+from tests.families import FAMILIES, MTP_LAYER, family_dir
+from tests.learner.two_workers import tell
+from tests.samples import training_row
+
+T = 0.7
+ROWS = [training_row(3 + i, 9 + 4 * i, seed=i, temperature=T) for i in range(4)]
+FUSED = [name for name, family in FAMILIES.items() if family.fused]
+
+Directory = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    made: dict[str, str] = {}
+    root = tmp_path_factory.mktemp("families")
+
+    def of(name: str) -> str:
+        if name not in made:
+            made[name] = family_dir(root, name)
+        return made[name]
+
+    return of
+
+
+def config(path: str, **settings: Any) -> LearnerConfig:
+    return LearnerConfig(
+        model=path, total_steps=4, token_budget=4096, device="cpu", max_grad_norm=1e9,
+        **{"lr": 1e-2} | settings,
+    )  # fmt: skip
+
+
+def trained(path: str, tmp_path: Path, **settings: Any) -> Learner:
+    learner = Learner(config(path, **settings), str(tmp_path / "failed"))
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    return learner
+
+
+def scored_by(engine: EmbeddedEngine) -> list[FloatArray]:
+    requests = [
+        ScoreRequest(tokens_T=row.tokens_T, start=row.first_trained, temperatures=(T,))
+        for row in ROWS
+    ]
+    scores = asyncio.run(engine.score(requests))
+    return [score.logprobs_by_temperature[0] for score in scores]
+
+
+@torch.no_grad()
+def scored_by_transformers(path: str) -> list[FloatArray]:
+    model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
+    return [logprobs_of(model, row) for row in ROWS]
+
+
+def logprobs_of(model: Any, row: TrainingRow) -> FloatArray:
+    ids_1T = torch.from_numpy(row.tokens_T.astype(np.int64))[None]
+    log_p_TV = torch.log_softmax(model(ids_1T, use_cache=False).logits[0].float() / T, dim=-1)
+    chosen_T = log_p_TV[:-1].gather(1, ids_1T[0, 1:, None])[:, 0]
+    return chosen_T[row.first_trained - 1 :].numpy()
+
+
+def expect_close(ours: list[FloatArray], theirs: list[FloatArray], atol: float = 1e-3) -> None:
+    for mine_N, other_N in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine_N, other_N, atol=atol)
+
+
+def in_portions(weights: Weights, nbytes: int) -> dict[str, Tensor]:
+    """As a transport takes them: a bucket at a time, copied before the next."""
+    made: dict[str, Tensor] = {}
+    for bucket in plan_buckets(weights.layouts, nbytes):
+        portion = weights.gather(names_of(bucket))
+        assert portion.keys() == set(names_of(bucket))
+        made |= {name: tensor.clone() for name, tensor in portion.items()}
+    return made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_step_pushed_scored_and_saved(
+    name: str, directory: Directory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = directory(name)
+    check_export(path)
+    before = scored_by_transformers(path)
+    engine = EmbeddedEngine(model_path=path, device="cpu", threads=1)
+    expect_close(scored_by(engine), before)
+
+    learner = trained(path, tmp_path)
+    expected = learner.logprobs(ROWS)
+    assert max(np.abs(a - b).max() for a, b in zip(before, expected, strict=True)) > 0.05
+    weights = learner.weights()
+    shapes = {layout.name: layout.shape for layout in weights.layouts}
+    tied = {"lm_head.weight"} - shapes.keys()
+    pushed = pushed_shapes(path)
+    assert shapes == {name: pushed[name] for name in pushed.keys() - tied}
+    for nbytes in (1 << 12, 1 << 20):
+        bundle = PackedTensors.pack(in_portions(weights, nbytes))
+        asyncio.run(engine.load_weights(bundle, version=1))
+        expect_close(scored_by(engine), expected)
+
+    final = tmp_path / "final"
+    learner.export(final, load_tokenizer(path))
+    assert tensor_shapes(str(final)).keys() - tied == tensor_shapes(path).keys() - tied
+    expect_close(scored_by_transformers(str(final)), expected)
+    check_export(str(final))  # another run can begin from it
+    processor = "preprocessor_config.json"
+    assert (final / processor).exists() == (Path(path) / processor).exists()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_are_what_save_pretrained_writes(
+    name: str, directory: Directory, tmp_path: Path
+) -> None:
+    learner = trained(directory(name), tmp_path)
+    learner.model.save_pretrained(tmp_path / "theirs")
+    theirs = read_tensors(str(tmp_path / "theirs"), tensor_shapes(str(tmp_path / "theirs")))
+    ours = in_portions(learner.weights(), 1 << 12)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    whole = gather_all(learner.weights())
+    assert all(torch.equal(ours[name], whole[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_without_values_is_named_as_a_loaded_one(name: str, directory: Directory) -> None:
+    path = directory(name)
+    loaded = load_causal_lm(path, dtype=torch.float32, device="cpu")
+    empty = meta_causal_lm(path)
+    follow_checkpoint(empty, tensor_shapes(path))
+    shapes = {key: tuple(tensor.shape) for key, tensor in loaded.state_dict().items()}
+    assert units_of(empty, shapes) == units_of(loaded, shapes)
+
+
+def test_a_push_that_broke_off_leaves_nothing_of_old_weights(
+    directory: Directory, tmp_path: Path
+) -> None:
+    learner = trained(directory("qwen3_moe"), tmp_path)
+    weights = learner.weights()
+    experts = [layout.name for layout in weights.layouts if ".experts." in layout.name]
+    weights.gather(experts[:1])  # the others of its unit are made, and wait
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    fused = dict(learner.model.named_parameters())
+    gate_up_EIH = fused["model.layers.0.mlp.experts.gate_up_proj"].detach()
+    key = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    assert torch.equal(weights.gather([key])[key], gate_up_EIH[1].chunk(2)[0])
+
+
+def test_what_the_class_passes_over_is_carried_unchanged(
+    directory: Directory, tmp_path: Path
+) -> None:
+    path = directory("deepseek_v3")
+    mtp = {name for name in tensor_shapes(path) if name.startswith(f"model.layers.{MTP_LAYER}.")}
+    assert len(mtp) > 20 and not mtp & pushed_shapes(path).keys()
+    learner = trained(path, tmp_path)
+    assert not mtp & {layout.name for layout in learner.weights().layouts}
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    tokenizer = load_tokenizer(path)
+    saved = store.save(step=1, write=partial(learner.save, tokenizer=tokenizer), delivery={})
+    resumed = Learner(config(path).resumed(saved), str(tmp_path / "failed"))
+    store.save(step=2, write=partial(resumed.save, tokenizer=tokenizer), delivery={})
+    assert not saved.path.exists()  # of which the run went on
+    resumed.export(tmp_path / "final", tokenizer)
+    there, here = read_tensors(path, mtp), read_tensors(str(tmp_path / "final"), mtp)
+    assert there.keys() == here.keys() == mtp
+    for name in mtp:
+        assert there[name].dtype == here[name].dtype and torch.equal(there[name], here[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("deepseek_v3", {"gate.weight", "gate.e_score_correction_bias"}),
+        ("qwen3_moe", {"gate.weight"}),
+        ("gpt_oss", {"router.weight", "router.bias"}),
+        ("llama", set()),
+    ],
+)
+def test_routers_are_pushed_unrounded(
+    name: str, exact: set[str], directory: Directory, tmp_path: Path
+) -> None:
+    learner = trained(directory(name), tmp_path)
+    weights, whole = learner.weights(torch.bfloat16), gather_all(learner.weights())
+    rounded = in_portions(weights, 1 << 14)
+    kept = {layout.name for layout in weights.layouts if layout.dtype == "float32"}
+    assert {".".join(name.split(".")[-2:]) for name in kept} == exact
+    for key, tensor in rounded.items():
+        assert torch.equal(tensor, whole[key] if key in kept else whole[key].bfloat16())
+    engine = EmbeddedEngine(model_path=directory(name), device="cpu", dtype="bfloat16", threads=1)
+    asyncio.run(engine.load_weights(PackedTensors.pack(rounded), version=1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_an_adapter_is_merged_into_what_the_checkpoint_names(
+    name: str, directory: Directory, tmp_path: Path
+) -> None:
+    path = directory(name)
+    learner = trained(path, tmp_path, lora_rank=2)
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))  # the first moves B alone, from zero
+    engine = EmbeddedEngine(model_path=path, device="cpu", threads=1)
+    bundle = PackedTensors.pack(in_portions(learner.weights(), 1 << 12))
+    asyncio.run(engine.load_weights(bundle, version=1))
+    expect_close(scored_by(engine), learner.logprobs(ROWS))
+    assert {layout.name for layout in learner.weights().layouts} == pushed_shapes(path).keys()
+
+
+def sharded_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
+    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    tensors = in_portions(learner.weights(), 1 << 13)
+    learner.export(Path(given["final"]), load_tokenizer(given["path"]))
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "qwen3_moe" else pytest.mark.slow) for n in FUSED]
+)
+def test_shards_leave_as_the_whole_model_does(
+    name: str, directory: Directory, tmp_path: Path
+) -> None:
+    path, final = directory(name), tmp_path / "final"
+    given = {"path": path, "final": str(final)}
+    # So small a step that it does not matter which way rounding sends a gradient of almost nothing.
+    settings = config(path, lr=1e-5)
+    told = tell(sharded_story, settings, tmp_path, (cross_entropy_loss,), given)
+    alone = gather_all(trained(path, tmp_path, lr=1e-5).weights())
+    assert told.keys() == alone.keys()
+    for key in alone:
+        np.testing.assert_allclose(told[key], alone[key].numpy(), atol=1e-4)
+    assert tensor_shapes(str(final)) == tensor_shapes(path)
+    saved = read_tensors(str(final), told)
+    assert all(np.array_equal(saved[key].numpy(), told[key]) for key in told)
