@@ -8,7 +8,6 @@ The loop is given a source of groups and a `publish` callable. It knows neither 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,11 +40,6 @@ from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.supervised import RowStream
 from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing
-
-logger = logging.getLogger(__name__)
-
-# By then an adapter at a usual learning rate has passed the engines' precision.
-_PUSHES_UNTIL_WARNED = 8
 
 
 class GroupSource(Protocol):
@@ -107,7 +101,6 @@ class PolicyLoop:
             keep: is shown what each step trained on, once it has been.
         """
         self.step_count = 0
-        self._warned_of_lost = False
         self._base_is_reference = base_is_reference
         self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
@@ -138,21 +131,7 @@ class PolicyLoop:
         )
         if (lost := self.learner.lost_share) is None:
             return pushed
-        self._warn_of_lost(lost)
         return {**pushed, "push/lost_share": lost}
-
-    def _warn_of_lost(self, lost: float) -> None:
-        """Warns once that most of what an adapter has learnt does not reach the engines."""
-        if self._warned_of_lost or self.step_count < _PUSHES_UNTIL_WARNED or lost <= 0.5:
-            return
-        self._warned_of_lost = True
-        logger.warning(
-            "push/lost_share=%.2f after %d steps: the adapter's change is too small for the "
-            "engines' precision, and most of it is rounded away; raise lr (1e-4 or more is usual "
-            "for an adapter), or give the engines dtype=float32",
-            lost,
-            self.step_count,
-        )
 
     def weights(self) -> tuple[Weights, int]:
         """The present weights as engines get them, and their version."""

@@ -35,7 +35,7 @@ ORDER = {
     ],
     "cluster": [
         "jsonl_log", "console", "early_ends", "handles", "config", "queue", "run_files",
-        "placement", "supervision",
+        "findings", "placement", "supervision",
         "handshake", "weights", "hosts", "runtime", "recipes", "command", "inspect/report",
         "inspect", "demos", "train", "evaluate", "calibrate", "cli", "report", "audit",
         "story", "rollouts_to_sft", "sample_to_sft", "demo", "show", "opd_vs_rl",

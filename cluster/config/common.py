@@ -189,6 +189,12 @@ class OutputSettings:
         doc="Weights & Biases, as track=wandb; offline needs no network",
         metadata=MAY_CHANGE,
     )
+    notify: str | None = chz.field(
+        default=None,
+        doc="who is told of what the run finds wrong with itself, and of its end: a URL that gets "
+        "JSON by POST, or package.module:function, called with the same as a dict",
+        metadata=MAY_CHANGE,
+    )
     trace_step: int | None = chz.field(
         default=None,
         doc="the learner's step of which out/trace.json is written, for https://ui.perfetto.dev",

@@ -17,6 +17,7 @@ from rich.console import Console
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.early_ends import Diverged, Interrupted, RunFailed
+from cluster.findings.finding import Finding
 from cluster.placement.connect import connect
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
@@ -31,6 +32,7 @@ from cluster.placement.shared_storage import require_same_directory, require_vis
 from cluster.recipes.observer import Observer, present_observer
 from cluster.run_files.best_checkpoint import BestCheckpoint
 from cluster.run_files.fork import Fork
+from cluster.run_files.notify import Notifier, receiver_of
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.trackers import Trackers, check_trackers
 from cluster.run_files.tracking import Progression
@@ -52,9 +54,11 @@ class RunSession:
     observer: Observer
     progress: Progression
     trackers: Trackers
+    notifier: Notifier
     best: BestCheckpoint
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
+    last_step: int = 0
 
     @property
     def signals(self) -> Signals:
@@ -66,7 +70,7 @@ class RunSession:
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """One optimizer step's metrics: to disk first, then to whoever watches."""
-        self.under_way = True
+        self.under_way, self.last_step = True, int(metrics["step"])
         self.directory.append_metrics(metrics)
         self.best.see(metrics)
         self.observer.line(metrics)
@@ -90,6 +94,12 @@ class RunSession:
                 f"step {step} is the best evaluation so far, and is not kept: its checkpoint could "
                 "not be written at the time"
             )
+
+    def found(self, finding: Finding) -> None:
+        """Something is wrong with the run: said to all who can be told."""
+        self.progress.note(finding.told())
+        self.directory.append_event("finding", **finding.to_json())
+        self.notifier.tell("finding", **(finding.to_json() | {"text": finding.told()}))
 
     def unsaved(self, error: CheckpointError) -> None:
         """A checkpoint could not be written: the run goes on, for now."""
@@ -145,6 +155,7 @@ def session(
         untrained: what a checkpoint says of its data before the first step.
     """
     check_trackers(config)
+    receiver = receiver_of(config.notify)
     observer = present_observer()
     started = time.time()
     with directory.locked(), connected(config), observer.signals.installed():
@@ -158,10 +169,11 @@ def session(
             console.print(f"starting from {fork.described}", markup=False, highlight=False)
         progress = Progression(console, first_step, config.steps)
         trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
+        notifier = Notifier(receiver, directory.path, progress.note)
         running = RunSession(
             config=config, directory=directory, resume_from=resume_from, console=console,
-            observer=observer, progress=progress, trackers=trackers,
-            best=BestCheckpoint(directory.store, config.keep_best),
+            observer=observer, progress=progress, trackers=trackers, notifier=notifier,
+            best=BestCheckpoint(directory.store, config.keep_best), last_step=first_step,
         )  # fmt: skip
         if forked_from := directory.forked_from:
             running.summary["forked_from"] = forked_from
@@ -198,6 +210,7 @@ def session(
         finally:
             directory.append_event("end", status=running.summary.get("status"))
             trackers.finish(running.summary, status)
+            notifier.finish(running.summary, running.last_step)
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:

@@ -15,6 +15,8 @@ from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.user_code import try_user_code
+from cluster.findings.finding import Setup
+from cluster.findings.watch import Watch
 from cluster.handshake.handshake import LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
@@ -27,7 +29,6 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
 from cluster.runtime.driver import drive
 from cluster.runtime.fleet import Fleet, trained_in
-from cluster.runtime.turn import KlTurn
 from cluster.supervision.supervise import LearnerLost
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
@@ -161,8 +162,12 @@ class _Run:
         self._device = device
         if not inputs.judged:
             running.progress.hidden.add("reward/mean")
-        self._warned_of_cut = False
-        self._kl_turn = KlTurn()
+        self._watch = Watch(
+            Setup.of(config),
+            running.directory.rollouts,
+            running.directory.read_steps(),
+            {event["name"] for event in running.directory.read_events("finding")},
+        )
         resume_from = running.resume_from
         self.fleet = Fleet(
             config=config,
@@ -219,9 +224,8 @@ class _Run:
 
     def on_step(self, metrics: dict[str, float]) -> None:
         step = int(metrics["step"])
-        self._warn_of_cut(metrics)
-        if (turned := self._kl_turn.see(metrics)) is not None:
-            self._running.progress.note(turned)
+        for finding in self._watch.see(metrics):
+            self._running.found(finding)
         self._running.directory.append_event(
             "step",
             step=step,
@@ -233,18 +237,6 @@ class _Run:
                 metrics = metrics | self._evaluations.after_step(step)
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
-
-    def _warn_of_cut(self, metrics: Mapping[str, float]) -> None:
-        """Once: that most episodes end because a limit on tokens cut them off."""
-        share = metrics.get("rollout/stop/length", 0.0)
-        if self._warned_of_cut or share <= 0.5:
-            return
-        self._warned_of_cut = True
-        self._running.progress.note(
-            f"step {int(metrics['step'])}: {share:.0%} of the episodes were cut off, by "
-            f"max_new_tokens={self._config.max_new_tokens} or the context (rollout/stop/length); "
-            "raise max_new_tokens, unless this is meant"
-        )
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
@@ -258,6 +250,7 @@ class _Run:
         checkpoint = self.fleet.recover(lost)
         step = checkpoint.step if checkpoint else 0
         self._evaluations.rewound(step)
+        self._watch.rewound(step)
         return step
 
     def end_waits(self) -> None:

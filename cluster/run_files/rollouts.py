@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
 
 
+# Of a file's end, for who wants the newest groups only.
+_NEWEST_BYTES = 16 << 20
 # Of what a teacher would have said at a token.
 ALTERNATIVES = 5
 
@@ -207,6 +209,11 @@ class KeptSegment:
         if top is not None and len(top) != actions:
             raise ValueError(f"teacher_top has {len(top)} entries for {actions} actions")
 
+    @property
+    def sampled_N(self) -> list[int]:
+        """The ids of its actions."""
+        return [self.tokens_T[t] for start, stop in self.actions for t in range(start, stop)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTrajectory:
@@ -262,6 +269,21 @@ def read_rollouts_from(path: Path, start: int) -> tuple[list[KeptGroup], int]:
             groups.append(_checked_group(str(path), line))
             end += len(line)
     return groups, end
+
+
+def read_newest_rollouts(path: Path) -> list[KeptGroup]:
+    """The groups in the last 16 MiB of a file; none where there is no such file.
+
+    Raises:
+        DataError: names the line that is no group.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _NEWEST_BYTES))
+        if file.tell():
+            file.readline()  # the rest of a line
+        return [_checked_group(str(path), line) for line in file if line.endswith(b"\n")]
 
 
 def _checked_group(where: str, row: Mapping[str, Any] | bytes) -> KeptGroup:

@@ -269,6 +269,12 @@ class RunDirectory:
         self._events.append(json.dumps(line).encode())
         self.on_event(event, fields)
 
+    def read_events(self, event: str) -> list[dict[str, Any]]:
+        """Lines of events.jsonl of one kind, of every start of the run."""
+        return [
+            line for line in read_lines(self._events.path, {"t", "event"}) if line["event"] == event
+        ]
+
     def append_evaluation(self, step: int, who: str, responses: Sequence[Response]) -> None:
         """A line of evaluations.jsonl: responses of the evaluation of `who` after `step`."""
         line = {"step": step, "who": who, "responses": [asdict(each) for each in responses]}

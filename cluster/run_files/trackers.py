@@ -32,6 +32,7 @@ _SHOWN = 64
 _ALERTS = {
     "death": "{who} died: {why}",
     "rewind": "the learner goes on from step {step}",
+    "finding": "{text}: {remedy}",
     "unsaved": "a checkpoint could not be written: {why}",
 }
 

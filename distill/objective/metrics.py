@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from distill.objective.advantages import reference_gaps
+from distill.objective.repetition import repeated_share
 from distill.types import FloatArray, Segment, StopReason, Trajectory, TrajectoryGroup
 
+# Share of the tokens, those furthest from the teacher, of which `opd/kl_top_share` tells.
+_TOP = 0.01
 # Of longer episodes, the reverse KL of so many turns is told apart.
 _TURNS_SHOWN = 8
 
@@ -19,8 +23,10 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
     `opd/reverse_kl` is the sampled estimate of KL(p_T || q_T), `opd/reverse_kl_vs_q1` the same
     towards the teacher's unscaled q_1, and `opd/bias` the second less the first: the error of an
     objective that scores the teacher at temperature 1. `reference/kl` is the sampled
-    KL(p_T || ref_T). Where groups have teachers, tags or sources, reverse KL and reward come once
-    more for each of them, and for sources their share of the groups.
+    KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| that the hundredth of
+    the tokens has which is furthest off, and `rollout/repeated_share` that of `repeated_share`.
+    Where groups have teachers, tags or sources, reverse KL and reward come once more for each of
+    them, and for sources their share of the groups.
     """
     trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
     segments = [segment for group in groups_P for segment in group.segments()]
@@ -38,6 +44,14 @@ def group_metrics(groups_P: Sequence[TrajectoryGroup], version: int) -> dict[str
             np.mean([trajectory.stop_reason is StopReason.EOS for trajectory in trajectories])
         ),
     }
+    metrics["rollout/repeated_share"] = float(
+        np.mean(
+            [
+                repeated_share([s.tokens_T[s.action_mask_T] for s in t.segments])
+                for t in trajectories
+            ]
+        )
+    )
     metrics |= _turn_metrics(trajectories)
     for name in sorted({name for t in trajectories for name in t.metrics}):
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
@@ -99,12 +113,19 @@ def _teacher_metrics(segments: Sequence[Segment]) -> dict[str, float]:
     at_T = _gaps(segments, [s.teacher_logprobs_T for s in segments])
     if at_T is None:
         return {}
-    metrics = {"opd/reverse_kl": float(at_T.mean())}
+    metrics = {"opd/reverse_kl": float(at_T.mean()), "opd/kl_top_share": _top_share(at_T)}
     at_q1 = _gaps(segments, [s.teacher_logprobs_q1_T for s in segments])
     if at_q1 is not None:
         metrics["opd/reverse_kl_vs_q1"] = float(at_q1.mean())
         metrics["opd/bias"] = metrics["opd/reverse_kl_vs_q1"] - metrics["opd/reverse_kl"]
     return metrics
+
+
+def _top_share(gaps_N: np.ndarray) -> float:
+    """Share of sum |gap| of the hundredth of the tokens with the largest, rounded up; 0 of none."""
+    sizes_N, top = np.abs(gaps_N), math.ceil(_TOP * len(gaps_N))
+    largest_N = np.partition(sizes_N, len(sizes_N) - top)[-top:]
+    return float(largest_N.sum() / max(sizes_N.sum(), 1e-12))
 
 
 def _gaps(segments: Sequence[Segment], teacher: Sequence[FloatArray | None]) -> np.ndarray | None:

@@ -35,6 +35,7 @@ def test_every_metric_written_out() -> None:
     groups = uneven_groups()
     kl = kl_q1 = staleness = rewards = eos = 0.0
     tokens = trajectories = stalest = 0
+    apart: list[float] = []
     for made in groups:
         for member in made.trajectories_G:
             trajectories += 1
@@ -46,6 +47,7 @@ def test_every_metric_written_out() -> None:
                     if s.action_mask_T[t]:
                         tokens += 1
                         kl += s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]
+                        apart.append(abs(s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]))
                         kl_q1 += s.behaviour_logprobs_T[t] - s.teacher_logprobs_q1_T[t]
                         staleness += 6 - s.versions_T[t]
                         stalest = max(stalest, 6 - s.versions_T[t])
@@ -57,6 +59,7 @@ def test_every_metric_written_out() -> None:
         {
             "opd/reverse_kl": kl / tokens,
             "opd/reverse_kl_vs_q1": kl_q1 / tokens,
+            "opd/kl_top_share": max(apart) / sum(apart),  # of fewer than 100 tokens, one
             "opd/bias": (kl_q1 - kl) / tokens,
             "staleness/mean": staleness / tokens,
             "staleness/max": stalest,
@@ -64,6 +67,7 @@ def test_every_metric_written_out() -> None:
             "reward/constant_groups": 0.0,
             "rollout/response_length": tokens / trajectories,
             "rollout/eos_share": eos / trajectories,
+            "rollout/repeated_share": 0.0,
             "time/rollout": 3.0,
             "time/teacher": 1.0,
         }
@@ -128,11 +132,26 @@ def test_known_numbers() -> None:
     assert metrics["staleness/max"] == 0
 
 
+def test_the_top_share_is_that_of_a_sort() -> None:
+    random = np.random.default_rng(0)
+    gaps_N = random.standard_t(2, 250)
+    of_student_T = np.append(0, -30.0 + gaps_N.clip(-9, 9))
+    of_teacher_T = np.append(0, np.full(250, -30.0))
+    made = segment(1, 250, behaviour_logprobs_T=of_student_T, teacher_logprobs_T=of_teacher_T)
+    gaps_N = gaps_N.clip(-9, 9)
+    metrics = group_metrics([TrajectoryGroup(group_id=0, trajectories_G=(trajectory(made),))], 0)
+    largest = sorted(abs(gaps_N), reverse=True)[:3]  # a hundredth of 250, rounded up
+    assert metrics["opd/kl_top_share"] == pytest.approx(sum(largest) / sum(abs(gaps_N)), rel=1e-4)
+
+
 def test_without_scores_there_is_no_kl() -> None:
     unscored = group_metrics([group(teacher_logprobs_T=None)], version=0)
     assert not any(name.startswith("opd/") for name in unscored)
     unmetered = group_metrics([group(teacher_logprobs_q1_T=None)], version=0)
-    assert {name for name in unmetered if name.startswith("opd/")} == {"opd/reverse_kl"}
+    assert {name for name in unmetered if name.startswith("opd/")} == {
+        "opd/reverse_kl",
+        "opd/kl_top_share",
+    }
     half = group_metrics([group(0), group(1, teacher_logprobs_T=None)], version=0)
     assert "opd/reverse_kl" not in half
 

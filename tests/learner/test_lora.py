@@ -613,19 +613,13 @@ def take_pushes(new_loop: NewLoop, start: str, lr: float, **settings: Any) -> li
     return [loop.step()["push/lost_share"] for _ in range(9)]
 
 
-def test_pushes_say_what_is_lost_and_a_small_rate_is_warned_of_once(
-    new_loop: NewLoop, base: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pushes_say_what_is_lost(new_loop: NewLoop, base: str, tmp_path: Path) -> None:
     start = on_the_grid(base, tmp_path / "grid")
     slow = take_pushes(new_loop, start, 1e-6, push_dtype=torch.bfloat16)
     assert min(slow) > 0.5 and slow[0] > 0.9
-    [warning] = [r for r in caplog.records if "push/lost_share" in r.getMessage()]
-    assert "after 8 steps" in warning.getMessage() and "raise lr" in warning.getMessage()
-    caplog.clear()
     quick = take_pushes(new_loop, start, 1e-3, push_dtype=torch.bfloat16)
     assert quick[-1] < 0.1 < quick[0] + 0.1
     assert set(take_pushes(new_loop, start, 1e-6)) == {0.0}
-    assert not caplog.records
 
 
 def test_a_model_without_an_adapter_has_no_lost_share(new_loop: NewLoop) -> None:

@@ -44,6 +44,19 @@ function showHead() {
   }
 }
 
+// What the run found wrong with itself, each with a link to a kept trajectory that shows it.
+function showFindings() {
+  byId("findings-list").append(...data.findings.map(({ step, text, remedy, evidence }) => {
+    const item = make("li", {}, `step ${step}: ${text}: ${remedy}`);
+    if (evidence) {
+      const link = new URLSearchParams(evidence);
+      item.append(" ", make("a", { href: `#${link}` }, "see a trajectory"));
+    }
+    return item;
+  }));
+  byId("findings").hidden = false;
+}
+
 function showSettings() {
   byId("settings-table").append(make("tbody", {}, ...data.settings.map(([name, value]) =>
     make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value)))));
@@ -105,6 +118,7 @@ function showAgainst() {
 }
 
 showHead();
+if (data.findings.length) showFindings();
 if (data.against) showAgainst();
 if (data.settings.length) showSettings();
 if (data.evaluations) showEvaluations();

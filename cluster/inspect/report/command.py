@@ -3,7 +3,8 @@
 The page, out/report.html, is a file to open, keep or send: nothing else belongs to it. With
 serve=8080 it is served instead, to this machine alone, and follows a running run. It shows
 
-    the run         what was run, how it ended, its evaluations, and what was answered in them
+    the run         what was run, how it ended, what it found wrong with itself, its evaluations,
+                    and what was answered in them
     the curves      of metrics.jsonl, each with a read-out
     the timeline    of events.jsonl: deaths, restarts, pool sizes, waits, pushes, evaluations
     the comparison  against=DIR: another run's curves and evaluations beside this one's, and the

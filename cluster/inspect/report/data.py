@@ -95,10 +95,20 @@ _MAX_PROBLEMS = 64
 def report_data(run: Run, groups: int) -> dict[str, Any]:
     """All that the page shows; at most so many of the kept groups, spread evenly over the run."""
     tokenizer, complaint = _tokenizer(run) if run.groups else (None, None)
-    shown = spread(run.groups, groups)
+    found = findings(run)
+    evidence = {
+        (each["evidence"]["step"], each["evidence"]["group"]) for each in found if each["evidence"]
+    }
+    chosen = {id(group) for group in spread(run.groups, groups)}
+    shown = [
+        group
+        for group in run.groups
+        if id(group) in chosen or (group.step, group.group_id) in evidence
+    ]
     return {
         "title": f"{run.recipe} {run.out.resolve().name}",
         "facts": facts(run),
+        "findings": found,
         "settings": settings(run),
         "evaluations": evaluations(run),
         "responses": responses(run),
@@ -131,6 +141,22 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "directory": str(run.out.resolve()),
     }
     return [(name, _shown(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def findings(run: Run) -> list[dict[str, Any]]:
+    """What the run has found wrong with itself, with the place of a kept trajectory each, or null.
+
+    A trajectory that is not kept any more, the run having gone back before it, is no evidence.
+    """
+    kept = {(group.step, group.group_id) for group in run.groups}
+    found = []
+    for row in run.events:
+        if row["event"] == "finding":
+            where = row.get("evidence")
+            there = isinstance(where, dict) and (where.get("step"), where.get("group")) in kept
+            words = {name: str(row.get(name, "")) for name in ("name", "step", "text", "remedy")}
+            found.append({**words, "evidence": where if there else None})
+    return found
 
 
 def settings(run: Run) -> list[tuple[str, str]]:
@@ -367,7 +393,7 @@ def furthest_apart(
         for m, member in enumerate(group.trajectories_G):
             place = 0
             for segment in member.segments:
-                ids = _sampled_ids(segment)
+                ids = segment.sampled_N
                 of_teacher = segment.teacher_logprobs_N
                 for n, student in enumerate(segment.behaviour_logprobs_N if of_teacher else ()):
                     teacher = of_teacher[n] if of_teacher else 0.0
@@ -379,10 +405,6 @@ def furthest_apart(
     for each in worst:
         each["text"] = None if tokenizer is None else tokenizer.decode([each["id"]])
     return worst
-
-
-def _sampled_ids(segment: KeptSegment) -> list[int]:
-    return [segment.tokens_T[t] for start, stop in segment.actions for t in range(start, stop)]
 
 
 def _segment(

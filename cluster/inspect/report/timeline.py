@@ -1,6 +1,7 @@
 """A run over time: what happened when, its pools, and where its time and its groups were.
 
-    lanes     marks: stops, deaths, restarts, rewinds, changes of size, evaluations, weight pushes
+    lanes     marks: stops, deaths, restarts, rewinds, findings, changes of size, evaluations,
+              weight pushes
     charts    members of each pool and nodes alive; shares of time that the learner waited for
               groups and that workers had no credit; groups by where they were; tokens a second
 
@@ -25,6 +26,7 @@ _LANES = {
     "death": "deaths",
     "restart": "restarts",
     "rewind": "rewinds",
+    "finding": "findings",
     "scale": "scaling",
     "evaluation": "evaluations",
     "push": "weight pushes",
@@ -129,11 +131,13 @@ def _mark(row: Row) -> dict[str, Any]:
             text = f"{row.get('pool', '')} {was} \N{RIGHTWARDS ARROW} {now}"
         case "rewind":
             text = f"to step {row.get('step', '?')}"
+        case "finding":
+            text = f"step {row.get('step', '?')}: {row.get('name', '')}"
         case _:
             text = str(row.get("who", ""))
     if seconds is not None:
         text += f" ({seconds:.2g} s)" if seconds < 10 else f" ({seconds:.0f} s)"
-    why = row.get("why") or row.get("reason") or ""
+    why = row.get("why") or row.get("reason") or row.get("text") or ""
     return {"t": row["t"], "seconds": seconds or 0, "text": text, "why": str(why)}
 
 

@@ -1,0 +1,80 @@
+"""What a detector finds, and what it needs to know of the run's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cluster.config.on_policy import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A kept trajectory: member `member` of group `group` of `step`, as the report links to it."""
+
+    step: int
+    group: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is wrong with a run.
+
+    Attributes:
+        name: of the detector; one run has each once.
+        text: what was seen, in numbers.
+        settings: those that the remedy names.
+    """
+
+    name: str
+    step: int
+    text: str
+    remedy: str
+    settings: tuple[str, ...]
+    evidence: Evidence | None = None
+
+    def told(self) -> str:
+        """For people: a line."""
+        where = self.evidence
+        shown = (
+            f" (kept: step {where.step}, group {where.group}, trajectory {where.member + 1})"
+            if where
+            else ""
+        )
+        return f"step {self.step}: {self.text}{shown}: {self.remedy}"
+
+    def to_json(self) -> dict[str, Any]:
+        where = self.evidence
+        return {
+            "name": self.name,
+            "step": self.step,
+            "text": self.text,
+            "remedy": self.remedy,
+            "evidence": where
+            and {"step": where.step, "group": where.group, "member": where.member},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Settings that decide what is wrong and what is meant."""
+
+    max_new_tokens: int
+    max_staleness: int
+    prompts_per_step: int
+    teacher_engines: int
+    rewarded: bool
+    local: bool
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> Setup:
+        return cls(
+            max_new_tokens=config.max_new_tokens,
+            max_staleness=config.max_staleness,
+            prompts_per_step=config.prompts_per_step,
+            teacher_engines=getattr(config, "teacher_engines", 0),
+            rewarded=config.objective().reward_coef > 0,
+            local=config.local,
+        )

@@ -1,0 +1,75 @@
+"""Detectors of who waits for whom."""
+
+from __future__ import annotations
+
+from cluster.findings.finding import Finding, Setup
+from cluster.findings.history import SPAN, History
+from cluster.findings.training import PATIENCE
+
+# Shares of a step that the learner waits: starved; and waiting for what the bound asks for.
+_STARVED, _WAITS = 0.8, 0.3
+# Teachers' work, in engines that would do nothing else.
+_IDLE = 0.5
+
+
+def staleness_at_its_bound(history: History, setup: Setup) -> Finding | None:
+    """Steps wait for groups that would become too old: the bound is what holds training up."""
+    oldest = history.of("staleness/max", PATIENCE)
+    waits = _wait_share(history)
+    if oldest is None or waits is None or setup.max_staleness < 2:
+        return None
+    at_bound = all(value >= setup.max_staleness for value in oldest.values[-2 * SPAN :])
+    if not at_bound or waits < _WAITS:
+        return None
+    return Finding(
+        name="staleness_at_its_bound",
+        step=history.step,
+        text=f"in each of {2 * SPAN} steps some tokens were {setup.max_staleness} versions old, "
+        f"which is max_staleness, and the learner waits {waits:.0%} of the time",
+        remedy="it waits for the groups that are due. Raise max_staleness, lower max_new_tokens, "
+        "or lower groups_in_flight, so that each is done sooner",
+        settings=("max_staleness", "max_new_tokens", "groups_in_flight"),
+    )
+
+
+def learner_starves(history: History, setup: Setup) -> Finding | None:
+    """The learner of a run that overlaps does little but wait for groups."""
+    waits = _wait_share(history)
+    if waits is None or waits < _STARVED or setup.local or setup.max_staleness == 0:
+        return None
+    return Finding(
+        name="learner_starves",
+        step=history.step,
+        text=f"the learner waits for groups {waits:.0%} of the time (time/wait)",
+        remedy="give it more policy_engines and rollout_workers (or policy_engines_max, and they "
+        "are added as needed), or let more groups be under way (groups_in_flight)",
+        settings=("policy_engines", "rollout_workers", "policy_engines_max", "groups_in_flight"),
+    )
+
+
+def teachers_idle(history: History, setup: Setup) -> Finding | None:
+    """Several engines of a teacher have less to do than one could.
+
+    Scorings that overlap are counted each with its whole time, so the work is less than is said.
+    """
+    scoring, step = history.of("time/teacher", PATIENCE), history.of("time/step", PATIENCE)
+    if scoring is None or step is None or setup.teacher_engines < 2:
+        return None
+    passed_over = history.of("groups/replaced")
+    groups = setup.prompts_per_step + (passed_over.now if passed_over else 0.0)
+    work = groups * scoring.now / max(step.now, 1e-9)
+    if work >= _IDLE:
+        return None
+    return Finding(
+        name="teachers_idle",
+        step=history.step,
+        text=f"{setup.teacher_engines} engines of the teacher share work that keeps {work:.0%} of "
+        "one busy, at most",
+        remedy="teacher_engines=1 would do; use what is freed for policy_engines",
+        settings=("teacher_engines", "policy_engines"),
+    )
+
+
+def _wait_share(history: History) -> float | None:
+    waits, step = history.of("time/wait", PATIENCE), history.of("time/step", PATIENCE)
+    return waits.now / max(step.now, 1e-9) if waits and step else None

@@ -1,0 +1,99 @@
+"""A run's metrics over its steps, as detectors read them: series with their running means."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+# Steps that a mean is of, about.
+SPAN = 8
+
+
+class Series:
+    """The values of one metric, and their running means.
+
+    A mean is the plain one of what there is until there are `SPAN` values; then each new value has
+    a weight of 1 / SPAN.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self.means: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        last = self.means[-1] if self.means else value
+        weight = max(1 / (len(self.means) + 1), 1 / SPAN)
+        self.steps.append(step)
+        self.values.append(value)
+        self.means.append(last + weight * (value - last))
+
+    def drop_after(self, step: int) -> None:
+        kept = bisect_right(self.steps, step)
+        del self.steps[kept:], self.values[kept:], self.means[kept:]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def now(self) -> float:
+        """The mean at the newest step."""
+        return self.means[-1]
+
+    @property
+    def start(self) -> float:
+        """The mean of the first `SPAN` values."""
+        return self.means[min(SPAN, len(self)) - 1]
+
+    @property
+    def error(self) -> float:
+        """Standard error of a mean of `SPAN` values: from one value to the next, half a spread."""
+        if len(self) < 2:
+            return 0.0
+        return float(np.std(np.diff(self.values)) / np.sqrt(2 * SPAN))
+
+    def lowest(self) -> int:
+        """Index of the lowest mean, of those that are of `SPAN` values at least."""
+        first = min(SPAN, len(self)) - 1
+        return first + int(np.argmin(self.means[first:]))
+
+    def highest(self) -> int:
+        """Index of the highest."""
+        first = min(SPAN, len(self)) - 1
+        return first + int(np.argmax(self.means[first:]))
+
+    def at(self, step: int) -> float:
+        """The mean as it was after `step`."""
+        return self.means[max(0, bisect_right(self.steps, step) - 1)]
+
+
+class History:
+    """The metrics of all steps of a run so far."""
+
+    def __init__(self, steps: Iterable[Mapping[str, float]] = ()) -> None:
+        self._series: dict[str, Series] = {}
+        self.step = 0
+        for metrics in steps:
+            self.add(metrics)
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step; `step` is among them."""
+        self.step = int(metrics["step"])
+        for name, value in metrics.items():
+            if np.isfinite(value):
+                self._series.setdefault(name, Series()).add(self.step, value)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the steps after `step`, which are done again."""
+        self.step = step
+        for series in self._series.values():
+            series.drop_after(step)
+
+    def of(self, name: str, least: int = 1) -> Series | None:
+        """The series of a metric that the newest step has, with `least` values; None otherwise."""
+        series = self._series.get(name)
+        if series is None or len(series) < least or series.steps[-1] != self.step:
+            return None
+        return series

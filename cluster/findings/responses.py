@@ -1,0 +1,91 @@
+"""Detectors of what the responses have become."""
+
+from __future__ import annotations
+
+from cluster.findings.finding import Finding, Setup
+from cluster.findings.history import History
+from cluster.findings.training import PATIENCE, gained
+
+# Shares of episodes, and growth of lengths.
+_CUT, _CUT_MORE, _LONGER = 0.5, 0.1, 2.0
+# Shares of sampled tokens that repeat: so many, and so many more than at the start.
+_REPEATED, _REPEATED_MORE = 0.3, 0.2
+# Episodes that ended by themselves at the start, and the share of them that is left.
+_ENDED, _STILL_END = 0.3, 0.5
+
+
+def responses_are_cut(history: History, setup: Setup) -> Finding | None:
+    """Most episodes end because a limit on tokens cuts them off."""
+    cut = history.of("rollout/stop/length")
+    if cut is None or cut.values[-1] <= _CUT:
+        return None
+    return Finding(
+        name="responses_are_cut",
+        step=history.step,
+        text=f"{cut.values[-1]:.0%} of the episodes were cut off, by "
+        f"max_new_tokens={setup.max_new_tokens} or the context (rollout/stop/length)",
+        remedy="raise max_new_tokens, unless this is meant",
+        settings=("max_new_tokens",),
+    )
+
+
+def responses_grow(history: History, setup: Setup) -> Finding | None:
+    """Responses become longer, and have nothing to show for it."""
+    length = history.of("rollout/response_length", PATIENCE)
+    if length is None or length.now <= _LONGER * length.start:
+        return None
+    cut, reward = history.of("rollout/stop/length"), history.of("reward/mean", PATIENCE)
+    cut_more = cut is not None and cut.now > _at_start(history, "rollout/stop/length") + _CUT_MORE
+    for_nothing = setup.rewarded and reward is not None and not gained(reward)
+    if not (cut_more or for_nothing):
+        return None
+    why = "more and more of them are cut off" if cut_more else "the reward has not risen with it"
+    return Finding(
+        name="responses_grow",
+        step=history.step,
+        text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
+        remedy="read the kept ones. If they ramble: a third of the lr, loss=ppo, or "
+        "reference_kl_coef=0.05 with reference=; if they need the room, raise max_new_tokens",
+        settings=("lr", "loss", "reference_kl_coef", "reference", "max_new_tokens"),
+    )
+
+
+def responses_repeat(history: History, _setup: Setup) -> Finding | None:
+    """Responses have begun to go round in circles, where teachers are no guide."""
+    repeated = history.of("rollout/repeated_share", PATIENCE)
+    if repeated is None or repeated.now <= max(_REPEATED, repeated.start + _REPEATED_MORE):
+        return None
+    return Finding(
+        name="responses_repeat",
+        step=history.step,
+        text=f"{repeated.now:.0%} of the sampled tokens repeat what the response has said before "
+        f"({repeated.start:.0%} at the start)",
+        remedy="a teacher follows a loop that is there, and teaches nothing in it. Begin another "
+        "out= with a third of the lr or a lower max_new_tokens, or hold the policy with "
+        "reference_kl_coef=0.05 and reference=",
+        settings=("lr", "max_new_tokens", "reference_kl_coef", "reference"),
+    )
+
+
+def eos_vanishes(history: History, setup: Setup) -> Finding | None:
+    """Episodes that ended by themselves do so no more."""
+    ended = history.of("rollout/eos_share", PATIENCE)
+    if ended is None or ended.start < _ENDED or ended.now >= _STILL_END * ended.start:
+        return None
+    return Finding(
+        name="eos_vanishes",
+        step=history.step,
+        text=f"{ended.now:.0%} of the episodes end by themselves, {ended.start:.0%} did at the "
+        "start",
+        remedy="student and teacher may end at different tokens (name them: stop_tokens=), or the "
+        f"teacher's answers do not fit (max_new_tokens={setup.max_new_tokens})",
+        settings=("stop_tokens", "max_new_tokens"),
+    )
+
+
+def _at_start(history: History, name: str) -> float:
+    """The metric at the start; shares that no early step had were 0."""
+    series = history.of(name)
+    if series is None or series.steps[0] > 1:
+        return 0.0
+    return series.start

@@ -1,0 +1,50 @@
+"""Detectors of rewards that teach nothing, or something else."""
+
+from __future__ import annotations
+
+from cluster.findings.finding import Finding, Setup
+from cluster.findings.history import SPAN, History
+from cluster.findings.training import PATIENCE, declined, gained
+
+# Share of groups whose members all have one reward.
+_CONSTANT = 0.95
+# Growth of the share of responses in the format that is asked for.
+_FORMAT_GREW = 0.15
+
+
+def rewards_are_constant(history: History, setup: Setup) -> Finding | None:
+    """No group has members that differ, and none ever had: there is nothing to learn from."""
+    constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)
+    if not setup.rewarded or constant is None or reward is None:
+        return None
+    if constant.now < _CONSTANT or gained(reward):
+        return None
+    return Finding(
+        name="rewards_are_constant",
+        step=history.step,
+        text=f"in {constant.now:.0%} of the groups all members have the same reward "
+        f"({reward.now:.3g} in the mean): they have no advantage over each other",
+        remedy="try the reward on the kept responses; take other prompts, a larger group_size, or "
+        "dynamic_sampling=3 (rl) where a few groups differ",
+        settings=("prompts", "group_size", "dynamic_sampling"),
+    )
+
+
+def format_pays_alone(history: History, _setup: Setup) -> Finding | None:
+    """The format's reward is learnt at the task's cost."""
+    format_, reward = history.of("env/format", PATIENCE), history.of("reward/mean", PATIENCE)
+    if format_ is None or reward is None:
+        return None
+    if format_.now - format_.start < _FORMAT_GREW or not declined(reward):
+        return None
+    best = reward.means[reward.highest()]
+    return Finding(
+        name="format_pays_alone",
+        step=history.step,
+        text=f"the share of responses in the format (env/format) has grown from "
+        f"{format_.start:.0%} to {format_.now:.0%}, and the task's reward has fallen from "
+        f"{best:.3g} to {reward.now:.3g}",
+        remedy="the format pays without the answer: lower bonus_coef (or env.format_reward), or "
+        "have the reward itself ask for the format",
+        settings=("bonus_coef",),
+    )

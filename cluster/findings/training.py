@@ -1,0 +1,139 @@
+"""Detectors of what training does to the policy."""
+
+from __future__ import annotations
+
+from cluster.findings.finding import Finding, Setup
+from cluster.findings.history import SPAN, History, Series
+
+# How many steps are a run's beginning, for the KL; and before which nothing is said of a trend.
+_BEGINNING, PATIENCE = 3, 3 * SPAN
+# The KL fell to less than this share of its start, and has risen by this factor.
+_FALLEN, _RISEN = 0.7, 1.6
+# What goes with that when it is no chance, unless it is that much above its start: gradients that
+# have grown by this factor, or an entropy that has moved by so many nats.
+_GROWN, _MOVED = 3.0, 0.5
+# Of the KL, the hundredth of the tokens that is furthest off has this share; and it has risen.
+_FEW, _RISEN_BY_FEW = 0.5, 1.3
+# Entropy in shares of its start.
+_COLLAPSED = 0.15
+# Mean |log p_engine - log p_learner|, nats; and how many times what it was once settled.
+_GAP, _GAP_GROWN = 0.05, 4.0
+# Pushes by which an adapter at a usual learning rate has passed the engines' precision.
+_PUSHES, _LOST = 8, 0.5
+
+
+def kl_rises(history: History, _setup: Setup) -> Finding | None:
+    """The reverse KL rises, from the start or after a fall: the steps are too large."""
+    kl = history.of("opd/reverse_kl", PATIENCE)
+    gradient = history.of("train/grad_norm")
+    entropy = history.of("train/entropy")
+    if kl is None or gradient is None or entropy is None:
+        return None
+    first, lowest = kl.means[_BEGINNING - 1], kl.lowest()
+    least, then = kl.means[lowest], kl.steps[lowest]
+    grown = gradient.now / max(gradient.at(then), 1e-12)
+    moved = entropy.now - entropy.at(then)
+    above_its_start = kl.now > _RISEN * first
+    with_a_cause = least < _FALLEN * first and (grown > _GROWN or abs(moved) > _MOVED)
+    if kl.now <= _RISEN * least or not (above_its_start or with_a_cause):
+        return None
+    return Finding(
+        name="kl_rises",
+        step=history.step,
+        text=f"the reverse KL has risen to {kl.now:.3g}, from {first:.3g} at the start and "
+        f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
+        f"{grown:.1f}, entropy {moved:+.2f} nats)",
+        remedy="the updates are too large. Begin another out= with a third of the lr, with larger "
+        "steps (prompts_per_step), or with estimator=full or top_k, whose gradients have less "
+        "noise",
+        settings=("lr", "prompts_per_step", "estimator"),
+    )
+
+
+def kl_on_few_tokens(history: History, _setup: Setup) -> Finding | None:
+    """The reverse KL rises, and a few tokens are most of it."""
+    share, kl = history.of("opd/kl_top_share", PATIENCE), history.of("opd/reverse_kl", PATIENCE)
+    if share is None or kl is None:
+        return None
+    least = kl.means[kl.lowest()]
+    if share.now < max(_FEW, share.start + 0.1) or kl.now <= _RISEN_BY_FEW * least:
+        return None
+    return Finding(
+        name="kl_on_few_tokens",
+        step=history.step,
+        text=f"a hundredth of the tokens is {share.now:.0%} of the distance from the teacher "
+        f"({share.start:.0%} at the start), and the reverse KL has risen from {least:.3g} to "
+        f"{kl.now:.3g}",
+        remedy="a few tokens decide the updates. Look at them (cluster.report, furthest apart); "
+        "bound what one of them may do with loss=ppo or a lower max_grad_norm, or take "
+        "estimator=full or top_k",
+        settings=("loss", "max_grad_norm", "estimator"),
+    )
+
+
+def entropy_collapses(history: History, setup: Setup) -> Finding | None:
+    """The policy has become sure of itself, and neither KL nor reward is the better for it."""
+    entropy = history.of("train/entropy", PATIENCE)
+    if entropy is None or entropy.now >= _COLLAPSED * entropy.start:
+        return None
+    kl, reward = history.of("opd/reverse_kl", PATIENCE), history.of("reward/mean", PATIENCE)
+    if kl is not None and kl.now < _FALLEN * kl.start:
+        return None
+    if setup.rewarded and reward is not None and gained(reward) and not declined(reward):
+        return None
+    return Finding(
+        name="entropy_collapses",
+        step=history.step,
+        text=f"the entropy has fallen from {entropy.start:.3g} to {entropy.now:.3g} nats a token, "
+        "and neither the KL nor the reward is the better for it",
+        remedy="samples are alike, and there is little left to learn from. Begin another out= with "
+        "a third of the lr, entropy_coef=0.001, or a higher temperature",
+        settings=("lr", "entropy_coef", "temperature"),
+    )
+
+
+def engine_gap_grows(history: History, _setup: Setup) -> Finding | None:
+    """Engines and learner come to disagree on the tokens' log-probs."""
+    gap = history.of("train/logprob_gap", PATIENCE)
+    if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
+        return None
+    return Finding(
+        name="engine_gap_grows",
+        step=history.step,
+        text=f"engines and learner differ by {gap.now:.3g} nats a token in the mean "
+        f"(train/logprob_gap), {_settled(gap):.3g} at first",
+        remedy="samples are further and further from the policy that is trained. Bound what that "
+        "does with correction=truncate, lower max_staleness, or give the engines dtype=float32",
+        settings=("correction", "max_staleness", "dtype"),
+    )
+
+
+def _settled(series: Series) -> float:
+    """The mean when the first steps, which are not stale yet, have passed."""
+    return series.means[min(2 * SPAN, len(series)) - 1]
+
+
+def updates_are_lost(history: History, _setup: Setup) -> Finding | None:
+    """Most of what an adapter has learnt does not reach the engines."""
+    lost = history.of("push/lost_share", _PUSHES)
+    if lost is None or lost.values[-1] <= _LOST:
+        return None
+    return Finding(
+        name="updates_are_lost",
+        step=history.step,
+        text=f"push/lost_share={lost.values[-1]:.2f} after {len(lost)} steps: the adapter's change "
+        "is too small for the engines' precision, and most of it is rounded away",
+        remedy="raise lr (1e-4 or more is usual for an adapter), or give the engines dtype=float32",
+        settings=("lr", "dtype"),
+    )
+
+
+def gained(reward: Series) -> bool:
+    """Whether the reward has been better than at the start, by more than its noise."""
+    return reward.means[reward.highest()] > reward.start + max(5 * reward.error, 1e-9)
+
+
+def declined(reward: Series) -> bool:
+    """Whether it was better than it is, by more than its noise and a fifth of what it was."""
+    best = reward.means[reward.highest()]
+    return best - reward.now > max(4 * reward.error, 0.2 * abs(best), 1e-9)

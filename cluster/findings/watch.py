@@ -1,0 +1,147 @@
+"""The watch over a run: every detector, each of which speaks once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from cluster.findings.finding import Evidence, Finding, Setup
+from cluster.findings.flow import learner_starves, staleness_at_its_bound, teachers_idle
+from cluster.findings.history import History
+from cluster.findings.responses import (
+    eos_vanishes,
+    responses_are_cut,
+    responses_grow,
+    responses_repeat,
+)
+from cluster.findings.rewards import format_pays_alone, rewards_are_constant
+from cluster.findings.training import (
+    engine_gap_grows,
+    entropy_collapses,
+    kl_on_few_tokens,
+    kl_rises,
+    updates_are_lost,
+)
+from cluster.run_files.rollouts import KeptTrajectory, read_newest_rollouts
+from distill.errors import DataError
+from distill.objective.repetition import repeated_share
+
+Detect = Callable[[History, Setup], Finding | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Detector:
+    """A detector, and of what it finds the measure by which a kept trajectory is evidence."""
+
+    detect: Detect
+    worst: Callable[[KeptTrajectory], float] | None = None
+
+
+def _furthest(member: KeptTrajectory) -> float:
+    """The largest |log p - log q| of a token."""
+    gaps = [
+        abs(student - teacher)
+        for segment in member.segments
+        for student, teacher in zip(
+            segment.behaviour_logprobs_N, segment.teacher_logprobs_N or (), strict=False
+        )
+    ]
+    return max(gaps, default=0.0)
+
+
+def _length(member: KeptTrajectory) -> float:
+    return sum(len(segment.behaviour_logprobs_N) for segment in member.segments)
+
+
+def _cut(member: KeptTrajectory) -> float:
+    return _length(member) * (member.stop_reason == "length")
+
+
+def _repeated(member: KeptTrajectory) -> float:
+    return repeated_share([np.array(segment.sampled_N, int) for segment in member.segments])
+
+
+def _sure(member: KeptTrajectory) -> float:
+    """The mean log-prob of its tokens."""
+    return sum(sum(s.behaviour_logprobs_N) for s in member.segments) / max(_length(member), 1)
+
+
+def _formal(member: KeptTrajectory) -> float:
+    return member.metrics.get("format", 0.0) - member.reward
+
+
+def _any(_member: KeptTrajectory) -> float:
+    return 0.0
+
+
+DETECTORS = (
+    Detector(kl_rises, _furthest),
+    Detector(kl_on_few_tokens, _furthest),
+    Detector(entropy_collapses, _sure),
+    Detector(engine_gap_grows),
+    Detector(updates_are_lost),
+    Detector(responses_are_cut, _cut),
+    Detector(responses_grow, _length),
+    Detector(responses_repeat, _repeated),
+    Detector(eos_vanishes, _cut),
+    Detector(rewards_are_constant, _any),
+    Detector(format_pays_alone, _formal),
+    Detector(staleness_at_its_bound),
+    Detector(learner_starves),
+    Detector(teachers_idle),
+)
+
+
+class Watch:
+    """Sees every step of a run.
+
+    Args:
+        rollouts: the run's kept rollouts, in which evidence is looked for.
+        before: the steps that were made before this start of the run.
+        said: names of what was found then, and is not said again.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        rollouts: Path,
+        before: Iterable[Mapping[str, float]] = (),
+        said: Collection[str] = (),
+    ) -> None:
+        self._setup, self._rollouts = setup, rollouts
+        self._history = History(before)
+        self._said = set(said)
+
+    def see(self, metrics: Mapping[str, float]) -> list[Finding]:
+        """What is found at this step, and was not before."""
+        self._history.add(metrics)
+        found = []
+        for detector in DETECTORS:
+            finding = detector.detect(self._history, self._setup)
+            if finding is not None and finding.name not in self._said:
+                self._said.add(finding.name)
+                found.append(replace(finding, evidence=self._evidence(detector)))
+        return found
+
+    def rewound(self, step: int) -> None:
+        """The run goes on from `step`."""
+        self._history.rewind(step)
+
+    def _evidence(self, detector: Detector) -> Evidence | None:
+        """The worst trajectory of the newest step that kept any."""
+        if (worst := detector.worst) is None:
+            return None
+        try:
+            groups = read_newest_rollouts(self._rollouts)
+        except DataError:
+            return None  # the reader of a damaged file, who can mend it, is told by the report
+        members = [
+            (worst(member), Evidence(step=group.step, group=group.group_id, member=m))
+            for group in groups
+            if group.step == groups[-1].step
+            for m, member in enumerate(group.trajectories_G)
+        ]
+        return max(members, key=lambda pair: pair[0])[1] if members else None

@@ -1,0 +1,37 @@
+"""Repetition within a response: tokens that say again what it has said before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# A run of so many tokens that occurs a second time is a repetition.
+RUN = 8
+# Of the polynomial hash of a run, modulo 2^64.
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def repeated_share(parts: Sequence[npt.NDArray[np.integer]]) -> float:
+    """Share of the runs of `RUN` tokens that occurred earlier in the response, over all tokens.
+
+    Near 0 for prose, near 1 for a response caught in a loop. Runs do not cross from one part of the
+    response (the tokens that were sampled in a segment) into the next.
+    """
+    hashes = [_hashes(part_N) for part_N in parts if len(part_N) >= RUN]
+    tokens = sum(len(part_N) for part_N in parts)
+    if not hashes or not tokens:
+        return 0.0
+    runs_M = np.concatenate(hashes)
+    return (len(runs_M) - len(np.unique(runs_M))) / tokens
+
+
+def _hashes(tokens_N: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """A number for each run; equal runs have equal ones, and others practically never."""
+    tokens_N = tokens_N.astype(np.uint64)
+    runs = len(tokens_N) - RUN + 1
+    total_M = np.zeros(runs, np.uint64)
+    for i in range(RUN):
+        total_M = total_M * _BASE + tokens_N[i : i + runs] + np.uint64(1)
+    return total_M

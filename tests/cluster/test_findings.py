@@ -1,0 +1,338 @@
+"""Detectors: each finds the failure that is planted, and none finds anything in a good run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cluster.config.on_policy import OpdConfig, RlConfig
+from cluster.findings.finding import Evidence, Finding, Setup
+from cluster.findings.history import SPAN, History
+from cluster.findings.watch import DETECTORS, Watch
+from cluster.recipes.on_policy import run_on_policy
+from distill.objective.repetition import RUN, repeated_share
+from tests.conftest import TinyPair
+
+SETUP = Setup(
+    max_new_tokens=256, max_staleness=4, prompts_per_step=32, teacher_engines=2, rewarded=True,
+    local=False,
+)  # fmt: skip
+STEPS = 120
+Curve = Callable[[int], float]
+
+
+def healthy(seed: int, steps: int = STEPS) -> list[dict[str, float]]:
+    """A noisy run in which all is well: the KL falls, the reward rises until the task is solved,
+    responses become half as long again, and the entropy is a third of what it was."""
+    random = np.random.default_rng(seed)
+    pace = random.uniform(0.93, 0.98)
+    solved = random.uniform(0.6, 1.0)
+    gap, wait = random.uniform(1e-7, 2e-2), random.uniform(0.05, 0.7)
+
+    def noisy(value: float, spread: float = 0.1) -> float:
+        return float(value * random.lognormal(0, spread))
+
+    rows = []
+    for step in range(1, steps + 1):
+        left = pace**step
+        rows.append({
+            "step": step,
+            "opd/reverse_kl": noisy(0.1 + 1.5 * left),
+            "opd/kl_top_share": min(1.0, noisy(0.1 + 0.15 * (1 - left))),
+            "train/grad_norm": noisy(1.0 + (1 - left), 0.4),
+            "train/entropy": noisy(0.3 + 0.7 * left),
+            "train/logprob_gap": noisy(gap, 0.3),
+            "push/lost_share": min(1.0, noisy(0.1)),
+            "rollout/stop/length": float(random.uniform(0, 0.2)),
+            "rollout/eos_share": float(random.uniform(0.8, 1.0)),
+            "rollout/response_length": noisy(60 + 30 * (1 - left)),
+            "rollout/repeated_share": noisy(0.05),
+            "reward/mean": float(np.clip(random.normal(solved * (1 - left), 0.08), 0, 1)),
+            "reward/constant_groups": float(np.clip(random.normal(1 - left, 0.1), 0, 1)),
+            "env/format": float(np.clip(random.normal(0.5 + 0.5 * (1 - left), 0.05), 0, 1)),
+            "staleness/mean": noisy(1.0, 0.2),
+            "staleness/max": float(random.integers(1, 5)),
+            "time/step": noisy(10.0),
+            "time/wait": noisy(10.0 * wait * 0.9, 0.05),
+            "time/teacher": noisy(0.5),
+        })  # fmt: skip
+    return rows
+
+
+def found(rows: list[dict[str, float]], setup: Setup = SETUP) -> list[Finding]:
+    watch = Watch(setup, Path("/nowhere/rollouts.jsonl"))
+    return [finding for row in rows for finding in watch.see(row)]
+
+
+def planted(seed: int, **curves: Curve) -> list[Finding]:
+    """A healthy run in which the named metrics (_ for /) take another course, with their noise."""
+    random = np.random.default_rng(seed + 1000)
+    rows = healthy(seed)
+    for row in rows:
+        for name, curve in curves.items():
+            row[name.replace("__", "/")] = curve(int(row["step"])) * random.lognormal(0, 0.05)
+    return found(rows)
+
+
+def late(before: float, after: float, at: int = 50, over: int = 30) -> Curve:
+    """From one value to another, over some steps."""
+    return lambda step: before + (after - before) * float(np.clip((step - at) / over, 0, 1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_good_runs_raise_no_alarm(seed: int) -> None:
+    assert found(healthy(seed)) == []
+
+
+FAILURES: Mapping[str, dict[str, Curve]] = {
+    "kl_on_few_tokens": {"opd__kl_top_share": late(0.15, 0.8), "opd__reverse_kl": late(0.5, 0.75)},
+    "entropy_collapses": {
+        "train__entropy": late(1.0, 0.02),
+        "opd__reverse_kl": late(1.0, 1.0),
+        "reward__mean": late(0.3, 0.3),
+        "reward__constant_groups": late(0.5, 0.5),
+    },
+    "engine_gap_grows": {"train__logprob_gap": late(0.01, 0.3)},
+    "updates_are_lost": {"push__lost_share": late(0.8, 0.8)},
+    "responses_are_cut": {"rollout__stop__length": late(0.1, 0.8)},
+    "responses_grow": {
+        "rollout__response_length": late(60, 200),
+        "rollout__stop__length": late(0.05, 0.35),
+    },
+    "responses_repeat": {"rollout__repeated_share": late(0.05, 0.7)},
+    "eos_vanishes": {"rollout__eos_share": late(0.9, 0.2)},
+    "rewards_are_constant": {
+        "reward__mean": lambda _: 0.0, "reward__constant_groups": lambda _: 1.0,
+    },
+    "format_pays_alone": {
+        "env__format": late(0.2, 0.9),
+        "reward__mean": late(0.6, 0.2),
+        "reward__constant_groups": late(0.5, 0.5),
+    },
+    "staleness_at_its_bound": {
+        "staleness__max": lambda step: 8.0 if step > 40 else 2.0, "time__wait": late(2, 6),
+    },
+    "learner_starves": {"time__wait": late(3, 9.3)},
+    "teachers_idle": {"time__teacher": lambda _: 0.02},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_is_planted_is_found_once_and_nothing_else(name: str, seed: int) -> None:
+    [finding] = planted(seed, **FAILURES[name])
+    assert finding.name == name
+    assert finding.step > 50 or name in (
+        "updates_are_lost", "rewards_are_constant", "teachers_idle", "staleness_at_its_bound",
+        "learner_starves",
+    )  # fmt: skip
+
+
+def test_every_detector_has_a_planted_failure() -> None:
+    assert {detector.detect.__name__ for detector in DETECTORS} == {*FAILURES, "kl_rises"}
+
+
+def falls(step: int) -> float:
+    return 0.2 + 2 * 0.93**step
+
+
+def turns(step: int) -> float:
+    return falls(step) + max(0, step - 60) * 0.03
+
+
+def kl_said(
+    kl: Curve, gradient: Curve = lambda _: 1.0, entropy: Curve = lambda _: 3.0
+) -> list[Finding]:
+    noise = np.random.default_rng(0).normal(1, 0.1, STEPS + 1)
+    return found(
+        [
+            {
+                "step": step,
+                "opd/reverse_kl": kl(step) * noise[step],
+                "train/grad_norm": gradient(step) * noise[-step],
+                "train/entropy": entropy(step),
+            }
+            for step in range(1, STEPS + 1)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"gradient": lambda step: 1 + 0.2 * max(0, step - 60)},
+        {"entropy": lambda step: 3 + 0.03 * max(0, step - 60)},
+        {"entropy": lambda step: 3 - 0.03 * max(0, step - 60)},
+    ],
+    ids=["gradient", "entropy rises", "entropy falls"],
+)
+def test_a_kl_that_turns_is_found_once(beside: dict[str, Curve]) -> None:
+    [finding] = kl_said(turns, **beside)
+    assert finding.name == "kl_rises" and 60 < finding.step < 110
+    told = finding.told()
+    assert told.startswith(f"step {finding.step}: the reverse KL has risen to")
+    assert "a third of the lr" in told
+
+
+def test_a_kl_that_never_fell_is_found_too() -> None:
+    [finding] = kl_said(lambda step: 1 + step / 50)
+    assert 30 < finding.step < 90 and "from 1" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("kl", "beside"),
+    [
+        (falls, {}),
+        (falls, {"gradient": lambda step: step}),  # longer answers, say
+        (turns, {}),  # other problems, say: nothing else has changed
+        (lambda step: 2.0, {"gradient": lambda step: step}),
+    ],
+    ids=["falls", "falls, gradients grow", "rises alone", "stands"],
+)
+def test_of_other_kls_nothing_is_said(kl: Curve, beside: dict[str, Curve]) -> None:
+    assert kl_said(kl, **beside) == []
+
+
+def test_a_run_that_waits_by_design_is_no_finding() -> None:
+    rows = healthy(0)
+    for row in rows:
+        row["time/wait"] = 0.95 * row["time/step"]
+    assert [finding.name for finding in found(rows)] == ["learner_starves"]
+    for design in ({"max_staleness": 0}, {"local": True}):
+        assert found(rows, replace(SETUP, **design)) == []
+
+
+def test_a_reward_that_counts_for_nothing_may_be_constant() -> None:
+    rows = [row | {"reward/mean": 0.0, "reward/constant_groups": 1.0} for row in healthy(0)]
+    assert [each.name for each in found(rows)] == ["rewards_are_constant"]
+    assert found(rows, replace(SETUP, rewarded=False)) == []
+
+
+def test_remedies_are_settings_that_exist() -> None:
+    known = {*chz.chz_fields(OpdConfig), *chz.chz_fields(RlConfig)}
+    for name, curves in FAILURES.items():
+        [finding] = planted(0, **curves)
+        assert finding.settings and set(finding.settings) <= known, name
+        for setting in finding.settings:
+            words = f"{finding.text} {finding.remedy}"
+            assert setting in words or setting == "prompts", (name, setting)
+
+
+def test_what_a_run_has_said_it_does_not_say_again_when_resumed(tmp_path: Path) -> None:
+    rows = [row | {"push/lost_share": 0.9} for row in healthy(0)]
+    first = Watch(SETUP, tmp_path / "none.jsonl")
+    said = [finding.name for row in rows[:40] for finding in first.see(row)]
+    assert said == ["updates_are_lost"]
+    resumed = Watch(SETUP, tmp_path / "none.jsonl", rows[:40], said)
+    assert [finding for row in rows[40:] for finding in resumed.see(row)] == []
+    # One that has forgotten what it said knows all steps, and says it at the first.
+    forgetful = Watch(SETUP, tmp_path / "none.jsonl", rows[:40])
+    assert [each.step for each in forgetful.see(rows[40])] == [41]
+
+
+def test_steps_that_are_done_again_replace_those_before() -> None:
+    rows = healthy(3)
+    straight, back = History(rows), History(rows[:90])
+    back.rewind(30)
+    for row in rows[30:]:
+        back.add(row)
+    for name in ("opd/reverse_kl", "reward/mean"):
+        one, other = straight.of(name), back.of(name)
+        assert one and other and one.steps == other.steps and one.means == other.means
+
+
+def test_means_are_those_of_a_loop() -> None:
+    values = np.random.default_rng(0).normal(size=30)
+    history = History({"step": step, "x": value} for step, value in enumerate(values, 1))
+    series = history.of("x")
+    assert series is not None
+    mean = 0.0
+    for count, value in enumerate(values, 1):
+        weight = 1 / min(count, SPAN)
+        mean = (1 - weight) * mean + weight * value
+        assert series.means[count - 1] == pytest.approx(mean)
+    assert series.start == pytest.approx(values[:SPAN].mean())
+    assert series.at(12) == series.means[11]
+
+
+def naive_repeated_share(parts: list[list[int]]) -> float:
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    for part in parts:
+        for start in range(len(part) - RUN + 1):
+            run = tuple(part[start : start + RUN])
+            repeated += run in seen
+            seen.add(run)
+    return repeated / max(1, sum(map(len, parts)))
+
+
+def test_repetition_is_that_of_a_set_of_runs() -> None:
+    random = np.random.default_rng(0)
+    prose = random.integers(0, 1000, 300).tolist()
+    loop = [5, 6, 7] * 60
+    for parts in ([prose], [loop], [prose[:50], loop], [prose[:40], prose[:40]], [[1, 2]], []):
+        share = repeated_share([np.array(part, np.int32) for part in parts])
+        assert share == pytest.approx(naive_repeated_share(parts))
+    assert repeated_share([np.array(loop)]) > 0.9 and repeated_share([np.array(prose)]) == 0
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "full"])
+def test_good_real_runs_raise_no_alarm(
+    tiny_pair: TinyPair, tmp_path: Path, estimator: Literal["sampled", "full"]
+) -> None:
+    """What a random student samples has no end: it is cut, which is true."""
+    out = tmp_path / "run"
+    run_on_policy(
+        OpdConfig(
+            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
+            out=str(out), temperature=0.7, steps=28, prompts_per_step=4, group_size=2,
+            max_new_tokens=6, eval_size=0, engine="embedded", local=True, lr=1e-3,
+            estimator=estimator,
+        ),
+        Console(quiet=True),
+    )  # fmt: skip
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    cut = [row["step"] for row in steps if row.get("rollout/stop/length", 0) > 0.5]
+    said = [(event["name"], event["step"]) for event in events if event["event"] == "finding"]
+    assert len(steps) == 28 and said == [("responses_are_cut", step) for step in cut[:1]]
+
+
+def test_the_evidence_is_the_worst_kept_trajectory(tmp_path: Path) -> None:
+    def member(length: int, stop: str) -> dict[str, Any]:
+        return {
+            "reward": 0, "stop_reason": stop, "metrics": {},
+            "segments": [{
+                "tokens": [0] * (length + 1), "actions": [[1, length + 1]],
+                "behaviour_logprobs": [-1.0] * length, "teacher_logprobs": None,
+                "versions": [0] * length, "advantages": [0.0] * length, "bonuses": None,
+            }],
+        }  # fmt: skip
+
+    def group(step: int, number: int, members: list[dict[str, Any]]) -> str:
+        return json.dumps({
+            "step": step, "group_id": number, "version": step - 1, "teacher": "", "tag": None,
+            "source": "", "temperature": 0.7, "metrics": {}, "trajectories": members,
+        }) + "\n"  # fmt: skip
+
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(
+        group(1, 0, [member(99, "length")])
+        + group(11, 7, [member(20, "length"), member(60, "eos")])
+        + group(11, 8, [member(10, "eos"), member(30, "length")])
+    )
+    watch = Watch(SETUP, path)
+    [finding] = watch.see({"step": 12, "rollout/stop/length": 0.75})
+    assert finding.evidence == Evidence(step=11, group=8, member=1)
+    assert "(kept: step 11, group 8, trajectory 2)" in finding.told()
+    path.write_text("no group\n")
+    [finding] = Watch(SETUP, path).see({"step": 12, "rollout/stop/length": 0.75})
+    assert finding.evidence is None

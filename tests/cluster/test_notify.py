@@ -1,0 +1,173 @@
+"""Notifications to a real server and to a function: in order, and a run never waits for one."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.config.on_policy import RlConfig
+from cluster.recipes.on_policy import run_on_policy
+from cluster.run_files.notify import Notifier, receiver_of
+from distill.errors import ConfigError
+from tests.conftest import TinyPair
+
+heard: list[dict[str, Any]] = []
+released = threading.Event()
+
+
+def hear(told: dict[str, Any]) -> None:
+    heard.append(told)
+
+
+def hang(_told: dict[str, Any]) -> None:
+    released.wait(60)
+
+
+def leave(told: dict[str, Any]) -> None:
+    heard.append(told)
+    raise SystemExit("gone")
+
+
+def always_the_same(_response: str, _answer: str) -> float:
+    return 0.0
+
+
+@pytest.fixture(autouse=True)
+def silence() -> Iterator[None]:
+    heard.clear()
+    released.clear()
+    yield
+    released.set()
+
+
+class Server:
+    """Takes POSTs on the loopback address, and answers `status`."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.got: list[tuple[str, dict[str, Any]]] = []
+        got = self.got
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                got.append((self.headers["Content-Type"], json.loads(body)))
+                self.send_response(status)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Says nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook?key=1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def servers() -> Iterator[dict[int, Server]]:
+    made = {status: Server(status) for status in (200, 500)}
+    yield made
+    for server in made.values():
+        server.close()
+
+
+def test_a_run_tells_what_it_finds_and_how_it_ends(
+    tiny_pair: TinyPair, tmp_path: Path, servers: dict[int, Server]
+) -> None:
+    """A reward that is always the same: found, with evidence, wherever findings go."""
+    out = tmp_path / "run"
+    printed = tmp_path / "printed"
+    with printed.open("w") as file:
+        run_on_policy(
+            RlConfig(
+                student=tiny_pair.student, prompts=tiny_pair.prompts, out=str(out),
+                temperature=0.7, steps=12, prompts_per_step=2, group_size=2, max_new_tokens=4,
+                eval_size=0, engine="embedded", local=True, lr=1e-3, try_first=False,
+                reward="tests.cluster.test_notify:always_the_same", notify=servers[200].url,
+            ),
+            Console(file=file, width=1000),
+        )  # fmt: skip
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    findings = {event["name"]: event for event in events if event["event"] == "finding"}
+    constant = findings["rewards_are_constant"]
+    assert constant["step"] == 8
+    told = [body for _, body in servers[200].got]
+    assert [body.get("name") for body in told] == [*findings, None]
+    assert {kind for kind, _ in servers[200].got} == {"application/json"}
+    [body] = [body for body in told if body.get("name") == "rewards_are_constant"]
+    assert body["run"] == "run" and body["remedy"] == constant["remedy"]
+    assert body["evidence"] == constant["evidence"] and constant["evidence"]["step"] == 1
+    assert body["text"] in printed.read_text()
+    assert told[-1] == {
+        "event": "end", "run": "run", "out": str(out), "step": 12, "status": "finished",
+        "text": "finished after step 12",
+    }  # fmt: skip
+
+    from cluster.inspect.report.data import report_data
+    from cluster.inspect.report.run_files import read_run
+
+    shown = report_data(read_run(out), 1)
+    assert [each["name"] for each in shown["findings"]] == list(findings)
+    kept = {(group["step"], group["group"]) for group in shown["groups"]}
+    where = constant["evidence"]
+    assert (where["step"], where["group"]) in kept
+
+
+def told_to(receiver: Any, **end: float) -> list[str]:
+    said: list[str] = []
+    notifier = Notifier(receiver, Path("/runs/first"), said.append, **end)
+    for step in (1, 2, 3):
+        notifier.tell("finding", text=f"step {step}", step=step)
+    notifier.finish({"status": "failed", "reason": "RunFailed: no"}, 3)
+    return said
+
+
+def test_a_function_is_called_with_all_in_order() -> None:
+    assert told_to(receiver_of("tests.cluster.test_notify:hear")) == []
+    assert [told["text"] for told in heard] == [
+        "step 1", "step 2", "step 3", "failed after step 3: RunFailed: no",
+    ]  # fmt: skip
+    assert heard[-1]["status"] == "failed" and heard[-1]["reason"] == "RunFailed: no"
+
+
+def test_what_fails_is_named_once_and_the_rest_is_tried(servers: dict[int, Server]) -> None:
+    [said] = told_to(receiver_of(servers[500].url))
+    assert "500" in said and len(servers[500].got) == 4
+    [said] = told_to(receiver_of("tests.cluster.test_notify:leave"))
+    assert "SystemExit: gone" in said and len(heard) == 4
+    servers[200].close()
+    [said] = told_to(receiver_of(servers[200].url))
+    assert "refused" in said
+
+
+def test_what_hangs_does_not_hold_up_the_end() -> None:
+    [said] = told_to(receiver_of("tests.cluster.test_notify:hang"), end_s=0.2)
+    assert "has not answered within 0.2 s" in said
+
+
+def test_nobody_need_be_told() -> None:
+    assert told_to(receiver_of(None)) == []
+
+
+@pytest.mark.parametrize(
+    ("notify", "complaint"),
+    [
+        ("https:///path", "names no host"),
+        ("somewhere", "neither a URL"),
+        ("tests.cluster.test_notify:nothing", "cannot be imported"),
+        ("tests.cluster.test_notify:heard", "not a function"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(notify: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        receiver_of(notify)
