@@ -144,7 +144,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 "be scored. Resize its embeddings, or choose another pair"
             )
         if role != "reference":
-            _check_distribution(config.objective(), role, scorer, vocab_size(student), stops.event)
+            _check_top(config.objective(), vocab_size(student), stops.event)
     teacher_tokenizers = {
         name: _for_teacher_messages(
             config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
@@ -235,22 +235,8 @@ def _check_holds_tokenizer(
         )
 
 
-def _check_distribution(
-    objective: ObjectiveConfig,
-    role: str,
-    teacher: _Scorer,
-    student_vocab: int,
-    event: Sequence[int],
-) -> None:
-    """A divergence of distributions needs them to be over the same tokens."""
-    if objective.estimator == "sampled":
-        return
-    if teacher.vocab_size != student_vocab and objective.estimator == "top_k":
-        raise ConfigError(
-            f"{role}={teacher.model} has a vocabulary of {teacher.vocab_size} and the student one "
-            f"of {student_vocab}: its likeliest tokens may be none of the student's. Resize the "
-            "embeddings of one of them, or use estimator=full, which leaves padding out, or sampled"
-        )
+def _check_top(objective: ObjectiveConfig, student_vocab: int, event: Sequence[int]) -> None:
+    """A bucket for the rest needs tokens that are not in the top."""
     if objective.asked_of_teacher >= student_vocab - max(0, len(event) - 1):
         raise ConfigError(
             f"teacher_top_k={objective.asked_of_teacher} must be below the vocabulary of "

@@ -22,6 +22,8 @@ from distill.objective.settings import DivergenceName
 TAIL_FLOOR = 1e-6
 # Most mass that ids beyond the tokenizer's may have: divergences leave them out.
 PADDING_MASS = 1e-3
+# The log-prob of no mass at all, finite so that its gradient is 0 and no NaN.
+NO_MASS = -1e4
 
 
 def reverse_kl(student_logits_NV: Tensor, teacher_logits_NV: Tensor, temperature: float) -> Tensor:
@@ -71,25 +73,59 @@ def shared_columns(log_p_NV: Tensor, log_q_NV: Tensor) -> tuple[Tensor, Tensor]:
     """
     width = min(log_p_NV.shape[1], log_q_NV.shape[1])
     for whose, logprobs_NV in (("student", log_p_NV), ("teacher", log_q_NV)):
-        padding_NV = logprobs_NV.detach()[:, width:]
-        if padding_NV.numel():
-            mass = padding_NV.exp().sum(dim=1).max().item()
-            if not mass <= PADDING_MASS:
-                raise DataError(
-                    f"the {whose} puts a mass of {mass:.2g} on token ids from {width} on, which "
-                    "the other model does not have; at most "
-                    f"{PADDING_MASS:g} passes for padding. Resize its embeddings to the "
-                    "tokenizer's length, or use estimator=sampled"
-                )
+        _check_padding(whose, width, logprobs_NV.detach()[:, width:].exp())
     return log_p_NV[:, :width], log_q_NV[:, :width]
 
 
+def _check_padding(whose: str, width: int, mass_NM: Tensor) -> None:
+    """Raises DataError if ids from `width` on have a `mass_NM` that is no padding's."""
+    mass = mass_NM.sum(dim=1).max().item() if mass_NM.numel() else 0.0
+    if not mass <= PADDING_MASS:
+        raise DataError(
+            f"the {whose} puts a mass of {mass:.2g} on token ids from {width} on, which the other "
+            f"model does not have; at most {PADDING_MASS:g} passes for padding. Resize its "
+            "embeddings to the tokenizer's length, or use estimator=sampled"
+        )
+
+
+def without_padding(width: int, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+    """log q of the teacher's likeliest tokens, with no mass on ids from `width` on.
+
+    Those are padding of a teacher's vocabulary beyond the student's; what little they have goes to
+    the rest.
+
+    Raises:
+        DataError: they have mass, so that they are more than padding.
+    """
+    padding_NK = ids_NK >= width
+    if not bool(padding_NK.any()):
+        return log_q_NK
+    _check_padding("teacher", width, log_q_NK.exp().masked_fill(~padding_NK, 0.0))
+    return log_q_NK.masked_fill(padding_NK, NO_MASS)
+
+
 def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """log p of K tokens and, in a last column, of all the others together: shape (N, K + 1)."""
+    """log p of K tokens and, in a last column, of all the others together: shape (N, K + 1).
+
+    Ids beyond the student's vocabulary have no mass.
+    """
     assert ids_NK.shape[1] < log_p_NV.shape[1], "the top is the whole vocabulary: there is no rest"
-    top_NK = log_p_NV.gather(1, ids_NK)
-    rest_N1 = log_p_NV.scatter(1, ids_NK, -math.inf).logsumexp(dim=1, keepdim=True)
-    return torch.cat([top_NK, rest_N1], dim=1)
+    own_NK = _within(log_p_NV, ids_NK)
+    rest_N1 = log_p_NV.scatter(1, own_NK, -math.inf).logsumexp(dim=1, keepdim=True)
+    return torch.cat([_top_logprobs(log_p_NV, ids_NK), rest_N1], dim=1)
+
+
+def _within(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
+    """The ids, and in place of those beyond the vocabulary others of their row."""
+    return torch.where(
+        ids_NK < log_p_NV.shape[1], ids_NK, ids_NK.min(dim=1, keepdim=True).values
+    )
+
+
+def _top_logprobs(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
+    """log p of K tokens."""
+    log_p_NK = log_p_NV.gather(1, _within(log_p_NV, ids_NK))
+    return log_p_NK.masked_fill(ids_NK >= log_p_NV.shape[1], NO_MASS)
 
 
 def with_tail(log_q_NK: Tensor) -> Tensor:
@@ -106,5 +142,5 @@ def top_of_reverse_kl(log_p_NV: Tensor, ids_NK: Tensor, log_q_NK: Tensor) -> Ten
     the log ratio is held fixed in the gradient, as it is there (their two extra terms, the
     gradients of the two masses, cancel).
     """
-    log_p_NK = log_p_NV.gather(1, ids_NK)
+    log_p_NK = _top_logprobs(log_p_NV, ids_NK)
     return (log_p_NK.exp() * (log_p_NK - log_q_NK).detach()).sum(dim=1)

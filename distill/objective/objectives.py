@@ -45,6 +45,7 @@ from distill.objective.divergences import (
     shared_columns,
     top_of_reverse_kl,
     with_tail,
+    without_padding,
 )
 from distill.objective.losses import (
     SQUARES,
@@ -251,7 +252,8 @@ def teacher_divergence(
     assert ids_NK is not None and log_q_NK is not None, "the rows lack the teacher's top_k"
 
     def of_top(log_p_NV: Tensor, positions: slice) -> Tensor:
-        ids_nK, log_q_nK = ids_NK[positions], log_q_NK[positions]
+        ids_nK = ids_NK[positions]
+        log_q_nK = without_padding(log_p_NV.shape[1], ids_nK, log_q_NK[positions])
         if how.tail == "sampled":
             return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK)
         return divergence(coarse(log_p_NV, ids_nK), with_tail(log_q_nK), how.divergence, jsd_beta)

@@ -303,9 +303,8 @@ def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) 
     wider = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=192)
     save_tokenizer(wider)
     assert len(check_rollout(opd(teacher=wider)).train)  # enough to score sampled tokens
-    assert len(check_rollout(opd(teacher=wider, estimator="full")).train)  # padding, if massless
-    with pytest.raises(ConfigError, match=r"vocabulary of 192 and the student one of 160"):
-        check_rollout(opd(teacher=wider, estimator="top_k"))
+    for estimator in ("full", "top_k"):  # padding, if massless
+        assert len(check_rollout(opd(teacher=wider, estimator=estimator)).train)
 
 
 def test_more_of_the_teacher_than_there_is(opd: NewOpd) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distill.errors import DataError
 from distill.objective.divergences import (
     TAIL_FLOOR,
     coarse,
@@ -20,6 +21,7 @@ from distill.objective.divergences import (
     reverse_kl,
     top_of_reverse_kl,
     with_tail,
+    without_padding,
 )
 from distill.objective.settings import DivergenceName
 
@@ -184,6 +186,38 @@ def test_a_partition_loses_no_mass(k: int) -> None:
 def test_a_top_of_the_whole_vocabulary_has_no_rest() -> None:
     with pytest.raises(AssertionError, match="there is no rest"):
         coarse(torch.zeros(1, 2), torch.tensor([[0, 1]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None:
+    """It is as if the teacher had named one token less; the student's mass is all where it was."""
+    log_p_NV, log_q_NV = log_pair(3)
+    log_p_NV = log_p_NV.requires_grad_(True)
+    log_q_NK, ids_NK = likeliest(log_q_NV, 3)
+    named_NK = torch.cat([ids_NK[:, :1], torch.full((6, 1), 11), ids_NK[:, 1:]], dim=1)
+    padded_NK = torch.cat([log_q_NK[:, :1], torch.full((6, 1), -9.0), log_q_NK[:, 1:]], dim=1)
+    padded_NK = without_padding(log_p_NV.shape[1], named_NK, padded_NK)
+    for made_N, expected_N in (
+        (
+            divergence(coarse(log_p_NV, named_NK), with_tail(padded_NK), name, 0.5),
+            divergence(coarse(log_p_NV, ids_NK), with_tail(log_q_NK), name, 0.5),
+        ),
+        (
+            top_of_reverse_kl(log_p_NV, named_NK, padded_NK),
+            top_of_reverse_kl(log_p_NV, ids_NK, log_q_NK),
+        ),
+    ):
+        torch.testing.assert_close(made_N, expected_N)
+        [made_NV] = torch.autograd.grad(made_N.sum(), log_p_NV)
+        [expected_NV] = torch.autograd.grad(expected_N.sum(), log_p_NV)
+        assert made_NV.norm() > 0.1
+        torch.testing.assert_close(made_NV, expected_NV)
+
+
+def test_padding_in_the_top_that_has_mass_is_refused() -> None:
+    log_q_NK = torch.tensor([[0.9, 0.002, 0.05]]).log()
+    with pytest.raises(DataError, match="the teacher puts a mass of 0.002 on token ids from 9 on"):
+        without_padding(9, torch.tensor([[4, 11, 2]]), log_q_NK)
 
 
 @pytest.mark.parametrize("name", NAMES)
