@@ -8,7 +8,7 @@ import sys
 
 # Imported only when asked for: a command's imports are most of its start-up time.
 _COMMANDS = {
-    "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft or dpo"),
+    "train": ("cluster.train", "run a recipe: recipe=opd, rl, sft, dpo, reward_model, ..."),
     "evaluate": ("cluster.evaluate", "a checkpoint at your serving decoder"),
     "audit": ("cluster.audit", "was each prompt group of a run trained exactly once?"),
     "story": ("cluster.story", "the report: a run's pools, nodes, waits and deaths are in it"),
@@ -23,6 +23,9 @@ _COMMANDS = {
     ),
     "doctor": ("cluster.inspect.doctor", "does this machine have what a run needs?"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
+    "demo": ("cluster.demo", "the main job on tiny models that it trains itself"),
+    "show": ("cluster.show", "a recipe with tools, games or documents, from nothing"),
+    "opd_vs_rl": ("cluster.opd_vs_rl", "steps to the teacher's accuracy, by distillation and RL"),
 }
 
 

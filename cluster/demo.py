@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from cluster.demos.demo import main
+from rich.console import Console
+
+from cluster.command import run_command
+from cluster.config.demos import DemoConfig
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(DemoConfig, _run, argv)
+
+
+def _run(config: DemoConfig, console: Console) -> None:
+    from cluster.demos.demo import demo  # Ray and torch: not for --help
+
+    demo(config, console)
+
 
 if __name__ == "__main__":
     sys.exit(main())

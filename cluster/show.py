@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from cluster.demos.show import main
+from rich.console import Console
+
+from cluster.command import run_command
+from cluster.config.demos import ShowConfig
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(ShowConfig, _run, argv)
+
+
+def _run(config: ShowConfig, console: Console) -> None:
+    from cluster.demos.show import show  # Ray and torch: not for --help
+
+    show(config, console)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import chz
 from rich.console import Console
 
 from cluster.command import exit_code
@@ -127,6 +128,7 @@ def run_recipe(arguments: list[str], console: Console) -> None:
         console.print(_usage(), markup=False, highlight=False)
         return
     _refuse_truncation(given.texts)
+    _refuse_others_settings(recipe, given.texts)
     settings = given.settings(recipe.config)
     if HELP in arguments:
         raise HelpAsked(help_text(recipe.config, settings))
@@ -156,6 +158,21 @@ def _refuse_truncation(given: Mapping[str, str]) -> None:
                 f"{name}={value}: training does not truncate. Rollouts must be samples of "
                 "softmax(z/T) over the whole vocabulary, or the reverse KL is another one; leave "
                 f"{name} out (the serving decoder of evaluation has eval_top_p and eval_top_k)"
+            )
+
+
+def _refuse_others_settings(recipe: _Recipe, given: Mapping[str, str]) -> None:
+    """Raises ConfigError for a setting that other recipes have: a teacher of rl, say."""
+    for key, value in given.items():
+        name = key.split(".")[0]
+        if name in chz.chz_fields(recipe.config):
+            continue
+        others = [other for other, each in RECIPES.items() if name in chz.chz_fields(each.config)]
+        if others:
+            this = next(own for own, each in RECIPES.items() if each is recipe)
+            raise ConfigError(
+                f"{key}={value}: recipe={this} has no such setting; {', '.join(others)} have it. "
+                f"recipe={this} {HELP} lists all"
             )
 
 

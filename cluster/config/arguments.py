@@ -151,6 +151,9 @@ def _check(kind: type, key: str, value: str, given: Mapping[str, str]) -> None:
 
 def _nearest(key: str, kind: type, given: Mapping[str, str]) -> str:
     near = get_close_matches(key, list(_names(kind, given)), n=1)
+    if not near:  # by what it is called elsewhere: learning_rate
+        fields, words = chz.chz_fields(kind), key.replace("_", " ")
+        near = [name for name, field in fields.items() if words in field._doc.split(";")[0]][:1]
     return f"{f'did you mean {near[0]!r}? ' if near else ''}{HELP} lists all"
 
 

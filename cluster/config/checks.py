@@ -46,7 +46,7 @@ from distill.envs.base import (
     mixture,
     problems_of,
 )
-from distill.errors import CheckpointError, ConfigError
+from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.models.attention_probe import check_packs
 from distill.models.loading import (
     context_length,
@@ -126,12 +126,13 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     own_template = tokenizer.chat_template
     tokenizer = config.choose_template(tokenizer)
     _check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
-    scorers = {
-        f"teachers.{name}" if name else "teacher": _check_scorer(teacher.model, tokenizer)
+    named = {
+        f"teachers.{name}" if name else "teacher": teacher.model
         for name, teacher in config.teacher_models().items()
     }
     if config.reference is not None:
-        scorers["reference"] = _check_scorer(config.reference, tokenizer)
+        named["reference"] = config.reference
+    scorers = {role: _check_scorer(role, model, tokenizer) for role, model in named.items()}
     own = ends_of(config.student, tokenizer)
     stops = config.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
     _check_stops(config, stops, own, tokenizer)
@@ -347,10 +348,13 @@ class _Scorer:
     chat: tuple[int, ...] | None = None
 
 
-def _check_scorer(model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
+def _check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
     """Checks a checkpoint, or a running server; either must share the tokenizer."""
     if is_url(model):
-        info = asyncio.run(_ask(model))
+        try:
+            info = asyncio.run(_ask(model))
+        except EngineError as error:
+            raise ConfigError(f"{role}={model} does not serve: {error}") from error
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
             raise ConfigError(
                 f"student and teacher={model} do not share a tokenizer: the server encodes known "
@@ -531,7 +535,7 @@ def check_dpo(config: DpoConfig) -> SupervisedInputs:
     """
     limits, stops, tokenizer = _limits(config)
     if config.reference is not None:
-        reference = _check_scorer(config.reference, tokenizer)
+        reference = _check_scorer("reference", config.reference, tokenizer)
         _check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
         if reference.context_length < limits["max_length"]:
             raise ConfigError(

@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import EngineChoice
-from cluster.command import run_command
+from cluster.config.demos import DemoConfig
 from cluster.config.on_policy import OpdConfig
 from cluster.config.supervised import SftConfig
 from cluster.demos.arithmetic import (
@@ -44,23 +42,6 @@ FORGET_CARRY = {TEACHER: 0.0, STUDENT: 0.6}
 TEACHER_AT_LEAST = 0.95
 STUDENT_BEFORE_BELOW = 0.60
 STUDENT_OF_TEACHER = 0.95
-
-
-@chz.chz
-class DemoConfig:
-    """Distils a teacher of two-digit sums into a student that forgets to carry."""
-
-    out: str = chz.field(
-        doc="directory for data, models and runs; an earlier demo in it is removed"
-    )
-    temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
-    engine: EngineChoice = chz.field(
-        default="auto",
-        doc="sglang: servers of our own; embedded: transformers in the actor's process; auto: "
-        "sglang where it is installed",
-    )
-    steps: int = chz.field(default=120, doc="optimizer steps of the distillation")
-    seed: int = chz.field(default=0, doc="seed of problems, models and training")
 
 
 def demo(config: DemoConfig, console: Console) -> None:
@@ -218,8 +199,3 @@ def _keep_promises(before: float, after: float, teacher: float) -> None:
         raise RunFailed(
             f"the student ended at {after:.1%}, less than {STUDENT_OF_TEACHER:.0%} of the teacher"
         )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(DemoConfig, demo, argv)

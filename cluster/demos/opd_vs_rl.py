@@ -22,10 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import chz
 from rich.console import Console
 
-from cluster.command import run_command
+from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
 from cluster.demos.arithmetic import ANSWER_TOKENS
 from cluster.demos.curves import (
@@ -56,30 +55,6 @@ READING = (
     "almost as well as a teacher that scores each, and both contenders correct only what the "
     "student samples; the claim is of answers with thousands of tokens"
 )
-
-
-@chz.chz
-class OpdVsRlConfig:
-    """Counts the optimizer steps that OPD and GRPO need from the same student."""
-
-    out: str = chz.field(doc="directory for data, models and runs; the same command goes on in it")
-    temperature: float = chz.field(default=0.7, doc="rollout temperature T")
-    seeds: int = chz.field(default=3, doc="runs of each contender's best settings")
-    steps: int | None = chz.field(
-        default=None, doc="at most so many optimizer steps per run, for a quick look"
-    )
-    seed: int = chz.field(default=0, doc="seed of problems, models and the first run")
-
-    @chz.validate
-    def _in_range(self) -> None:
-        if self.seeds < 1:
-            raise ConfigError(f"seeds={self.seeds} must be at least 1")
-        least = HOLD * max(start.eval_every for start in STARTS)
-        if self.steps is not None and self.steps < least:
-            raise ConfigError(
-                f"steps={self.steps} must be at least {least}: the target counts as reached after "
-                f"{HOLD} evaluations in a row"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +111,17 @@ def _half(count: int) -> int:
 
 
 def measure(config: OpdVsRlConfig, console: Console) -> None:
-    """Makes the models, runs every contender, and prints the table and what came of the claim."""
+    """Makes the models, runs every contender, and prints the table and what came of the claim.
+
+    Raises:
+        ConfigError: fewer steps than it takes to hold the target.
+    """
+    least = HOLD * max(start.eval_every for start in STARTS)
+    if config.steps is not None and config.steps < least:
+        raise ConfigError(
+            f"steps={config.steps} must be at least {least}: the target counts as reached after "
+            f"{HOLD} evaluations in a row"
+        )
     check_plots()
     started = time.perf_counter()
     out = _directory(Path(config.out).resolve())
@@ -335,8 +320,3 @@ class Race:
             target=self._target,
             lines=lines,
         )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(OpdVsRlConfig, measure, argv)

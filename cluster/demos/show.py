@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import chz
 from rich.console import Console
 from rich.table import Table
 
-from actors.config import EngineChoice
-from cluster.command import run_command
+from cluster.config.demos import ShowConfig, Task
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.presets import (
     OpdCondensedConfig,
@@ -54,22 +52,7 @@ from cluster.recipes.supervised import run_sft
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 
-Task = Literal["tools", "rl_tools", "selfplay", "condensed"]
 STUDENT, TEACHER = "student", "teacher"
-
-
-@chz.chz
-class ShowConfig:
-    """Runs a recipe on a small world that it makes itself."""
-
-    task: Task = chz.field(doc="what is shown")
-    out: str = chz.field(doc="directory for data, models and the run; an earlier show is removed")
-    temperature: float = chz.field(default=0.7, doc="rollout temperature T; on purpose not 1")
-    engine: EngineChoice = chz.field(
-        default="auto", doc="sglang, embedded, or auto: sglang where it is installed"
-    )
-    steps: int | None = chz.field(default=None, doc="optimizer steps of the recipe")
-    seed: int = chz.field(default=0, doc="seed of data, models and training")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +299,3 @@ def _report(chosen: Show, run: Path, seconds: float, console: Console) -> None:
     for promise in chosen.promises:
         if not promise.kept(after[promise.metric]):
             raise RunFailed(f"{promise.title}: {after[promise.metric]:.1%} is not as promised")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
-    return run_command(ShowConfig, show, argv)

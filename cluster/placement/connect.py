@@ -61,14 +61,18 @@ def connect(namespace: str, local_cpus: int) -> Iterator[None]:
         yield
         return
     try:
-        address = os.environ.get("RAY_ADDRESS", "")
-        if address in ("", "local"):
+        if starts_here():
             start_here(namespace, max(os.cpu_count() or 1, local_cpus))
         else:
-            _join(address, namespace)
+            _join(os.environ["RAY_ADDRESS"], namespace)
         yield
     finally:
         ray.shutdown()
+
+
+def starts_here() -> bool:
+    """True if no cluster is named or connected, so that `connect` starts Ray on this machine."""
+    return not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
 def autoscales() -> bool:

@@ -11,6 +11,7 @@ from actors.sglang.flags import tensor_parallel_size
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
+from cluster.placement.connect import starts_here
 from cluster.placement.placement_groups import ResourceDemand
 from cluster.placement.resource_plan import (
     Layout,
@@ -124,9 +125,7 @@ def resolve_device(config: CommonConfig) -> str:
         ConfigError: cuda was asked for and the cluster has no GPU.
     """
     gpus = torch.cuda.device_count() if config.local else ray.cluster_resources().get("GPU", 0)
-    if config.device == "cuda" and not gpus:
-        where = "this machine" if config.local else "the Ray cluster"
-        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
+    _require_gpu(config, gpus, "this machine" if config.local else "the Ray cluster")
     if not gpus or config.device == "cpu":
         for name in ("offload_optimizer", "liger"):
             if getattr(config, name):
@@ -140,6 +139,11 @@ def resolve_device(config: CommonConfig) -> str:
             f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
         )
     return "cuda"
+
+
+def _require_gpu(config: CommonConfig, gpus: float, where: str) -> None:
+    if config.device == "cuda" and not gpus:
+        raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
 
 
 def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
@@ -158,7 +162,13 @@ def _compute(config: CommonConfig, device: str) -> dict[str, float]:
 
 
 def describe_layout(config: CommonConfig) -> str:
-    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing."""
+    """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
+
+    Raises:
+        ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU.
+    """
+    if config.local or starts_here():
+        _require_gpu(config, torch.cuda.device_count(), "this machine")
     device = device_here(config.device)
     largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
     plans = []

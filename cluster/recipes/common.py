@@ -275,16 +275,19 @@ def already_complete(
     return done
 
 
-def learner_line(config: CommonConfig, model: str) -> str:
+def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:
     """The learner's line of the resource plan."""
     holding = FROZEN if config.trains_adapter else TRAINED
     estimate = estimate_memory(model, holding) or "memory unknown"
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"
+    rate = f"lr {config.lr:g}"
+    if (updates := config.steps * updates_per_step) < config.warmup_steps:
+        rate += f", never reached: warmup_steps={config.warmup_steps} of {updates} updates"
     if not config.trains_adapter:
-        return f"{estimate}, lr {config.lr:g}"
+        return f"{estimate}, {rate}"
     share = check_lora(config, model)
     adapter = f"LoRA rank {config.lora_rank}"
     if config.lora_adapter is not None:
         adapter = f"adapter {config.lora_adapter}"
-    return f"{estimate}; {adapter} on {share:.0%} of the weights, lr {config.lr:g}"
+    return f"{estimate}; {adapter} on {share:.0%} of the weights, {rate}"

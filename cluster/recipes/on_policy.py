@@ -77,6 +77,8 @@ def _plan(
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
         for name, teacher in config.teacher_models().items()
     )
+    objective = config.objective()
+    again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
     evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
     return (
@@ -84,13 +86,13 @@ def _plan(
         f"T={config.temperature:g}\n"
         f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
         f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers\n"
-        f"  objective {_objective_line(config.objective())}\n"
+        f"  objective {_objective_line(objective)}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{len(inputs.held_out)} held out for evaluation; env={type(config.env).__name__}\n"
-        f"  step      {config.prompts_per_step} prompts x {config.group_size} samples of at most "
-        f"{config.max_new_tokens} tokens, {_mode(config)}\n"
-        f"  learner   {learner_line(config, config.student)}\n"
+        f"  step      {config.prompts_per_step} prompts{again} x {config.group_size} samples of at "
+        f"most {config.max_new_tokens} tokens, {_mode(config)}\n"
+        f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
         f"{start}"
         f"  run       {config.steps} steps into {directory.path}"
     )

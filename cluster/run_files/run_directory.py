@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,7 +114,7 @@ class RunDirectory:
         return self.path / "trace.json"
 
     def check(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
-        """The checkpoint to resume from, or None for a fresh start. Writes nothing.
+        """The checkpoint to resume from, or None for a fresh start. Leaves nothing behind.
 
         `say` is told of damaged checkpoints that are passed over.
 
@@ -136,6 +137,7 @@ class RunDirectory:
                 raise ConfigError(
                     f"out={self.path} is not empty and holds no isotherm run; choose another out="
                 )
+            self._try_to_write(parent)
             return None
         self._check_same_run()
         self._check_lines()
@@ -154,6 +156,17 @@ class RunDirectory:
                 "own ledger back, or move this one away: the audit then proves nothing of what "
                 "came before"
             )
+
+    def _try_to_write(self, parent: Path) -> None:
+        """Raises ConfigError where permissions do not tell that nothing can be made: in /proc."""
+        try:
+            with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=parent):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"out={self.path} cannot be written ({error.strerror} in {parent}); choose another "
+                "out="
+            ) from error
 
     def _check_same_run(self) -> None:
         try:

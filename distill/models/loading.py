@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,12 +52,19 @@ def load_config(path: str) -> Any:
             f"{path} has no config.json: it is not a Hugging Face checkpoint directory"
             + run_remedy(path)
         )
+    if not Path(path).exists() and (path.count("/") > 1 or path.startswith((".", "/", "~"))):
+        near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
+        raise CheckpointError(
+            f"cannot read a model config from {path!r}: there is no such directory"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, and transformers' own for a malformed field
         raise CheckpointError(
-            f"cannot read a model config from {path!r}: {first_line(error)}. Give a Hugging Face "
-            f"checkpoint directory, or a hub name this machine can reach{run_remedy(path)}"
+            f"cannot read a model config from {path!r}: {first_line(error).rstrip('.')}. Give a "
+            f"Hugging Face checkpoint directory, or a hub name this machine can reach"
+            f"{run_remedy(path)}"
         ) from error
 
 

@@ -117,9 +117,7 @@ def coarse(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
 
 def _within(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:
     """The ids, and in place of those beyond the vocabulary others of their row."""
-    return torch.where(
-        ids_NK < log_p_NV.shape[1], ids_NK, ids_NK.min(dim=1, keepdim=True).values
-    )
+    return torch.where(ids_NK < log_p_NV.shape[1], ids_NK, ids_NK.min(dim=1, keepdim=True).values)
 
 
 def _top_logprobs(log_p_NV: Tensor, ids_NK: Tensor) -> Tensor:

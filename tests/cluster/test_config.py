@@ -270,6 +270,26 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
     assert not Path(config.out).exists()
 
 
+def test_the_plan_says_what_cannot_be_meant(opd: NewOpd, capsys) -> None:
+    more = ["dry_run=True", "steps=3", "warmup_steps=9", "num_substeps=2", "prompts_per_step=1000"]
+    assert main(arguments(opd(), *more)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "never reached: warmup_steps=9 of 6 updates" in shown
+    assert "1000 prompts, some of them more than once" in shown
+
+
+def test_a_dry_run_misses_the_gpu(opd: NewOpd, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for more in ([], ["local=True"]):
+        assert main(arguments(opd(), "dry_run=True", "device=cuda", *more)) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "device=cuda but this machine has no GPU" in said
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")  # whose GPUs are not ours to know
+    assert main(arguments(opd(), "dry_run=True", "device=cuda")) == 0
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -283,7 +303,13 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
         (["steps=many"], "steps=many is not a whole number"),
         (["recipe=oped"], "recipe=oped is unknown; did you mean 'opd'.* Known: dpo, opd, .*sft"),
         (["recipe", "opd"], "'recipe' is not key=value; write recipe=opd"),
-        (["student=/nowhere/at/all"], "cannot read a model config from '/nowhere/at/all'"),
+        (["student=/nowhere/at/all"], "'/nowhere/at/all': there is no such directory"),
+        (["out=/proc/nothing"], "out=/proc/nothing cannot be written .* in /proc"),
+        (
+            ["teacher=http://127.0.0.1:9"],
+            "teacher=http://127.0.0.1:9 does not serve: .*reached",
+        ),
+        (["model=m"], "model=m: recipe=opd has no such setting; sft, dpo, reward_model have it"),
     ],
 )
 def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: str) -> None:
@@ -312,6 +338,8 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
             "wandb=onlin is unknown; did you mean 'online'? Known: off, offline",
         ),
         (["lr.x=3"], "lr.x=3: lr has no settings of its own"),
+        (["learning_rate=1"], "learning_rate=1: no such setting; did you mean 'lr'"),
+        (["grad_norm=1"], "grad_norm=1: no such setting; did you mean 'max_grad_norm'"),
         (
             ["env=ToolUze"],
             "env=ToolUze is unknown, and not package.module:Class; did you mean",

@@ -12,11 +12,13 @@ import chz
 import pytest
 from rich.console import Console
 
+from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.demos.curves import Curve, Row, ranked, row_of, steps_to_target, table_of, verdict
 from cluster.demos.demo import Data
-from cluster.demos.opd_vs_rl import CONTENDERS, STARTS, OpdVsRlConfig, Race, Start, count_runs, main
+from cluster.demos.opd_vs_rl import CONTENDERS, STARTS, Race, Start, count_runs, measure
 from cluster.demos.plots import Line, Panel, check_plots, draw_accuracy
+from cluster.opd_vs_rl import main
 from distill.errors import ConfigError
 
 TARGET = 0.9
@@ -146,7 +148,7 @@ def test_runs_are_counted_over_both_starts() -> None:
 
 def test_too_few_steps_to_hold_a_target_are_refused() -> None:
     with pytest.raises(ConfigError, match="steps=5 must be at least 12"):
-        OpdVsRlConfig(out="o", steps=5)
+        measure(OpdVsRlConfig(out="o", steps=5), Console())
     with pytest.raises(ConfigError, match="seeds=0"):
         OpdVsRlConfig(out="o", seeds=0)
 

@@ -216,7 +216,7 @@ def test_a_top_with_padding_that_the_student_lacks(name: DivergenceName) -> None
 
 def test_padding_in_the_top_that_has_mass_is_refused() -> None:
     log_q_NK = torch.tensor([[0.9, 0.002, 0.05]]).log()
-    with pytest.raises(DataError, match="the teacher puts a mass of 0.002 on token ids from 9 on"):
+    with pytest.raises(DataError, match=r"the teacher puts a mass of 0\.002 on .* 9 on"):
         without_padding(9, torch.tensor([[4, 11, 2]]), log_q_NK)
 
 
