@@ -277,7 +277,8 @@ class TrajectoryGroup:
     attempt and after every resume, which is what lets delivery be exactly once. `metrics` are
     measurements of the group as a whole, such as the seconds its rollout took. `teacher` names the
     one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt, and
-    `source` the name of the prompt's source, where there are several.
+    `source` the name of the prompt's source, where there are several. `answer` is what a right
+    response says, where that is known: for people to judge the reward by.
 
     Raises:
         DataError: a negative id, no trajectories, or mixed temperatures.
@@ -289,6 +290,7 @@ class TrajectoryGroup:
     teacher: str = ""
     tag: str | None = None
     source: str = ""
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))

@@ -38,8 +38,8 @@ async def rollout_group(
 ) -> TrajectoryGroup:
     """The group's G episodes as trajectories to train on.
 
-    What the builder says of its teacher, tag and privileged context goes on the group. Members that
-    never had a turn are left out.
+    What the builder says of its teacher, tag, answer and privileged context goes on the group.
+    Members that never had a turn are left out.
 
     Raises:
         EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
@@ -67,6 +67,7 @@ async def rollout_group(
         },
         teacher=builder.teacher,
         tag=builder.tag,
+        answer=builder.answer,
     )
 
 

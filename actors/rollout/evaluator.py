@@ -31,7 +31,7 @@ from actors.rollout.episode import UserCode, play_group, rollout_group
 from actors.rollout.inside_file import InsideFile
 from actors.rollout.teacher import score_group, teacher_of
 from distill.engine import Engine
-from distill.envs.base import EnvDataset, Episode, source_of
+from distill.envs.base import EnvDataset, EnvGroupBuilder, Episode, source_of
 from distill.errors import DataError, EngineError, IsothermError, described
 from distill.rewards.accuracy import interval, majority, pass_at_k
 from distill.sampling import EvalSampling, TrainSampling
@@ -57,6 +57,7 @@ class Response:
         correct: its reward; None where there is nothing to judge by.
         metrics: the environment's.
         source: the problem's, where there are several.
+        answer: what a right response says, where that is known.
     """
 
     line: int
@@ -69,6 +70,7 @@ class Response:
     correct: float | None
     metrics: Mapping[str, float]
     source: str = ""
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class Evaluator:
                 user_code=self._user_code(p),
             )
             return [
-                self._response(p, number, episode, builder.judged)
+                self._response(p, number, episode, builder)
                 for number, episode in enumerate(episodes)
                 if episode.turns
             ]
@@ -144,7 +146,9 @@ class Evaluator:
 
         return entered
 
-    def _response(self, problem: int, number: int, episode: Episode, judged: bool) -> Response:
+    def _response(
+        self, problem: int, number: int, episode: Episode, builder: EnvGroupBuilder
+    ) -> Response:
         first, last = episode.turns[0], episode.turns[-1].sample
         return Response(
             line=self._problems.line(problem),
@@ -154,9 +158,10 @@ class Evaluator:
             stop_reason=episode.stop_reason,
             num_tokens=sum(len(turn.sample.tokens_T) for turn in episode.turns),
             num_turns=len(episode.turns),
-            correct=episode.reward if judged else None,
+            correct=episode.reward if builder.judged else None,
             metrics=episode.metrics,
             source=source_of(self._problems, problem),
+            answer=builder.answer,
         )
 
     async def evaluate(

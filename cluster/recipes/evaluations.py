@@ -18,6 +18,7 @@ from cluster.config.on_policy import KeepRollouts, RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY, REWARD, teacher_roles
 from cluster.recipes.common import RunSession
+from cluster.run_files.tracking import measured_line
 from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
 from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.fleet import Fleet
@@ -275,5 +276,4 @@ class Evaluations:
             directory.append_evaluation(step, when, measured.responses)
         self._running.summary[f"eval {when}"] = metrics
         directory.append_event("evaluation", who=when, seconds=metrics.get("time/eval"))
-        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._running.progress.note(f"evaluation, {when}: {shown}")
+        self._running.progress.note(f"evaluation, {when}: {measured_line(metrics)}")

@@ -1,7 +1,7 @@
 """Rollouts that a run keeps for people to look at: out/rollouts.jsonl, one object per group.
 
     {"step": 11, "group_id": 320, "version": 10, "teacher": "", "tag": null, "source": "",
-     "temperature": 0.7, "metrics": {...},
+     "answer": "12", "temperature": 0.7, "metrics": {...},
      "trajectories": [
        {"reward": 1, "stop_reason": "eos", "metrics": {...},
         "segments": [
@@ -9,11 +9,11 @@
            "behaviour_logprobs": [...], "teacher_logprobs": [...], "versions": [...],
            "advantages": [...], "bonuses": null, "teacher_top": null}]}]}
 
-`source` is named where prompts come from several. `actions` are the runs of tokens that the policy
-sampled, [start, stop), a turn each; the lists after it have an entry for each of those tokens
-alone. With estimator=top_k `teacher_top` has the teacher's first few tokens in each of those
-places, [id, log q], the likeliest first. The learner's leader writes the file, and nobody else: it
-alone has a step's groups and what they were trained with.
+`source` is named where prompts come from several, and `answer` is the prompt's. `actions` are the
+runs of tokens that the policy sampled, [start, stop), a turn each; the lists after it have an entry
+for each of those tokens alone. With estimator=top_k `teacher_top` has the teacher's first few
+tokens in each of those places, [id, log q], the likeliest first. The learner's leader writes the
+file, and nobody else: it alone has a step's groups and what they were trained with.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _group(step: int, group: TrajectoryGroup, rows: Sequence[TrainingRow]) -> di
         "teacher": group.teacher,
         "tag": group.tag,
         "source": group.source,
+        "answer": group.answer,
         "temperature": group.temperature,
         "metrics": _metrics(group.metrics),
         "trajectories": [
@@ -235,6 +236,7 @@ class KeptGroup:
     teacher: str
     tag: str | None
     source: str
+    answer: str | None
     temperature: float
     metrics: Mapping[str, float]
     trajectories_G: Sequence[KeptTrajectory]
@@ -303,6 +305,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         teacher=str(row["teacher"]),
         tag=None if row["tag"] is None else str(row["tag"]),
         source=str(row.get("source", "")),  # runs of before it was kept have none
+        answer=None if row.get("answer") is None else str(row["answer"]),
         temperature=float(row["temperature"]),
         metrics=_numbers(row["metrics"]),
         trajectories_G=[

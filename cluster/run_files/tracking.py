@@ -75,6 +75,18 @@ class Progression:
         self._console.print(text, highlight=False)
 
 
+def measured_line(metrics: Mapping[str, float]) -> str:
+    """An evaluation's metrics in a line, an interval behind the value that it bounds."""
+    shown = []
+    for name, value in metrics.items():
+        low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+        bounds = "" if low is None or high is None else f" [{_number(low)}, {_number(high)}]"
+        if name.removesuffix("_low").removesuffix("_high") in metrics.keys() - {name}:
+            continue
+        shown.append(f"{name.removeprefix('eval/')} {_number(value)}{bounds}")
+    return "  ".join(shown)
+
+
 def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 

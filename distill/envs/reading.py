@@ -268,6 +268,7 @@ class Reading(ChatEnvConfig):
             make_group=make_group,
             line=number,
             tag=document.tag,
+            answer=document.answer,
             pays_bonuses=bool(self.fact_bonus and document.facts),
         )
 

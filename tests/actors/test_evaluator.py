@@ -55,6 +55,7 @@ def test_the_reward_judges_what_has_an_answer(tokenizer: PreTrainedTokenizerBase
     assert [response.line for response in responses] == [1, 2, 4]
     assert [response.correct for response in responses] == [0.25, 0.5, None]
     assert judged == [(responses[0].text, "a"), (responses[1].text, "bb")]
+    assert [response.answer for response in responses] == ["a", "bb", None]
     metrics = summarise(responses)
     assert metrics == {
         "eval/response_length": 6,

@@ -79,6 +79,7 @@ def a_group(tokenizer: PreTrainedTokenizerBase, step: int) -> TrajectoryGroup:
         ),
         tag=HOSTILE,
         source="book",
+        answer="12",
     )
 
 
@@ -123,9 +124,9 @@ def whole_run(out: Path) -> Path:
     (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     answers = [
         {"step": step, "who": who, "responses": [
-            {"line": line, "source": "", "prompt": f"{line} {HOSTILE}", "sample": 0,
-             "text": f"{who} {HOSTILE}", "stop_reason": "eos", "num_tokens": 7, "num_turns": 1,
-             "correct": None if line == 2 else float(step > 0), "metrics": {}}
+            {"line": line, "source": "", "answer": str(line), "prompt": f"{line} {HOSTILE}",
+             "sample": 0, "text": f"{who} {HOSTILE}", "stop_reason": "eos", "num_tokens": 7,
+             "num_turns": 1, "correct": None if line == 2 else float(step > 0), "metrics": {}}
             for line in (1, 2)
         ]}
         for step, who in ((0, "before"), (40, "after"))
@@ -215,7 +216,7 @@ def test_the_rollouts_are_those_that_were_kept(page: Page) -> None:
     assert [group["step"] for group in data["groups"]] == [1, 2, 3] and data["kept"] == 3
     group = data["groups"][1]
     assert (group["group"], group["version"], group["temperature"]) == (16, 1, 0.7)
-    assert group["source"] == "book"
+    assert (group["source"], group["answer"]) == ("book", "12")
     assert [(m["reward"], m["stop"]) for m in group["members"]] == [(1.0, "eos"), (0.0, "length")]
     long, again = group["members"][0]["segments"]
     (first, stop), (second, end) = long["actions"]
@@ -366,7 +367,7 @@ def test_the_tokens_that_are_furthest_apart_lead_to_their_places(page: Page) -> 
 
 def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
     one, two = page.data["responses"]
-    assert (one["line"], one["prompt"]) == (1, f"1 {HOSTILE}")
+    assert (one["line"], one["prompt"], one["answer"]) == (1, f"1 {HOSTILE}", "1")
     answers = [(each["who"], each["reward"], each["text"]) for each in one["answers"]]
     assert answers == [("before", 0.0, f"before {HOSTILE}"), ("after", 1.0, f"after {HOSTILE}")]
     assert [each["reward"] for each in two["answers"]] == [None, None]

@@ -45,6 +45,7 @@ def two_turns() -> TrajectoryGroup:
         teacher="big",
         tag="sums",
         source="book",
+        answer="12",
     )
 
 
@@ -62,7 +63,7 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
     [found] = read_rollouts(path)
     assert (found.step, found.version, found.group_id) == (5, 4, 7)
     assert (found.teacher, found.tag, found.temperature) == ("big", "sums", 0.7)
-    assert found.source == "book"
+    assert (found.source, found.answer) == ("book", "12")
     assert found.metrics == {"time/rollout": 1.235}
     members = found.trajectories_G
     assert [(m.reward, m.stop_reason) for m in members] == [(1.0, "eos"), (0.0, "length")]
@@ -84,13 +85,13 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
     assert segments[1].bonuses_N is None
 
 
-def test_a_group_of_a_run_that_kept_no_sources_is_read(tmp_path: Path) -> None:
+def test_a_group_of_a_run_that_kept_no_sources_and_answers_is_read(tmp_path: Path) -> None:
     kept(tmp_path / "r", [two_turns()], range(1, 2))
     row = json.loads((tmp_path / "r").read_text())
-    del row["source"]
+    del row["source"], row["answer"]
     (tmp_path / "r").write_text(json.dumps(row) + "\n")
     [found] = read_rollouts(tmp_path / "r")
-    assert found.source == ""
+    assert (found.source, found.answer) == ("", None)
 
 
 def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.console import make_console
-from cluster.run_files.tracking import Progression
+from cluster.run_files.tracking import Progression, measured_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,15 @@ def test_a_line_is_never_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     console = make_console()
     console.print("a line that is long " * 9)
     assert capsys.readouterr().out == "a line that is long " * 9 + "\n"
+
+
+def test_an_evaluation_is_one_line_with_its_intervals() -> None:
+    metrics = {
+        "eval/eos_share": 0.25, "eval/accuracy": 0.5, "eval/accuracy_low": 0.1235,
+        "eval/accuracy_high": 0.87654, "eval/a_low": 2.0, "time/eval": 1234.5,
+    }  # fmt: skip
+    made = "eos_share 0.25  accuracy 0.5 [0.123, 0.877]  a_low 2  time/eval 1234"
+    assert measured_line(metrics) == made
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -96,6 +96,7 @@ function showResponses() {
       make("span", { class: "hint" }, problem.prompt.slice(0, 120)));
     return make("details", { class: "problem" }, summary,
       make("pre", { class: "asked" }, problem.prompt),
+      make("p", { class: "hint" }, problem.answer == null ? "" : `its answer: ${problem.answer}`),
       make("div", { class: "scroll" }, make("table", {},
         make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))));
   });

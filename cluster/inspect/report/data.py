@@ -212,8 +212,9 @@ def responses(run: Run) -> list[dict[str, Any]]:
     for row in run.evaluations:
         for each in row["responses"]:
             key = str(each.get("source", "")), int(each["line"])
+            known = {name: each.get(name) for name in ("prompt", "answer")}
             problem = by_problem.setdefault(
-                key, {"source": key[0], "line": key[1], "prompt": each["prompt"], "answers": []}
+                key, {"source": key[0], "line": key[1], **known, "answers": []}
             )
             problem["answers"].append(
                 {
@@ -332,6 +333,7 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
         "teacher": group.teacher,
         "tag": group.tag,
         "source": group.source,
+        "answer": group.answer,
         "temperature": group.temperature,
         "metrics": _finite(group.metrics),
         "prompt": {
