@@ -179,6 +179,12 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         "install liger-kernel)",
         metadata=MAY_CHANGE,
     )
+    router_aux_coef: float = chz.field(
+        default=0.0,
+        doc="weight of the load-balancing loss of a mixture's routers (0.001, say; "
+        "train/router_aux); 0: none",
+        metadata=MAY_CHANGE,
+    )
     offload_optimizer: bool = chz.field(
         default=False,
         doc="keep AdamW's moments in main memory, on the GPU during its own step only (cuda)",

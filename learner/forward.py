@@ -82,6 +82,8 @@ class Forward:
                 "let packed rows see one another; use packing=False"
             )
         self.packs = packs
+        # Of the last pass's tokens, as layers saw them: those that are no padding. None: all.
+        self.real_tokens: Tensor | None = None
         self._causal_lm, self._dropout = model, dropout
         self._autocast = partial(
             torch.autocast, model.device.type, dtype=dtype, enabled=dtype not in (None, model.dtype)
@@ -165,12 +167,14 @@ class Forward:
             return self._with_shared_prefixes(batch.rows)
         if self.packs:
             return self._packed(batch.rows)
+        self.real_tokens = _real([len(row) for row in batch.rows], batch.tokens_BT.device)
         hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
         return hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
 
     def _packed(self, rows_B: Sequence[TrainingRow]) -> Tensor:
         """Hidden states that predict the trained tokens, of rows one after another."""
         assert isinstance(self._model, SharedPrefixModel)
+        self.real_tokens = None
         hidden_LH = self._model.hidden_packed([row.tokens_T for row in rows_B])
         trained_L = np.concatenate([row.loss_mask_T for row in rows_B])
         position_N = torch.from_numpy(trained_L.nonzero()[0] - 1)  # a row's first is never trained
@@ -192,6 +196,15 @@ class Forward:
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
         width = max(map(len, suffixes))
+        device = self._model.device
+        real = [_real(list(map(len, each)), device) for each in (prefixes, suffixes)]
+        self.real_tokens = torch.cat(real)
         hidden_BSH = self._model.hidden_after(prefixes, prefix_of_row, suffixes)
         flat_N = torch.cat([b * width + position_S for b, position_S in enumerate(positions)])
         return hidden_BSH.flatten(0, 1).index_select(0, flat_N.to(hidden_BSH.device))
+
+
+def _real(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """(N * longest,): True of the tokens of right-padded rows."""
+    position_T = torch.arange(max(lengths), device=device)
+    return (position_T < torch.tensor(lengths, device=device)[:, None]).flatten()

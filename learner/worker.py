@@ -23,7 +23,7 @@ from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
 from distill.models.reward import empty_reward_model, start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate
-from distill.objective.losses import Metrics, StepCounts, add_metrics
+from distill.objective.losses import OWN_SHARE, Metrics, StepCounts, add_metrics
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
@@ -52,10 +52,14 @@ from learner.optimizer import (
     save_moments,
 )
 from learner.process_group import WorkerGroup
+from learner.router_balance import RouterBalance
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.trace import Stages
 
 logger = logging.getLogger(__name__)
+
+# Of a micro-batch's trained tokens among all of its part: what train/router_aux is a mean by.
+ROUTER_SHARE = f"train/router_aux{OWN_SHARE}"
 
 
 class LossFunction(Protocol):
@@ -179,6 +183,7 @@ class LearnerWorker:
             packs=config.packing,
             event=() if config.stops is None else config.stops.event,
         )
+        self._balance = RouterBalance(self.model) if config.router_aux_coef else None
         self._reshard_root()
         self.optimizer = build_optimizer(self.model, config)
         self._update_check = UpdateCheck()
@@ -287,7 +292,7 @@ class LearnerWorker:
         for i, micro in enumerate(micro_batches):
             with self._stages("forward"):
                 batch = collate(micro.rows_B, self.device)
-                loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+                loss, metrics = self._loss(micro, batch)
                 loss = loss * (micro.coef if micro.counted else 0.0)
             if non_finite is None and not math.isfinite(loss.item()):
                 non_finite = (i, loss.item())
@@ -297,6 +302,18 @@ class LearnerWorker:
                 metrics["train/loss"] = loss.detach()
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
         return PassShare(metrics=dict(made), non_finite=non_finite, seconds=self._stages.take())
+
+    def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The micro-batch's loss; with its share, by trained tokens, of that of the routers."""
+        loss = self.losses[micro.loss]
+        if self._balance is None:
+            return loss(self._forward, batch, micro.counts)
+        self._balance.begin()
+        made, metrics = loss(self._forward, batch, micro.counts)
+        share = len(batch.tokens_N) / micro.counts.tokens
+        aux = share * self._balance.take(self._forward.real_tokens)
+        noted = {"train/router_aux": aux.detach(), ROUTER_SHARE: aux.new_tensor(share)}
+        return made + self._config.router_aux_coef * aux, metrics | noted
 
     def optim_step(self, divisor: float) -> UpdateShare:
         """Updates its share of the weights by what has accumulated, divided by `divisor`; drops it.

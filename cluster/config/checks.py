@@ -69,6 +69,7 @@ from distill.stops import StopTokens, hits
 from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
 from learner.export import check_export
 from learner.lora import check_lora
+from learner.router_balance import check_balances
 
 Loaded = TypeVar("Loaded")
 
@@ -121,6 +122,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     choose_engine(config.engine)
     student = _check_model(config.student)
     check_export(config.student)
+    _check_routers(config, config.student)
     _check_adapter(config, config.student)
     tokenizer = load_tokenizer(config.student)
     own_template = tokenizer.chat_template
@@ -424,6 +426,18 @@ def check_sft(config: SftConfig) -> SupervisedInputs:
     return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
 
 
+def _check_routers(
+    config: CommonConfig,
+    model: str,
+    meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
+) -> None:
+    """Raises ConfigError for a router_aux_coef that no loss of the model could be multiplied by."""
+    if config.router_aux_coef < 0:
+        raise ConfigError(f"router_aux_coef={config.router_aux_coef} must be 0 or above")
+    if config.router_aux_coef:
+        check_balances(meta_model(model))
+
+
 def _check_dropout(config: SftConfig) -> None:
     """Raises ConfigError for dropout=True where it changes nothing, or cannot be."""
     noise = train_time_noise(load_config(config.model))
@@ -600,6 +614,7 @@ def _limits(
     if config.packing:
         check_packs(meta_model(config.model))
     check_export(config.model, meta_model, fresh)
+    _check_routers(config, config.model, meta_model)
     _check_adapter(config, config.model)
     limit = context_length(model)
     if config.max_length is not None:

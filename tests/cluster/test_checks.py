@@ -78,6 +78,13 @@ def test_a_model_whose_weights_nobody_could_read_is_not_trained(
         check_dpo(pairs)
 
 
+def test_routers_of_a_dense_model_are_not_balanced(opd: NewOpd, sft: NewSft, mixture: str) -> None:
+    with pytest.raises(ConfigError, match="router_aux_coef: Qwen3ForCausalLM is dense"):
+        check_rollout(opd(router_aux_coef=0.1))
+    with pytest.raises(ConfigError, match=r"router_aux_coef=-0.1 must be 0 or above"):
+        check_sft(sft(model=mixture, router_aux_coef=-0.1))
+
+
 def test_dropout_of_a_model_that_has_none_is_refused(sft: NewSft, broken: Path) -> None:
     with pytest.raises(ConfigError, match="dropout=True changes nothing"):
         check_sft(sft(model=str(broken), dropout=True))
