@@ -84,7 +84,7 @@ class WorkerGroup:
     def send(self, orders: Sequence[Order]) -> None:
         """An order to each worker, by rank; the leader keeps its own."""
         if self.size > 1:
-            dist.scatter_object_list([None], list(orders), src=0, group=self._orders)
+            dist.scatter_object_list([None], [None, *orders[1:]], src=0, group=self._orders)
 
     def receive(self) -> Order:
         """The follower's next order."""

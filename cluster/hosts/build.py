@@ -331,7 +331,7 @@ class RolloutCast:
         )
         losses = partial(policy_losses, config, device, self._inputs.stops)
         return make_learners(
-            config, learner_config, build, losses, directory, self._placement, attempt
+            config, learner_config, build, losses, directory, self._placement, attempt, queue
         )
 
 
@@ -380,6 +380,7 @@ def make_learners(
     directory: RunDirectory,
     placement: Placement,
     attempt: int,
+    queue: GroupQueue | None = None,
 ) -> LearnerActors:
     """The leader, whose loop `build` makes of its membership, and the workers beside it.
 
@@ -409,7 +410,7 @@ def make_learners(
     actors = LearnerActors(
         leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
         followers=[
-            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank])
+            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], queue)
             for rank in range(1, workers)
         ],
         meeting_point=meeting_point,

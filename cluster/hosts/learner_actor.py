@@ -16,6 +16,7 @@ from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
+from cluster.queue.parcels import fetch_from
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
@@ -57,7 +58,11 @@ class LearnerFollower:
         config: LearnerConfig,
         build_losses: Callable[[], Sequence[LossFunction]],
         membership: Membership,
+        queue: GroupQueue | None,
     ) -> None:
+        """`queue`: where the rows that it is sent have come from; None for supervised ones."""
+        if queue is not None:
+            fetch_from(queue)
         losses = build_losses()
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)

@@ -208,6 +208,13 @@ class _Auditor:
         self._set_aside |= _by_id(event["set_aside"])
         self._held.clear()
 
+    def _read_lost(self, event: Mapping[str, Any]) -> None:
+        self._check_epoch(event)
+        if unknown := sorted(set(event["ids"]) - self._held):
+            self._complain(f"groups {unknown} were lost, and had not arrived")
+        self.causes["when their node died"] += len(event["ids"])
+        self._held -= set(event["ids"])
+
     def _read_end(self, event: Mapping[str, Any]) -> None:
         self.ended = True
 

@@ -5,18 +5,20 @@
     driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
 
 It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
-learner. Which groups come out is for the run's step rule to say, and none of them lets fast (short)
-groups crowd out slow ones. A repeated `put` or `take` changes nothing.
+learner; the actor has references to them (cluster/queue/parcels.py). Which groups come out is for
+the run's step rule to say, and none of them lets fast (short) groups crowd out slow ones. A
+repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
 with its ledger, from the journal, and without payloads: groups that were delivered and not yet
-published are leased again. Every wait is a row of short polls, so a call that Ray repeats hangs
-nobody.
+published are leased again. So are those which `take` finds to be lost with their node. Every wait
+is a row of short polls, so a call that Ray repeats hangs nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,14 @@ from typing import Any
 from ray.exceptions import GetTimeoutError
 
 from cluster.handles import calls
-from cluster.queue.codec import pack, unpack
+from cluster.queue.codec import Packed, pack
+from cluster.queue.parcels import Parcel, Place, offer, opened
 from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.types import TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 # Longest a call waits in the actor, seconds.
 _POLL_S = 2.0
@@ -77,20 +82,41 @@ class GroupQueue:
             answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s))
             if answer.closed:
                 raise QueueClosed("the queue was closed")
-            if answer.payloads is not None:
+            if answer.parcels is not None:
                 self._epoch = answer.epoch
-                groups_P = [unpack(payload) for payload in answer.payloads]
-                return Taken(
-                    groups_P=groups_P,
-                    set_aside=answer.set_aside,
-                    overdue=answer.overdue,
-                    replaced=answer.replaced,
-                )
+                groups_P, lost = self._opened(answer.parcels)
+                if not lost:
+                    return Taken(
+                        groups_P=groups_P,
+                        set_aside=answer.set_aside,
+                        overdue=answer.overdue,
+                        replaced=answer.replaced,
+                    )
+                reason = "; ".join(sorted(set(lost.values())))
+                logger.warning("groups %s are lost, and leased again: %s", sorted(lost), reason)
+                self._get(self.actor.lose.remote(list(lost), reason))
+                deadline = time.monotonic() + self.timeout_s
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
                     f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
                     "rollout workers"
                 )
+
+    def _opened(
+        self, parcels: Mapping[int, Parcel]
+    ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
+        try:
+            return opened(parcels, self.timeout_s)
+        except GetTimeoutError:
+            raise QueueTimeout(
+                f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
+                "it hangs, or its network does"
+            ) from None
+
+    def tops(self, place: Place) -> Any:
+        """See `parcels.TopSource`: of what this learner has taken."""
+        [reference] = self._get(self.actor.tops.remote(place))
+        return reference
 
     def publish(self, version: int, trained: TrainedGroups) -> None:
         """Weights that account for `trained` are on every policy engine.
@@ -153,7 +179,7 @@ class _Put:
     """A group on its way to the queue."""
 
     lease: Lease
-    payload: bytes
+    packed: Packed
     constant_reward: float | None
     arrived: asyncio.Future[None]
 
@@ -239,20 +265,22 @@ class WorkerEnd:
         while self._outbox:
             batch, size = [], 0
             while self._outbox and (
-                not batch or size + len(self._outbox[0].payload) <= _MAX_PUT_BYTES
+                not batch or size + self._outbox[0].packed.nbytes <= _MAX_PUT_BYTES
             ):
                 batch.append(self._outbox.pop(0))
-                size += len(batch[-1].payload)
+                size += batch[-1].packed.nbytes
             leases = [put.lease for put in batch]
             rewards = [put.constant_reward for put in batch]
-            payloads = [put.payload for put in batch]
+            offered = offer(self._queue.actor, [put.packed for put in batch])
             try:
                 await self._call(
-                    self._queue.actor.deliver.remote(self._worker, leases, rewards, *payloads)
+                    self._queue.actor.deliver.remote(self._worker, leases, rewards, offered)
                 )
             except Exception as error:  # it belongs to those who put
                 for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)
+            finally:
+                offered.withdraw()
             for arrived in _not_cancelled(batch):
                 arrived.set_result(None)
 

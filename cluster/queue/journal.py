@@ -12,6 +12,7 @@
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
     take       ids, skipped: handed to the learner; replaced, those that it passes over
+    lost       epoch, ids, reason: taken, and gone with the node that held them
     train      version, ids, watermark, skipped: in weights that are on every engine
     commit     step, watermark: in a checkpoint on disk
     rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
@@ -215,6 +216,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             step = ledger.take()
             ids, _ = step_of(event)
             assert step is not None and step.group_ids == ids, f"the next step is {step}"
+        case "lost":
+            ledger.lose(event["ids"], event["reason"])
         case "train":
             ledger.publish(event["version"], ledger.trained.after(*step_of(event)))
         case "commit":

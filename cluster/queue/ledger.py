@@ -414,7 +414,7 @@ class Ledger:
 
     def _lose(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
-            del self._leased[group_id]
+            self._leased.pop(group_id, None)
             self._deaths[group_id] += 1
             deaths = self._deaths[group_id]
             if deaths >= self._settings.max_deaths:
@@ -497,6 +497,20 @@ class Ledger:
             replaced = {"replaced": list(step.replaced)} if step.replaced else {}
             self.record("take", ids=step.group_ids, skipped=_by_text(step.set_aside), **replaced)
         return step
+
+    def lose(self, ids: Iterable[int], reason: str) -> list[int]:
+        """Groups that were taken cannot be fetched, for their node is gone: as if the lease had
+        run out, each is leased again. Returns those that were held."""
+        taken = set(self._taken.group_ids) if self._taken else set()
+        gone = sorted(self._delivered & taken & set(ids))
+        if gone:
+            self._last_reason = reason
+            self.record("lost", epoch=self.epoch, ids=gone, reason=reason)
+            for group_id in gone:
+                self._delivered.discard(group_id)
+                self._constant.pop(group_id, None)
+            self._lose(gone, reason)
+        return gone
 
     def missing(self) -> list[int]:
         """Ids that the next step waits for: started ones, and if those are too few, the next."""

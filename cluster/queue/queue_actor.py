@@ -1,4 +1,4 @@
-"""The actor behind `GroupQueue`: a `Ledger`, its journal, and the payloads of delivered groups."""
+"""The actor behind `GroupQueue`: a `Ledger`, its journal, and references to delivered groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
+from cluster.queue.parcels import Offer, Parcel, Place
 from distill.delivery import Lease, TrainedGroups
 
 # How often leases are looked over, seconds.
@@ -32,9 +33,9 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeAnswer:
-    """`payloads` is None if the step is not ready."""
+    """`parcels` are the step's, by group id in order; None if it is not ready."""
 
-    payloads: list[bytes] | None
+    parcels: dict[int, Parcel] | None
     set_aside: dict[int, str]
     overdue: int
     replaced: dict[int, float]
@@ -71,7 +72,7 @@ class GroupQueueActor:
             )
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
-        self._payloads: dict[int, bytes] = {}
+        self._parcels: dict[int, Parcel] = {}
         self._deaths: Counter[str] = Counter()
         # Leases become possible, or a step ready: two crowds, woken apart.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
@@ -103,15 +104,14 @@ class GroupQueueActor:
         worker: str,
         leases: Sequence[Lease],
         constant_rewards: Sequence[float | None],
-        *payloads: bytes,
+        offer: Offer,
     ) -> None:
-        # Payloads are arguments of their own: each of at most 100 kB travels in the call, without
-        # the store.
+        parcels = await offer.take_over()  # before anything is written down
         suspects = self._ledger.has_suspects
         with self._journal.together():
-            for lease, reward, payload in zip(leases, constant_rewards, payloads, strict=True):
+            for lease, reward, parcel in zip(leases, constant_rewards, parcels, strict=True):
                 if self._ledger.deliver(lease, worker, reward):
-                    self._payloads[lease.group_id] = payload
+                    self._parcels[lease.group_id] = parcel
         await _wake(self._may_train)
         # A worker that has nothing now may start what it could not before; and so may all where
         # a group is to be replaced.
@@ -131,7 +131,7 @@ class GroupQueueActor:
         await self.poll(poll_s)
         step = None if self._closed else self._ledger.take(trained)
         return TakeAnswer(
-            payloads=[self._payloads[group_id] for group_id in step.group_ids] if step else None,
+            parcels={i: self._parcels[i] for i in step.group_ids} if step else None,
             set_aside=step.set_aside if step else {},
             overdue=step.overdue if step else 0,
             replaced=step.replaced if step else {},
@@ -140,9 +140,19 @@ class GroupQueueActor:
             epoch=self._ledger.epoch,
         )
 
+    async def lose(self, ids: Sequence[int], reason: str) -> None:
+        """What was taken cannot be fetched."""
+        for group_id in self._ledger.lose(ids, reason):
+            del self._parcels[group_id]
+        await self._wake_all()
+
+    async def tops(self, place: Place) -> list[Any]:
+        """The reference to a taken trajectory's `Tops`, in a list, or Ray would fetch it."""
+        return [self._parcels[place.group_id].tops[place.member]]
+
     async def publish(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.publish(version, trained, epoch)
-        self._payloads = {i: p for i, p in self._payloads.items() if self._ledger.holds(i)}
+        self._parcels = {i: p for i, p in self._parcels.items() if self._ledger.holds(i)}
         await self._wake_all()  # the next step may be ready: its bound on age has moved
 
     # the driver's end
@@ -168,7 +178,7 @@ class GroupQueueActor:
 
     async def rewind(self, trained: TrainedGroups, reason: str) -> int:
         self._ledger.rewind(trained, reason)
-        self._payloads.clear()
+        self._parcels.clear()
         await self._wake_all()
         return self._ledger.epoch
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
-from distill.types import BoolArray, Segment, TopLogprobs, Trajectory, TrajectoryGroup
+from distill.types import BoolArray, LikeliestTokens, Segment, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
@@ -149,7 +149,7 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
     }
 
 
-def _first(top: TopLogprobs) -> list[list[tuple[int, float]]]:
+def _first(top: LikeliestTokens) -> list[list[tuple[int, float]]]:
     """The likeliest few of each position."""
     likeliest_NK = np.argsort(-top.logprobs_NK, axis=1, kind="stable")[:, :ALTERNATIVES]
     ids_NK = np.take_along_axis(top.ids_NK, likeliest_NK, 1).tolist()

@@ -15,7 +15,7 @@ from torch import Tensor
 from distill.errors import DataError
 from distill.privileged import check_context
 from distill.sampling import check_temperature
-from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
+from distill.types import BoolArray, FloatArray, LikeliestTokens, TokenArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class TrainingRow:
     teacher_coef: float = 0.0
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
-    teacher_top: TopLogprobs | None = None
+    teacher_top: LikeliestTokens | None = None
     sampled_kl_coef_T: FloatArray | None = None
     ends_sequence: bool = True
     other_rows: OtherRows = NO_OTHER_ROWS

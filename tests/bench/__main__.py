@@ -2,8 +2,9 @@
 
 And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
 memory and time; of the learner's step: where its time goes, and what would change that; of one
-learner worker and two: speed, memory, saving, gathering; of the queue: groups a second; of the
-driver: its share of a core by the number of actors; of step rules: a job of long-tailed answers.
+learner worker and two: speed, memory, saving, gathering; of the queue: groups a second, and where
+their bytes go; of the driver: its share of a core by the number of actors; of step rules: a job of
+long-tailed answers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cluster.command import run_command
 from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
+from tests.bench.data_path import data_path_table, measure_data_path
 from tests.bench.driver import driver_table, measure_driver
 from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
@@ -109,6 +111,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     learner = measure_learner(work / "learner", config.temperature)
     scaling = measure_scaling(work / "scaling", config.temperature)
     queue = measure_queue(work)
+    data_path = measure_data_path(work)
     driver = measure_driver([10, 100, 1000], seconds=20)
     long_tails = measure_long_tails(
         work / "long-tails", steps=50, seeds=1, engines=[1, 2], console=console
@@ -127,6 +130,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         "learner": learner,
         "scaling": scaling,
         "queue": queue,
+        "data_path": data_path,
         "driver": driver,
         "long_tails": long_tails,
         "jobs": jobs,
@@ -178,6 +182,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
         console.print(table)
     console.print(queue_table(report["queue"]))
+    console.print(data_path_table(report["data_path"]))
     console.print(driver_table(report["driver"]))
     console.print(long_tails_table(report["long_tails"]))
     console.print(estimators_table(report["estimators"]))

@@ -92,16 +92,16 @@ def measure_queue(scratch: Path) -> dict[str, Any]:
     """`workers`: `measure_workers` by their number; `payload_bytes` of one group; and
     its `pack_us`, `unpack_us`, `pickle_us`, `unpickle_us`."""
     group = made_group()
-    payload, pickled = pack(group), pickle.dumps(group, protocol=5)
+    packed, pickled = pack(group), pickle.dumps(group, protocol=5)
     directory = Path(tempfile.mkdtemp(prefix="queue-", dir=scratch))
     with _ray():
         workers = {
             str(n): measure_workers(n, str(directory / f"ledger-{n}.jsonl")) for n in WORKERS
         }
     return {
-        "payload_bytes": len(payload),
+        "payload_bytes": packed.nbytes,
         "pack_us": 1e6 * _median_seconds(lambda: pack(group)),
-        "unpack_us": 1e6 * _median_seconds(lambda: unpack(payload)),
+        "unpack_us": 1e6 * _median_seconds(lambda: unpack(packed.columns)),
         "pickle_us": 1e6 * _median_seconds(lambda: pickle.dumps(group, protocol=5)),
         "unpickle_us": 1e6 * _median_seconds(lambda: pickle.loads(pickled)),
         "workers": workers,

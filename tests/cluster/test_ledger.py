@@ -179,6 +179,20 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.expire(self.now) == old
         assert all(held[2] <= LEASE_S for held in self.status().leased.values())
 
+    # nodes
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """Of what the learner was given; nobody else would know."""
+        taken = set(self.taken.group_ids) if self.taken else set()
+        asked = data.draw(st.sets(st.sampled_from(sorted(self.leases) or [0])))
+        gone = sorted(asked & taken & self.held)
+        assert self.ledger.lose(asked, "its node died") == gone
+        self.held -= set(gone)
+        self.constant -= set(gone)
+        assert set(gone) <= set(self.status().pending) | self.set_aside().keys()
+        assert self.ledger.lose(asked, "its node died") == []
+
     # the learner
 
     @rule()

@@ -14,18 +14,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 from cluster.handles.calls import get, kill, wait
 from cluster.inspect.audit import audit
+from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings
+from cluster.queue.parcels import fetch_from, opened
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
+from distill.types import LikeliestTokens, TrajectoryGroup
+from tests.bench.data_path import message_bytes
 from tests.queues import queue_here, queue_on_ray
-from tests.samples import group
+from tests.samples import group, segment, top_logprobs, trajectory
 
 NewQueue = Callable[..., GroupQueue]
 
@@ -83,8 +88,8 @@ def with_step(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
 
 
 def payloads(queue: GroupQueue) -> list[int]:
-    """Groups whose payloads the actor holds."""
-    return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._payloads)))
+    """Groups to whose parts the actor holds references."""
+    return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._parcels)))
 
 
 def kill_queue(queue: GroupQueue) -> int:
@@ -334,6 +339,104 @@ def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) ->
     put(queue, leases[0], leases[1], leases[2])  # from their old leases, which live
     assert ids(queue.take(TrainedGroups())) == [0, 1]
     assert [e["event"] for e in read_journal(journal)].count("recover") == 1
+
+
+LONG = 4_000  # tokens; Ray passes on what is below 100 kB itself
+
+
+def long_group(group_id: int) -> TrajectoryGroup:
+    """Two members of one long answer each, with the teacher's likeliest tokens."""
+    return TrajectoryGroup(
+        group_id=group_id,
+        trajectories_G=tuple(
+            trajectory(segment(3, LONG, seed=g, teacher_top=top_logprobs(LONG, 4, seed=g)))
+            for g in range(2)
+        ),
+    )
+
+
+@ray.remote(num_cpus=0)
+class LongProducer:
+    """A worker that delivers long groups; and a learner's follower, that is sent rows of them."""
+
+    def __init__(self, queue: GroupQueue) -> None:
+        self._end = WorkerEnd(queue, "a")
+        fetch_from(queue)
+
+    async def deliver(self, groups: int) -> int:
+        for one in await self._end.lease(groups):
+            await self._end.put(one, long_group(one.group_id))
+        return os.getpid()
+
+    def likeliest(self, sent: bytes) -> tuple[np.ndarray, np.ndarray]:
+        top: LikeliestTokens = pickle.loads(sent)
+        return top.ids_NK, top.logprobs_NK
+
+
+def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
+    new_queue: NewQueue,
+) -> None:
+    queue = new_queue(on_ray=True)
+    pid = get(LongProducer.remote(queue).deliver.remote(2))
+    os.kill(pid, signal.SIGKILL)
+    held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels))
+    assert get(held) < 0.01 * pack(long_group(0)).nbytes
+    taken = queue.take(TrainedGroups())
+    assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
+    follower = LongProducer.remote(queue)
+    for made in taken.groups_P:
+        for trajectory_, expected in zip(
+            made.trajectories_G, long_group(made.group_id).trajectories_G, strict=True
+        ):
+            [one], [other] = trajectory_.segments, expected.segments
+            np.testing.assert_array_equal(one.behaviour_logprobs_T, other.behaviour_logprobs_T)
+            mine, theirs = one.teacher_top, other.teacher_top
+            assert mine is not None and theirs is not None
+            sent = pickle.dumps(mine)  # as an order to another learner worker is
+            assert len(sent) < 1000 and (len(mine), mine.k) == (LONG, 4)
+            for found in ((mine.ids_NK, mine.logprobs_NK), get(follower.likeliest.remote(sent))):
+                np.testing.assert_array_equal(found[0], theirs.ids_NK)
+                np.testing.assert_array_equal(found[1], theirs.logprobs_NK)
+    kill(follower)
+
+
+def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, journal: str) -> None:
+    """A task's process owns what it puts itself; when that dies, it is lost as with a node."""
+    queue = new_queue(on_ray=True, total_groups=2)
+
+    @ray.remote(num_cpus=0)
+    def deliver() -> int:
+        async def work() -> None:
+            end = WorkerEnd(queue, "a")
+            first, second = await end.lease(2)
+            await end.put(second, group(1))
+            await end.put(first, group(0))
+
+        asyncio.run(work())
+        return os.getpid()
+
+    os.kill(get(deliver.remote()), signal.SIGKILL)
+    parcels = get(queue.actor.__ray_call__.remote(lambda plain: plain._parcels))
+    until = time.monotonic() + DEADLINE_S
+    while len(opened(parcels, DEADLINE_S)[1]) < 2:  # until Ray knows
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert is_true(queue.poll())  # nobody has looked yet
+    taking: list[Taken] = []
+    learner = threading.Thread(target=lambda: taking.append(queue.take(TrainedGroups())))
+    learner.start()
+    again = lease(queue, 2, "b")
+    assert ids(again) == [0, 1] and {one.attempt for one in again} == {2}
+    put(queue, *again, worker="b")
+    learner.join(DEADLINE_S)
+    [taken] = taking
+    assert ids(taken) == [0, 1]
+    queue.publish(1, with_step(TrainedGroups(), taken))
+    get(queue.close())
+    events = [event["event"] for event in read_journal(journal)]
+    assert events.count("lost") == 1 and events.count("take") == 1  # the same step
+    found = audit(journal, steps=1)
+    assert found.problems == [] and found.trained == 2
 
 
 @ray.remote(num_cpus=0)
