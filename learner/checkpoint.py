@@ -103,7 +103,8 @@ class CheckpointStore:
             return saved
         partial = self.root / f".{final.name}.partial"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left in self.root.glob(".step-*.partial"):  # by a writer that was killed
+                shutil.rmtree(left, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
             hashes = sync_tree(partial)

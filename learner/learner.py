@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,13 @@ from distill.objective.batching import (
 )
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
 from distill.types import FloatArray
-from distill.weights.model_weights import Weights, joined, save_weights
+from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
 from learner.process_group import Membership, Order, WorkerGroup
+from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.worker import (
     LearnerWorker,
     LossFunction,
@@ -277,12 +281,43 @@ class Learner:
         """
         self.export(path / "model", tokenizer)
         if self._worker.lora is not None:
-            adapter = self._on_all("gather_adapter")[0]
-            save_adapter(path / "adapter", self._worker.lora, adapter)
+            save_adapter(path / "adapter", self._worker.lora, self._adapter())
         self._on_all("save_optimizer", str(path / "optimizer"))
-        schedule = self._worker.schedule.state_dict()
-        rng = self._on_all("rng_state")
-        torch.save({"schedule": schedule, "rng": rng}, path / "trainer.pt")
+        torch.save(self._trainer_state(), path / "trainer.pt")
+
+    def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
+        """Copies what `save` writes into main memory: 12 bytes a trained number, of which each
+        worker holds its share of 8, and the leader 4 of every weight.
+
+        The copy must be written or dropped before another is made.
+        """
+        write_adapter = None
+        if (lora := self._worker.lora) is not None:
+            write_adapter = partial(save_adapter, lora=lora, tensors=copied(self._adapter()))
+        return StateCopy(
+            weights=copied_weights(self.weights()),
+            moments=self._on_all("copy_moments")[0],
+            trainer=deepcopy(self._trainer_state()),
+            write_model=partial(self._export, tokenizer),
+            write_adapter=write_adapter,
+        )
+
+    def has_room_for_copy(self) -> bool:
+        """True if `copied` takes at most half of what is free in any host's main memory."""
+        costs: list[CopyCost] = self._on_all("copy_cost")
+        needed = Counter({costs[0].host: total_bytes(self.weights())})
+        for cost in costs:
+            needed[cost.host] += cost.bytes
+        return all(2 * needed[cost.host] <= cost.free for cost in costs)
+
+    def _adapter(self) -> dict[str, torch.Tensor]:
+        return self._on_all("gather_adapter")[0]
+
+    def _trainer_state(self) -> dict[str, Any]:
+        return {
+            "schedule": self._worker.schedule.state_dict(),
+            "rng": self._on_all("rng_state"),
+        }
 
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
@@ -292,6 +327,11 @@ class Learner:
 
         Raises: as `save` does.
         """
+        self._export(tokenizer, model_dir, self.weights())
+
+    def _export(
+        self, tokenizer: PreTrainedTokenizerBase, model_dir: Path, weights: Weights
+    ) -> None:
         model_dir.mkdir()
         self.model.config.save_pretrained(model_dir)
         if self.model.can_generate() and self.model.generation_config is not None:
@@ -299,7 +339,7 @@ class Learner:
         tokenizer.save_pretrained(model_dir)
         for file in processor_files(self._worker.origin):
             shutil.copy(file, model_dir / file.name)
-        save_weights(model_dir, joined(self.weights(), self._worker.carried_over()))
+        save_weights(model_dir, joined(weights, self._worker.carried_over()))
 
     def load_trainer_state(self, path: Path) -> None:
         """Restores all that `save` wrote there, besides the weights; of what `learner.fork` wrote,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from distill.objective.rows import (
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint_writer import CheckpointWriter
 from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
@@ -93,9 +93,11 @@ class PolicyLoop:
         trace: Tracing = NO_TRACE,
         keep: Keep = keep_nothing,
         resume_from: Checkpoint | None = None,
+        background: bool | None = False,
     ) -> None:
         """
         Args:
+            background: as `CheckpointWriter` takes it.
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: is shown what each step trained on, once it has been.
@@ -106,10 +108,9 @@ class PolicyLoop:
         self._trace, self._stages = trace, Stages()
         self._keep = keep
         self.learner = learner
-        self._tokenizer = tokenizer
         self._source = source
         self.publisher = publish
-        self._store = store
+        self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
         self._loss = loss
         self._teacher_weights = teacher_weights
         self._supervised = supervised
@@ -229,11 +230,11 @@ class PolicyLoop:
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""
-        return self._store.save(
-            step=self.step_count,
-            write=partial(self.learner.save, tokenizer=self._tokenizer),
-            delivery=self._trained.to_json(),
-        )
+        return self.writer.save(self.step_count, self._trained.to_json())
+
+    def begin_save(self) -> Checkpoint | None:
+        """Begins one of this very state: see `CheckpointWriter.begin`."""
+        return self.writer.begin(self.step_count, self._trained.to_json())
 
 
 def _replaced_metrics(taken: Taken) -> dict[str, float]:

@@ -28,6 +28,9 @@ _STATE = ("step", "exp_avg", "exp_avg_sq")
 # Far above AdamW's eps: a first step by such a gradient has the size of the learning rate.
 _SURE_GRADIENT = 1e-6
 
+# That a learner alone is alone. Not around each call: a thread's would undo the main thread's.
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
+
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices and spares vectors (norms, biases)."""
@@ -160,13 +163,19 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def save_moments(
-    path: str,
-    model: nn.Module,
-    optimizer: torch.optim.AdamW,
-    collectives: dist.ProcessGroup | None,
+def moments(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """This worker's share of AdamW's state itself, by the names of the weights."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in _trained(model)
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def write_moments(
+    path: str, state: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
 ) -> None:
-    """Writes each worker's share of AdamW's state, by the names of the weights.
+    """Writes each worker's share of AdamW's state, as `moments` names it.
 
     Args:
         path: a directory that every worker reaches.
@@ -175,14 +184,9 @@ def save_moments(
     Raises:
         CheckpointError: a worker could not write.
     """
-    state = {
-        f"{name}.{key}": value
-        for name, parameter in _trained(model)
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
     with _plainly(f"cannot write the optimizer's state to {path}"):
         save(
-            state,
+            dict(state),
             storage_writer=FileSystemWriter(path),
             process_group=collectives,
             no_dist=collectives is None,
@@ -252,11 +256,9 @@ def _check_fits(written: Mapping[str, Any], wanted: Mapping[str, Tensor], path: 
 
 @contextmanager
 def _plainly(what: str) -> Iterator[None]:
-    """CheckpointErrors that begin with `what`; no warning that a learner alone is alone."""
+    """CheckpointErrors that begin with `what`."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint.*")
-            yield
+        yield
     except CheckpointException as error:  # no Exception; holds those of every worker
         why, _ = next(iter(error.failures.values()))
         raise CheckpointError(f"{what}: {why}") from error

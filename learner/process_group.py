@@ -4,7 +4,8 @@
     follower   receive (an order), do it, answer, receive ...      ends with its connection
 
 What is computed together (FSDP's gathers and reductions) passes by the default process group;
-orders and answers, which are Python objects, by two groups of their own in main memory.
+orders and answers, which are Python objects, by two groups of their own in main memory; and what
+threads do beside the orders (a checkpoint from a copy), by one more.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class WorkerGroup:
         self.size = membership.size if membership else 1
         self.mesh: DeviceMesh | None = None
         self.collectives: dist.ProcessGroup | None = None
+        self.aside: dist.ProcessGroup | None = None  # for a thread beside the orders
         if membership is None or membership.size == 1:
             return
         kind = device.partition(":")[0]
@@ -79,6 +81,7 @@ class WorkerGroup:
         )
         self._orders = _in_memory(ORDERS_DEADLINE)
         self.collectives = _in_memory(timeout)
+        self.aside = _in_memory(timeout)
         self.mesh = init_device_mesh(kind, (self.size,))
 
     def send(self, orders: Sequence[Order]) -> None:
@@ -114,10 +117,17 @@ class WorkerGroup:
 
     def agree(self, value: Any) -> Any:
         """The leader's value, on every worker."""
+        return self._agree(value, self.collectives)
+
+    def agree_aside(self, value: Any) -> Any:
+        """The same, between threads that run beside the workers' orders."""
+        return self._agree(value, self.aside)
+
+    def _agree(self, value: Any, group: dist.ProcessGroup | None) -> Any:
         if self.size == 1:
             return value
         agreed = [value]
-        dist.broadcast_object_list(agreed, src=0, group=self.collectives)
+        dist.broadcast_object_list(agreed, src=0, group=group)
         return agreed[0]
 
     def workers_here(self) -> int:

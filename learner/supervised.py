@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -15,6 +14,7 @@ from distill.data.order import MixedPart, MixedStream
 from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint_writer import CheckpointWriter
 from learner.learner import Learner, Part
 from learner.trace import NO_TRACE, Tracing
 from learner.worker import LossFunction
@@ -84,14 +84,18 @@ class SupervisedLoop:
         held_out: Sequence[HeldOut] = (),
         trace: Tracing = NO_TRACE,
         resume_from: Checkpoint | None = None,
+        background: bool | None = False,
     ) -> None:
-        """`held_out` are rows that `evaluate` looks at, by source; they are not trained."""
+        """
+        Args:
+            held_out: rows that `evaluate` looks at, by source; they are not trained.
+            background: as `CheckpointWriter` takes it.
+        """
         self.step_count = 0
         self.learner = learner
-        self._tokenizer = tokenizer
         self._stream = stream
         self._loss = loss
-        self._store = store
+        self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
         self._held_out = held_out
         self._trace = trace
         if resume_from:
@@ -143,8 +147,8 @@ class SupervisedLoop:
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state."""
-        return self._store.save(
-            step=self.step_count,
-            write=partial(self.learner.save, tokenizer=self._tokenizer),
-            delivery={"num_rows": self._stream.num_units},
-        )
+        return self.writer.save(self.step_count, {"num_rows": self._stream.num_units})
+
+    def begin_save(self) -> Checkpoint | None:
+        """Begins one of this very state: see `CheckpointWriter.begin`."""
+        return self.writer.begin(self.step_count, {"num_rows": self._stream.num_units})

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -47,13 +49,15 @@ from learner.optimizer import (
     build_optimizer,
     build_schedule,
     load_moments,
+    moments,
     offload_moments,
     put_away,
-    save_moments,
+    write_moments,
 )
 from learner.process_group import WorkerGroup
 from learner.router_balance import RouterBalance
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
+from learner.state_copy import CopyCost, MomentsCopy
 from learner.trace import Stages
 
 logger = logging.getLogger(__name__)
@@ -151,6 +155,7 @@ class LearnerWorker:
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._stages = Stages(self.device)
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
         share = _share(group, self.device)
         holding = FROZEN if config.trains_adapter else TRAINED
@@ -410,7 +415,24 @@ class LearnerWorker:
 
     def save_optimizer(self, path: str) -> None:
         """Writes its share of AdamW's moments."""
-        save_moments(path, self.model, self.optimizer, self._group.collectives)
+        write_moments(path, moments(self.model, self.optimizer), self._group.collectives)
+
+    def copy_moments(self, _: None) -> MomentsCopy | None:
+        """Copies its share of AdamW's moments, and returns that on the leader.
+
+        A follower writes it beside its orders. What becomes of that the leader learns, too: they
+        are written by all, or by none.
+        """
+        copy = MomentsCopy(moments(self.model, self.optimizer), self._group)
+        if self._group.rank == 0:
+            return copy
+        self._aside.submit(copy.write)
+        return None
+
+    def copy_cost(self, _: None) -> CopyCost:
+        """What `copy_moments` would take."""
+        shares = map(local, moments(self.model, self.optimizer).values())
+        return CopyCost(socket.gethostname(), sum(s.nbytes for s in shares), free_bytes("cpu"))
 
     def load_optimizer(self, path: str) -> None:
         """Raises CheckpointError if they were written for another model, or cannot be read."""

@@ -166,6 +166,12 @@ class OutputSettings:
     checkpoint_every: int = chz.field(
         default=10, doc="steps between checkpoints", metadata=MAY_CHANGE
     )
+    background_checkpoints: bool | None = chz.field(
+        default=None,
+        doc="write checkpoints from a copy of the learner's state while training goes on; default: "
+        "where the copy takes at most half of the main memory that is free (docs/learner.md)",
+        metadata=MAY_CHANGE,
+    )
     keep_checkpoints: int = chz.field(default=2, doc="newest checkpoints kept", metadata=MAY_CHANGE)
     keep_every: int = chz.field(
         default=0,

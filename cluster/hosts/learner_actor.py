@@ -25,6 +25,7 @@ from distill.objective.batching import TrainingRow
 from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner
@@ -44,10 +45,13 @@ class TrainingLoop(Protocol):
     """Protocol of the training loop that the learner's actor hosts."""
 
     learner: Learner
+    writer: CheckpointWriter
 
     def step(self, waited_s: float) -> dict[str, float]: ...
 
     def save(self) -> Checkpoint: ...
+
+    def begin_save(self) -> Checkpoint | None: ...
 
 
 class LearnerFollower:
@@ -83,6 +87,12 @@ class LearnerActor:
 
     def save(self) -> Checkpoint:
         return self._loop.save()
+
+    def begin_save(self) -> Checkpoint | None:
+        return self._loop.begin_save()
+
+    def written(self, wait: bool) -> Written | None:
+        return self._loop.writer.written(wait=wait)
 
     def publish(self) -> str:
         """Returns how weights reach which engine."""
@@ -179,6 +189,7 @@ def build_policy_loop(
         keep=rollouts.keep,
         base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
         resume_from=resume_from,
+        background=config.background_checkpoints,
     )
 
 
@@ -267,4 +278,5 @@ def build_supervised_loop(
         store=directory.store,
         trace=Tracing(step=config.trace_step, path=directory.trace),
         resume_from=resume_from,
+        background=config.background_checkpoints,
     )

@@ -101,10 +101,16 @@ class RunSession:
         self.directory.append_event("finding", **finding.to_json())
         self.notifier.tell("finding", **(finding.to_json() | {"text": finding.told()}))
 
-    def unsaved(self, error: CheckpointError) -> None:
-        """A checkpoint could not be written: the run goes on, for now."""
-        self.progress.note(f"WARNING: {error}. It is tried again")
+    def unsaved(self, error: CheckpointError, *, again: bool) -> None:
+        """A checkpoint could not be written; `again`: the run goes on, for now."""
+        self.best.unsaved()
+        self.progress.note(f"WARNING: {error}" + (". It is tried again" if again else ""))
         self.directory.append_event("unsaved", why=str(error))
+
+    def rewound(self) -> None:
+        """The learner went back to its newest checkpoint."""
+        self.best.saved({each.step for each in self.directory.store.complete()})
+        self.best.unsaved()
 
     def complete(self, checkpoint: Checkpoint) -> None:
         """Exports `final/` and writes a summary with status `finished`."""

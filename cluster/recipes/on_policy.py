@@ -27,8 +27,8 @@ from cluster.recipes.evaluations import Evaluations
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
-from cluster.runtime.driver import drive
 from cluster.runtime.fleet import Fleet, trained_in
+from cluster.runtime.steps import drive
 from cluster.supervision.supervise import LearnerLost
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
@@ -240,17 +240,21 @@ class _Run:
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
 
+    def on_saving(self, step: int) -> None:
+        self._running.best.saving(step)
+
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
         self._running.best.saved({checkpoint.step})
         self._running.trackers.show_rollouts(self._tokenizer)
 
-    def on_unsaved(self, error: CheckpointError) -> None:
-        self._running.unsaved(error)
+    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
+        self._running.unsaved(error, again=again)
 
     def recover(self, lost: LearnerLost) -> int:
         checkpoint = self.fleet.recover(lost)
         step = checkpoint.step if checkpoint else 0
+        self._running.rewound()
         self._evaluations.rewound(step)
         self._watch.rewound(step)
         return step

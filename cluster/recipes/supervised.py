@@ -21,8 +21,9 @@ from cluster.placement.roles import LEARNER, describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.driver import Driver, drive
+from cluster.runtime.driver import Driver
 from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
+from cluster.runtime.steps import drive
 from cluster.supervision.supervise import LearnerLost, Supervisor
 from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
@@ -163,15 +164,19 @@ class _Run:
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of the other
 
+    def on_saving(self, step: int) -> None:
+        self._running.best.saving(step)
+
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._running.best.saved({checkpoint.step})
 
-    def on_unsaved(self, error: CheckpointError) -> None:
-        self._running.unsaved(error)
+    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
+        self._running.unsaved(error, again=again)
 
     def recover(self, lost: LearnerLost) -> int:
         since = time.monotonic()
         checkpoint = self._lifecycle.recover(lost, self._driver, self._running.progress.note)
+        self._running.rewound()
         self._driver.until_started([LEARNER], self._running.progress.note)
         self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint.step if checkpoint else 0

@@ -20,11 +20,12 @@ class BestCheckpoint:
     def __init__(self, store: CheckpointStore, metric: str | None) -> None:
         self._store, self._metric = store, metric
         self._found: Best | None = None  # whose checkpoint is not saved yet
+        self._writing: int | None = None
 
     @property
     def due(self) -> bool:
-        """The present weights are the best so far, and no checkpoint has them."""
-        return self._found is not None
+        """The present weights are the best so far, and no checkpoint has them, or will."""
+        return self._found is not None and self._found.step != self._writing
 
     def see(self, metrics: Mapping[str, float]) -> None:
         """Sees a line of metrics: a step's, with or without its evaluation, or an evaluation's.
@@ -32,7 +33,9 @@ class BestCheckpoint:
         Raises:
             ConfigError: the run's evaluations do not measure the metric.
         """
-        step, self._found = int(metrics["step"]), None
+        if self.due:
+            self.pass_over()
+        step = int(metrics["step"])
         if self._metric is None or not any(name in metrics for name in _EVALUATIONS):
             return
         if self._metric not in metrics:
@@ -42,7 +45,7 @@ class BestCheckpoint:
                 f"measure {', '.join(sorted(known))}"
             )
         found = Best(step=step, metric=self._metric, value=metrics[self._metric])
-        best = self._store.best()
+        best = self._found or self._store.best()
         if step and (best is None or best.metric != found.metric or self._better(found, best)):
             self._found = found
             self.saved({each.step for each in self._store.complete()})
@@ -51,11 +54,23 @@ class BestCheckpoint:
         """The weights of the best evaluation are gone, and no checkpoint has them."""
         self._found = None
 
+    def saving(self, step: int) -> None:
+        """A checkpoint of the present weights is being written."""
+        self._writing = step
+
     def saved(self, steps: set[int]) -> None:
         """Checkpoints of these steps exist."""
         if self._found is not None and self._found.step in steps:
             self._store.mark_best(self._found)
             self._found = None
+        if self._writing in steps:
+            self._writing = None
+
+    def unsaved(self) -> None:
+        """What was being written never will be."""
+        if self._found is not None and not self.due:
+            self.pass_over()
+        self._writing = None
 
     def _better(self, one: Best, other: Best) -> bool:
         if _SMALLER.search(one.metric):

@@ -28,17 +28,15 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.handles import calls
-from cluster.queue.group_queue import QueueClosed
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
-from distill.errors import CheckpointError, EngineLost, IsothermError, NonFiniteError
-from learner.checkpoint import Checkpoint
+from distill.errors import EngineLost, IsothermError, NonFiniteError
 
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
@@ -48,9 +46,6 @@ _NAMED = 4
 # A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
-# A checkpoint that cannot be written is tried again between steps: so often, and so much later.
-_SAVE_TRIES = 10
-_SAVE_PAUSE_S = 3.0
 
 
 class Signals:
@@ -213,129 +208,6 @@ class Driver:
         if isinstance(cause, RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
         return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
-
-
-class Trainee(Protocol):
-    """The run that `drive` drives."""
-
-    @property
-    def learner(self) -> Any:
-        """The learner's actor, the present one."""
-        ...
-
-    def before_step(self) -> float:
-        """Waits until a step has what it needs; returns the seconds it waited."""
-        ...
-
-    def on_step(self, metrics: dict[str, float]) -> None: ...
-
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None: ...
-
-    def on_unsaved(self, error: CheckpointError) -> None:
-        """A checkpoint could not be written; it is tried again after the next step."""
-        ...
-
-    def recover(self, lost: LearnerLost) -> int:
-        """Brings the learner back; returns the step at which it stands. Raises RunFailed if not."""
-        ...
-
-    def end_waits(self) -> None:
-        """Ends what the learner waits for."""
-        ...
-
-
-def drive(
-    run: Trainee,
-    driver: Driver,
-    *,
-    first_step: int,
-    steps: int,
-    checkpoint_every: int,
-    wanted: Callable[[], bool],
-) -> Checkpoint:
-    """Runs the learner's steps and checkpoints; returns the last checkpoint.
-
-    A checkpoint is saved every so many steps, after each that is `wanted`, and after the last.
-
-    On a signal: ends the learner's waits, saves a checkpoint of the last whole step, and raises
-    Interrupted. A lost learner is brought back, and the steps since its checkpoint are done again.
-    """
-    saving = _Saving(run, driver, checkpoint_every, steps, wanted)
-    step, pending = first_step, None
-    try:
-        while True:
-            try:
-                while step < steps:
-                    waited = run.before_step()
-                    pending = run.learner.step.remote(waited)
-                    metrics = driver.ask_learner("the learner's step", pending)
-                    step, pending = int(metrics["step"]), None
-                    run.on_step(metrics)
-                    saving.after(step)
-                return saving.last()
-            except LearnerLost as lost:
-                pending = None
-                step = _recovered(run, lost)
-    except Interrupted:
-        run.end_waits()
-        if pending is not None and (metrics := _let_end(pending)):
-            run.on_step(metrics)
-        saved = driver.value("saving a checkpoint", run.learner.save.remote(), timeout=600)
-        run.on_checkpoint(saved)
-        raise
-
-
-def _recovered(run: Trainee, lost: LearnerLost) -> int:
-    while True:
-        try:
-            return run.recover(lost)
-        except LearnerLost as again:
-            lost = again
-
-
-class _Saving:
-    """Checkpoints when they are due. A disk that is full is given time."""
-
-    def __init__(
-        self, run: Trainee, driver: Driver, every: int, steps: int, wanted: Callable[[], bool]
-    ) -> None:
-        self._run, self._driver, self._every, self._steps = run, driver, every, steps
-        self._wanted = wanted
-        self._failures = 0
-        self._not_before = 0.0
-
-    def after(self, step: int) -> None:
-        due = step % self._every == 0 or self._failures or self._wanted()
-        if step < self._steps and due and time.monotonic() >= self._not_before:
-            self._save()
-
-    def last(self) -> Checkpoint:
-        while (saved := self._save()) is None:
-            self._driver.pause(_SAVE_PAUSE_S)
-        return saved
-
-    def _save(self) -> Checkpoint | None:
-        """Saves a checkpoint; None if it could not be written, and may be the next time."""
-        try:
-            saved = self._driver.ask_learner("saving a checkpoint", self._run.learner.save.remote())
-        except CheckpointError as error:
-            self._failures += 1
-            if self._failures > _SAVE_TRIES:
-                raise
-            self._not_before = time.monotonic() + _SAVE_PAUSE_S
-            self._run.on_unsaved(error)
-            return None
-        self._failures = 0
-        self._run.on_checkpoint(saved)
-        return saved
-
-
-def _let_end(pending: Any) -> dict[str, float] | None:
-    """Waits for an interrupted step. It trained, and counts; or it found no groups: None."""
-    try:
-        return calls.get(pending, timeout=600)
-    except (QueueClosed, RayActorError):
-        return None
 
 
 def listed(names: Sequence[str]) -> str:

@@ -30,8 +30,7 @@ class Pair:
 def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
     """Writes both checkpoints, with one tokenizer, and a prompts file; returns their paths."""
     rng = np.random.default_rng(0)
-    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
-    words = ["".join(rng.choice(letters, size=rng.integers(2, 9))) for _ in range(6000)]
+    words = _words(rng)
     texts = [" ".join(rng.choice(words, size=PROMPT_WORDS)) for _ in range(num_prompts)]
     tokenizer = _tokenizer(words)
     for name, hidden, layers, seed in (("student", 128, 4, 1), ("teacher", 256, 6, 2)):
@@ -52,6 +51,16 @@ def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
     return Pair(
         student=str(directory / "student"), teacher=str(directory / "teacher"), prompts=str(prompts)
     )
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """The pair's tokenizer."""
+    return _tokenizer(_words(np.random.default_rng(0)))
+
+
+def _words(rng: np.random.Generator) -> list[str]:
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
+    return ["".join(rng.choice(letters, size=rng.integers(2, 9))) for _ in range(6000)]
 
 
 def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:

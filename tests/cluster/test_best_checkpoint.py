@@ -121,3 +121,40 @@ def test_the_checkpoint_of_a_running_evaluation_stays_until_it_is_known(
     assert watch.due, "its checkpoint is gone"
     watch.pass_over()
     assert not watch.due and store.best() == Best(step=3, metric="eval/accuracy", value=0.7)
+
+
+def test_what_is_being_written_is_still_the_best(store: CheckpointStore) -> None:
+    """Steps go on meanwhile, and their evaluations are compared with it."""
+    watch = BestCheckpoint(store, "eval/accuracy")
+
+    def see(step: int, accuracy: float | None = None) -> None:
+        evaluated = {} if accuracy is None else {"time/eval": 1.0, "eval/accuracy": accuracy}
+        watch.see({"step": step, **evaluated})
+
+    see(1, 0.5)
+    watch.saving(1)
+    assert not watch.due
+    see(2)
+    see(3, 0.4)
+    assert not watch.due and store.best() is None
+    save(store, 1)
+    watch.saved({1})
+    assert store.best() == Best(step=1, metric="eval/accuracy", value=0.5)
+    see(4, 0.6)
+    watch.saving(4)
+    see(5, 0.7)  # better than what is being written
+    assert watch.due
+    save(store, 4)
+    watch.saved({4})
+    watch.saving(5)
+    save(store, 5)
+    watch.saved({5})
+    best = store.best()
+    assert best is not None and best.step == 5
+    see(6, 0.8)
+    watch.saving(6)
+    see(7)
+    watch.unsaved()
+    assert not watch.due, "its weights are gone"
+    see(8, 0.75)
+    assert watch.due, "what was never written is not the best"

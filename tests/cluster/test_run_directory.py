@@ -47,6 +47,7 @@ MAY_CHANGE = {
     "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
     "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
+    "background_checkpoints": False,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,

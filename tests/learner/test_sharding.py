@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.errors import NonFiniteError
+from distill.errors import CheckpointError, NonFiniteError
 from distill.objective.batching import (
     BatchShape,
     OtherRows,
@@ -28,6 +28,7 @@ from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
 from distill.weights.model_weights import gather_all, total_bytes
 from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss
 from learner.learner import Learner, Part
@@ -35,6 +36,7 @@ from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.sharding import local
 from tests.conftest import TinyPair
 from tests.learner.conftest import untimed
+from tests.learner.test_checkpoint_writer import hashes
 from tests.learner.two_workers import tell
 from tests.samples import training_row
 
@@ -142,7 +144,26 @@ def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
     learner.load_trainer_state(half.path)
     for restored, state in zip(learner._on_all("rng_state"), states, strict=True):
         assert torch.equal(restored["cpu"], state)
+    beside = save_beside(learner, given)
+    assert hashes(beside) == hashes(half)
     return half
+
+
+def save_beside(learner: Learner, given: dict[str, Any]) -> Checkpoint:
+    """Saves the same state from a copy while all workers step on, after a try that fails."""
+    tokenizer = load_tokenizer(given["tokenizer"])
+    root = Path(given["root"]).with_name("beside")
+    root.write_text("no directory can be made here")
+    writer = CheckpointWriter(learner, tokenizer, CheckpointStore(root, keep=1), background=True)
+    writer.begin(HALF, {})
+    with pytest.raises(CheckpointError, match="cannot write checkpoint"):
+        writer.written(wait=True)
+    root.unlink()
+    assert writer.begin(HALF, {}) is None
+    train(learner, STEPS[HALF : HALF + 2])
+    written = writer.written(wait=True)
+    assert written is not None
+    return written.checkpoint
 
 
 @pytest.fixture(scope="module")

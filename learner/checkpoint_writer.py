@@ -1,0 +1,115 @@
+"""Checkpoints of a training loop: at once, or from a copy of the state while training goes on.
+
+    save      writes the state; returns the checkpoint
+    begin     copies the state and returns; a thread writes the copy
+    written   what has become of it          waits for: the thread, if it is asked to
+
+One checkpoint is written at a time, whole or not at all in either way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.learner import Learner
+from learner.state_copy import StateCopy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A checkpoint that was written beside training, and the seconds that its thread took."""
+
+    checkpoint: Checkpoint
+    seconds: float
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one loop."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        tokenizer: PreTrainedTokenizerBase,
+        store: CheckpointStore,
+        *,
+        background: bool | None,
+    ) -> None:
+        """
+        Args:
+            background: whether `begin` copies; None: where the copy takes at most half of the
+                memory that is free.
+        """
+        self._learner, self._tokenizer, self._store = learner, tokenizer, store
+        self._background = background
+        self._told = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._latest: Future[Written] | None = None
+
+    def save(self, step: int, delivery: Mapping[str, Any]) -> Checkpoint:
+        """Writes the present state, after the copy that is being written, if one is.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._wait()
+        write = partial(self._learner.save, tokenizer=self._tokenizer)
+        return self._store.save(step=step, write=write, delivery=delivery)
+
+    def begin(self, step: int, delivery: Mapping[str, Any]) -> Checkpoint | None:
+        """Copies the present state, which a thread then writes: None.
+
+        Waits for the copy before it. Where nothing is copied it is `save`, and raises as that does.
+        """
+        self._wait()
+        self._latest = None
+        if not self._copies():
+            return self.save(step, delivery)
+        copy = self._learner.copied(self._tokenizer)
+        self._latest = self._thread.submit(self._write, copy, step, dict(delivery))
+        return None
+
+    def written(self, *, wait: bool) -> Written | None:
+        """The checkpoint that was begun last; None if there is none, or it is not written yet.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._latest is None or not (wait or self._latest.done()):
+            return None
+        return self._latest.result()
+
+    def _write(self, copy: StateCopy, step: int, delivery: Mapping[str, Any]) -> Written:
+        began = time.perf_counter()
+        try:
+            made = self._store.save(step=step, write=copy.write, delivery=delivery)
+        finally:
+            copy.drop()
+        return Written(checkpoint=made, seconds=time.perf_counter() - began)
+
+    def _wait(self) -> None:
+        if self._latest is not None:
+            wait([self._latest])
+
+    def _copies(self) -> bool:
+        if self._background is not None:
+            return self._background
+        fits = self._learner.has_room_for_copy()
+        if not fits and not self._told:
+            self._told = True
+            logger.warning(
+                "memory is short: steps wait while checkpoints are written, since a copy of the "
+                "state would take more than half of what is free (background_checkpoints=True "
+                "copies it in any case)"
+            )
+        return fits

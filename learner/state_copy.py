@@ -1,0 +1,112 @@
+"""A learner's state, copied into main memory, so that it can be written while training goes on.
+
+Each worker copies its own share of AdamW's moments, the leader the weights as well. The moments are
+written by all workers together, on threads of their own and by a process group of their own, since
+the next step's collectives run meanwhile.
+
+    leader's thread      write -> where? ----> moments -> model, adapter, schedule, RNG
+    followers' threads            waits for: where   unblocked by: the leader's `write` or `drop`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distill.weights.model_weights import HeldWeights, Weights, names_of, plan_buckets
+from learner.optimizer import write_moments
+from learner.process_group import WorkerGroup
+from learner.sharding import local
+
+
+class CopyCost(NamedTuple):
+    """What a copy takes of a host's memory: this worker's moments, and what is free there."""
+
+    host: str
+    bytes: int
+    free: int
+
+
+class MomentsCopy:
+    """A worker's share of AdamW's moments. Each worker calls `write` once, on a thread."""
+
+    def __init__(self, state: Mapping[str, Tensor], group: WorkerGroup) -> None:
+        self._state = {name: _in_memory(tensor) for name, tensor in state.items()}
+        self._group = group
+
+    def write(self, path: str | None = None) -> None:
+        """Writes the copy where the leader says, with all others, and drops it; None: nowhere.
+
+        Raises:
+            CheckpointError: a worker could not write.
+        """
+        try:
+            path = self._group.agree_aside(path)
+            if path is not None:
+                write_moments(path, self._state, self._group.aside)
+        finally:
+            self._state = {}
+
+
+class StateCopy:
+    """All that a checkpoint holds. Written once, on any thread, or dropped.
+
+    Args:
+        write_model: writes weights, as a Hugging Face checkpoint with its tokenizer.
+        write_adapter: None if there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: HeldWeights,
+        moments: MomentsCopy,
+        trainer: Mapping[str, Any],
+        write_model: Callable[[Path, Weights], None],
+        write_adapter: Callable[[Path], None] | None,
+    ) -> None:
+        self._weights, self._moments, self._trainer = weights, moments, trainer
+        self._write_model, self._write_adapter = write_model, write_adapter
+        self._begun = False
+
+    def write(self, path: Path) -> None:
+        """Writes it as `Learner.save` writes the state itself.
+
+        Raises: as that does.
+        """
+        self._begun = True
+        self._moments.write(str(path / "optimizer"))  # first: the other workers wait for it
+        self._write_model(path / "model", self._weights)
+        if self._write_adapter is not None:
+            self._write_adapter(path / "adapter")
+        torch.save(self._trainer, path / "trainer.pt")
+
+    def drop(self) -> None:
+        """Frees the memory, on every worker. Nothing can be written any more."""
+        if not self._begun:
+            self._begun = True
+            self._moments.write(None)
+        self._weights, self._write_adapter = HeldWeights({}), None
+
+
+def copied_weights(weights: Weights) -> HeldWeights:
+    """The weights in main memory, gathered in portions. With several workers, a collective."""
+    copies: dict[str, Tensor] = {}
+    for bucket in plan_buckets(weights.layouts):
+        copies |= copied(weights.gather(names_of(bucket)))
+    return HeldWeights(copies)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _in_memory(tensor) for name, tensor in tensors.items()}
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    copy = local(tensor.detach()).to("cpu", copy=True)
+    # Not from_local, which moves the share to the devices of the mesh.
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy  # pyright: ignore

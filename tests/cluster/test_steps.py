@@ -1,0 +1,176 @@
+"""Steps and their checkpoints: what is told when, with a learner that writes when it is let."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cluster.runtime.steps
+from cluster.early_ends import Interrupted, RunFailed
+from cluster.handles.local_actor import LocalActor
+from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.steps import drive
+from cluster.supervision.supervise import LearnerLost
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint
+from learner.checkpoint_writer import Written
+
+
+class Writing:
+    """A learner: a checkpoint that is begun is complete after so many further steps, or fails."""
+
+    def __init__(self, told: list[str], takes: int, fails: set[int]) -> None:
+        self._told, self._takes, self._fails = told, takes, fails
+        self._step = self._begun = 0
+
+    def step(self, _waited_s: float) -> dict[str, float]:
+        self._step += 1
+        return {"step": self._step}
+
+    def begin_save(self) -> Checkpoint | None:
+        self._begun = self._step
+        return None if self._takes else self.save()
+
+    def written(self, wait: bool) -> Written | None:
+        if not wait and self._step < self._begun + self._takes:
+            return None
+        if wait and self._step < self._begun + self._takes:
+            self._told.append(f"waited for {self._begun}")
+        self._check(self._begun)
+        return Written(checkpoint=made(self._begun), seconds=2.0)
+
+    def save(self) -> Checkpoint:
+        self._check(self._step)
+        return made(self._step)
+
+    def _check(self, step: int) -> None:
+        if step in self._fails:
+            self._fails.remove(step)
+            raise CheckpointError(f"no room for {step}")
+
+
+def made(step: int) -> Checkpoint:
+    return Checkpoint(path=Path(f"step-{step}"), step=step, delivery={})
+
+
+class Run:
+    """What `drive` drives; keeps what it is told, in order."""
+
+    def __init__(self, takes: int = 2, fails: set[int] | None = None) -> None:
+        self.told: list[str] = []
+        self.metrics: list[dict[str, float]] = []
+        self._new = lambda: LocalActor(Writing, self.told, takes, fails or set())
+        self.learner = self._new()
+        self.before: dict[int, Exception] = {}
+        self._step = 0
+
+    def before_step(self) -> float:
+        if error := self.before.pop(self._step + 1, None):
+            raise error
+        return 0.0
+
+    def on_step(self, metrics: dict[str, float]) -> None:
+        self._step = int(metrics["step"])
+        self.told.append(f"step {self._step}")
+        self.metrics.append(metrics)
+
+    def on_saving(self, step: int) -> None:
+        self.told.append(f"saving {step}")
+
+    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.told.append(f"saved {checkpoint.step}")
+
+    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
+        self.told.append(f"{error}, {'again' if again else 'at last'}")
+
+    def recover(self, lost: LearnerLost) -> int:
+        self.told.append("recovered")
+        self.learner = self._new()
+        self._step = 0
+        return 0
+
+    def end_waits(self) -> None:
+        self.told.append("end")
+
+
+def go(run: Run, steps: int = 6, every: int = 2) -> Checkpoint:
+    idle: Any = SimpleNamespace(tick=lambda: None, critical=list)
+    driver = Driver(supervisor=idle, signals=Signals(), deadline_s=60)
+    return drive(
+        run, driver, first_step=0, steps=steps, checkpoint_every=every, wanted=lambda: False
+    )
+
+
+def test_a_checkpoint_is_told_of_once_it_is_written() -> None:
+    run = Run(takes=1)
+    assert go(run, steps=5).step == 5
+    assert run.told == [
+        *("step 1", "step 2", "saving 2", "step 3", "saved 2"),
+        *("step 4", "saving 4", "step 5", "saved 4", "saved 5"),
+    ]
+    times = [{name for name in line if name != "step"} for line in run.metrics]
+    both = {"time/checkpoint", "time/checkpoint_write"}
+    assert times == [set(), set(), {"time/checkpoint"}, both, {"time/checkpoint"}]
+    assert run.metrics[3]["time/checkpoint_write"] == 2.0
+
+
+def test_a_step_waits_for_one_that_is_still_being_written() -> None:
+    run = Run(takes=9)
+    go(run, steps=5)
+    assert run.told == [
+        *("step 1", "step 2", "saving 2", "step 3", "step 4", "waited for 2", "saved 2"),
+        *("saving 4", "step 5", "waited for 4", "saved 4", "saved 5"),
+    ]
+
+
+def test_a_learner_that_copies_nothing_is_waited_for() -> None:
+    run = Run(takes=0)
+    go(run, steps=3)
+    assert run.told == ["step 1", "step 2", "saving 2", "saved 2", "step 3", "saved 3"]
+    assert "time/checkpoint" in run.metrics[2] and "time/checkpoint_write" not in run.metrics[2]
+
+
+def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
+    run = Run(takes=1, fails={2, 6})
+    go(run, steps=6, every=2)
+    assert run.told == [
+        *("step 1", "step 2", "saving 2", "step 3", "no room for 2, again", "saving 3"),
+        *("step 4", "saved 3", "saving 4", "step 5", "saved 4", "step 6"),
+        *("no room for 6, again", "saved 6"),
+    ]
+
+
+def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
+    run = Run(takes=9)
+    run.before[4] = Interrupted(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        go(run)
+    assert run.told[-4:] == ["end", "waited for 2", "saved 2", "saved 3"]
+
+
+@pytest.mark.parametrize(("fails", "said"), [((), "saved 2"), ((2,), "no room for 2, at last")])
+def test_a_run_that_fails_finishes_what_was_copied(fails: tuple[int, ...], said: str) -> None:
+    run = Run(takes=9, fails=set(fails))
+    run.before[4] = RunFailed("no room for anybody")
+    with pytest.raises(RunFailed, match="no room for anybody"):
+        go(run)
+    assert run.told[-2:] == ["waited for 2", said]
+
+
+def test_a_lost_learner_takes_its_copy_with_it() -> None:
+    run = Run(takes=9)
+    run.before[4] = LearnerLost("gone")
+    go(run, steps=3)  # the loss is never met
+    assert "recovered" not in run.told
+    run = Run(takes=9)
+    run.before[3] = LearnerLost("gone")
+    go(run, steps=3)
+    assert run.told == [
+        *("step 1", "step 2", "saving 2", "recovered"),
+        *("step 1", "step 2", "saving 2", "step 3", "waited for 2", "saved 2", "saved 3"),
+    ]

@@ -1,0 +1,186 @@
+"""Checkpoints from a copy: the state as it was copied, whatever the learner does meanwhile."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+import learner.worker
+from distill.errors import CheckpointError
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.checkpoint_writer import CheckpointWriter, Written
+from learner.learner import Learner, Part
+from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner
+from tests.learner.test_checkpoint import die_at, exit_code
+from tests.samples import training_row
+
+ROWS = [training_row(3, 5, seed=1), training_row(2, 4, seed=2)]
+fork = multiprocessing.get_context("fork")
+
+
+def train(learner: Learner) -> None:
+    learner.step(Part(rows_D=ROWS, loss=IMPORTANCE_SAMPLING))
+
+
+def hashes(checkpoint: Checkpoint) -> dict[str, str]:
+    """Of all its files, but for the one that names the directory it was written to."""
+    digests = json.loads((checkpoint.path / "manifest.json").read_bytes())["sha256"]
+    del digests["optimizer/.metadata"]
+    return digests
+
+
+@pytest.fixture
+def trained(new_learner: NewLearner) -> Learner:
+    made = new_learner()
+    train(made)
+    return made
+
+
+NewWriter = Callable[..., CheckpointWriter]
+
+
+@pytest.fixture
+def new_writer(trained: Learner, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> NewWriter:
+    def new(
+        store: CheckpointStore | None = None, background: bool | None = True
+    ) -> CheckpointWriter:
+        store = store or CheckpointStore(tmp_path / "beside", keep=2)
+        return CheckpointWriter(trained, tokenizer, store, background=background)
+
+    return new
+
+
+class Gate(CheckpointStore):
+    """A store that writes nothing until it is opened, and says when it was asked to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, keep=2)
+        self.asked, self.open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def save(self, **settings: Any) -> Checkpoint:
+        self.asked.release()
+        assert self.open.acquire(timeout=120)
+        return super().save(**settings)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_rank": 2}], ids=["whole", "adapter"])
+def test_the_copy_is_the_state_that_was_copied(
+    lora: dict[str, Any],
+    new_learner: NewLearner,
+    tokenizer: PreTrainedTokenizerBase,
+    tmp_path: Path,
+) -> None:
+    learner = new_learner(**lora, lr_schedule="cosine", total_steps=9)
+    train(learner)
+    write = partial(learner.save, tokenizer=tokenizer)
+    expected = CheckpointStore(tmp_path / "at once", keep=1).save(step=1, write=write, delivery={})
+    gate = Gate(tmp_path / "beside")
+    writer = CheckpointWriter(learner, tokenizer, gate, background=True)
+    assert writer.begin(1, {"watermark": 3}) is None
+    train(learner)
+    assert writer.written(wait=False) is None
+    gate.open.release()
+    written = writer.written(wait=True)
+    assert written is not None and written.checkpoint.delivery == {"watermark": 3}
+    assert hashes(written.checkpoint) == hashes(expected)
+    assert writer.written(wait=False) == written, "an answer that got lost can be asked for again"
+    gate.open.release()
+    assert hashes(writer.save(2, {})) != hashes(expected)
+
+
+def test_the_next_waits_for_the_one_before(new_writer: NewWriter, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    writer = new_writer(gate)
+    writer.begin(1, {})
+    assert gate.asked.acquire(timeout=120)
+    second = threading.Thread(target=writer.begin, args=(2, {}), daemon=True)
+    second.start()
+    assert not gate.asked.acquire(timeout=0.1) and gate.complete() == []
+    gate.open.release()
+    assert gate.asked.acquire(timeout=120)
+    assert [made.step for made in gate.complete()] == [1]
+    second.join(timeout=120)
+    gate.open.release()
+    written = writer.written(wait=True)
+    assert written is not None and written.checkpoint.step == 2
+
+
+def test_a_failure_is_told_and_the_next_is_written(
+    new_writer: NewWriter, trained: Learner, tmp_path: Path
+) -> None:
+    """A disk that fills up while a thread writes: as in `test_checkpoint`, in a child."""
+    writer = new_writer()
+    size = (writer.save(1, {}).path / "model/model.safetensors").stat().st_size
+
+    def fill(answer: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+        writer.begin(2, {})
+        train(trained)
+        try:
+            writer.written(wait=True)
+        except CheckpointError as error:
+            answer.send(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        writer.begin(3, {})
+        writer.written(wait=True)
+
+    answer, theirs = fork.Pipe(duplex=False)
+    assert exit_code(fill, theirs) == 0
+    assert "cannot write checkpoint" in (said := answer.recv()) and "step-000002" in said
+    assert [made.step for made in CheckpointStore(tmp_path / "beside", keep=2).complete()] == [1, 3]
+
+
+def test_killed_while_a_thread_writes_the_one_before_is_left(
+    new_writer: NewWriter, trained: Learner, tmp_path: Path
+) -> None:
+    root = tmp_path / "beside"
+    new_writer().save(1, {"watermark": 1})
+
+    def on() -> None:
+        writer = new_writer()
+        writer.begin(2, {"watermark": 2})
+        train(trained)
+        writer.written(wait=True)
+
+    left = []
+    for countdown in range(1, 200, 4):
+        code = exit_code(die_at, countdown, on)
+        latest = CheckpointStore(root, keep=2).latest()
+        assert latest is not None and latest.delivery == {"watermark": latest.step}
+        left.append(latest.step)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert code == 0 and set(left) == {1, 2} and left == sorted(left)
+    assert not list(root.glob(".step-*.partial")), "what a killed writer left is cleared away"
+
+
+def test_nothing_is_copied_where_memory_is_short(
+    new_writer: NewWriter,
+    trained: Learner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    numbers = sum(p.numel() for p in trained.model.parameters())
+    copy = 12 * numbers + 4 * len(list(trained.model.parameters()))  # AdamW counts steps, too
+    writer = new_writer(background=None)
+    monkeypatch.setattr(learner.worker, "free_bytes", lambda _: 2 * copy - 1)
+    for step in (1, 2):
+        made = writer.begin(step, {})
+        assert made is not None and made.step == step and writer.written(wait=True) is None
+    said = [line for line in caplog.records if line.name == "learner.checkpoint_writer"]
+    assert ["memory is short" in line.message for line in said] == [True]
+    monkeypatch.setattr(learner.worker, "free_bytes", lambda _: 2 * copy)
+    assert writer.begin(3, {}) is None
+    assert isinstance(writer.written(wait=True), Written)
+    assert new_writer(background=False).begin(4, {}) is not None
