@@ -1,4 +1,4 @@
-"""The `isotherm` console script: `isotherm train|evaluate|doctor|calibrate|audit|report ...`."""
+"""The `isotherm` console script: `isotherm train|evaluate|forecast|doctor|audit|report ...`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ _COMMANDS = {
     "sample_to_sft": (
         "cluster.sample_to_sft",
         "responses of a stronger or hinted model, or of an endpoint, as data for recipe=sft",
+    ),
+    "forecast": (
+        "cluster.inspect.forecast.command",
+        "will it work? what a pair of models says on some prompts predicts it",
     ),
     "doctor": ("cluster.inspect.doctor", "does this machine have what a run needs?"),
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),

@@ -1,0 +1,205 @@
+"""`python -m cluster.forecast student=DIR teacher=DIR prompts=FILE temperature=T`: will it work?
+
+Some prompts are answered by both models, and what either said is scored by both, at T. That costs a
+minute where a run costs hours, and predicts most of what makes one fail: a teacher that is no
+better, one whose words the student never says, one that is the student, responses that do not fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import chz
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from actors.config import choose_dtype, running_engines
+from actors.sglang.address import is_url
+from cluster.command import run_command
+from cluster.config.checks import RolloutInputs, check_rollout
+from cluster.config.common import LocalEngineConfig
+from cluster.config.env import EnvSettings
+from cluster.config.evaluation import LengthSettings
+from cluster.config.on_policy import OpdConfig
+from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.columns import PromptColumns
+from distill.errors import ConfigError
+from distill.sampling import check_temperature
+from distill.settings import ESSENTIAL, Section, values_of
+from distill.stops import StopSettings
+
+_PARTS = (PromptColumns, EnvSettings, ChatTemplateSettings, StopSettings, LengthSettings)
+
+
+@chz.chz
+class ForecastConfig(
+    PromptColumns,
+    EnvSettings,
+    ChatTemplateSettings,
+    StopSettings,
+    LengthSettings,
+    LocalEngineConfig,
+):
+    """What a pair of models says on some prompts, and what that predicts of a distillation."""
+
+    section: ClassVar[Section] = Section.MODEL
+
+    student: str = chz.field(
+        doc="student checkpoint: a Hugging Face directory (or hub name)", metadata=ESSENTIAL
+    )
+    teacher: str = chz.field(doc="teacher checkpoint", metadata=ESSENTIAL)
+    prompts: str | None = chz.field(
+        default=None, doc="prompts, as recipe=opd reads them", metadata=ESSENTIAL
+    )
+    temperature: float = chz.field(doc="the rollout temperature T > 0", metadata=ESSENTIAL)
+    num_prompts: int = chz.field(default=64, doc="prompts that are answered, chosen by the seed")
+    num_samples: int = chz.field(default=2, doc="answers of each model to each of them")
+    seed: int = chz.field(default=0, doc="of that choice")
+    out: str | None = chz.field(
+        default=None, doc="write all numbers here, as JSON", metadata=ESSENTIAL
+    )
+
+    @chz.validate
+    def _in_range(self) -> None:
+        check_temperature(self.temperature, "temperature")
+        if self.num_prompts < 2 or self.num_samples < 2:
+            raise ConfigError(
+                f"num_prompts={self.num_prompts} num_samples={self.num_samples}: the noise between "
+                "prompts and within them is measured, so there must be two of each, at least"
+            )
+        if is_url(self.teacher):
+            raise ConfigError(
+                f"teacher={self.teacher} must be a checkpoint here: a forecast shakes no hands, so "
+                "whether a running server scores at T is not known. cluster.calibrate proves it"
+            )
+
+    def run(self) -> OpdConfig:
+        """The distillation that is foretold; what it would write goes nowhere."""
+        given = {name: value for part in _PARTS for name, value in values_of(part, self).items()}
+        return OpdConfig(
+            student=self.student,
+            teacher=self.teacher,
+            prompts=self.prompts,
+            temperature=self.temperature,
+            out="unused",
+            eval_size=0,
+            engine=self.engine,
+            dtype=self.dtype,
+            device=self.device,
+            **given,
+        )
+
+
+def forecast(config: ForecastConfig, console: Console) -> None:
+    """Prints the numbers and the verdict; writes them to `out` if asked to."""
+    from cluster.inspect.forecast.judge import Pair, judge  # torch: not for --help
+    from distill.models.loading import ends_of, load_config
+    from distill.tokenizer import load_tokenizer
+    from learner.learning_rate import suggested_lr
+    from learner.memory import FROZEN, TRAINED, estimate_memory
+
+    run = config.run()
+    inputs = check_rollout(run)
+    measured = asyncio.run(_measured(config, inputs))
+    tokenizers = [load_tokenizer(model) for model in (config.student, config.teacher)]
+    ends = [
+        ends_of(model, tokenizer)
+        for model, tokenizer in zip((config.student, config.teacher), tokenizers, strict=True)
+    ]
+    trained = estimate_memory(config.student, TRAINED)
+    frozen = estimate_memory(config.teacher, FROZEN)
+    pair = Pair(
+        same_ends=ends[0] == ends[1],
+        same_template=tokenizers[0].chat_template == tokenizers[1].chat_template,
+        teacher_fits=bool(trained and frozen and frozen.bytes <= trained.bytes),
+    )
+    width = load_config(config.student).get_text_config().hidden_size
+    found = judge(measured, pair, suggested_lr("opd", width, adapter=False))
+    console.print(_table(measured))
+    for warning in found.warnings:
+        console.print(f"- {warning}", highlight=False, markup=False)
+    console.print(f"verdict: {found.verdict}", highlight=False)
+    console.print(
+        f"to begin with: estimator={found.estimator} lr={found.lr:g} "
+        f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; a step has "
+        f"the teacher score {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
+        "the speed seen here",
+        highlight=False,
+        markup=False,
+    )
+    if config.out is not None:
+        written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": asdict(found)}
+        Path(config.out).write_text(json.dumps(written, indent=1) + "\n")
+        console.print(f"all of it is in {config.out}", highlight=False, markup=False)
+
+
+async def _measured(config: ForecastConfig, inputs: RolloutInputs) -> Any:
+    from cluster.inspect.forecast.measure import TOP, measure
+    from learner.config import LearnerConfig
+    from learner.learner import Learner
+
+    count = min(config.num_prompts, len(inputs.train))
+    if count < 2:
+        raise ConfigError(f"prompts={config.prompts} has {count} prompts; give two at least")
+    chosen_P = np.random.default_rng(config.seed).choice(len(inputs.train), count, replace=False)
+    engines = [config.engine_config(m, inputs.stops) for m in (config.student, config.teacher)]
+    with tempfile.TemporaryDirectory() as scratch:
+        learner = Learner(
+            LearnerConfig(
+                model=config.student,
+                total_steps=1,
+                device=config.device,
+                dtype=choose_dtype("auto", config.device),
+                threads=config.threads,
+                stops=inputs.stops,
+            ),
+            dump_dir=scratch,
+        )
+        async with running_engines(*engines) as (student, teacher):
+            sizes = [(await engine.info()).vocab_size for engine in (student, teacher)]
+            return await measure(
+                student,
+                teacher,
+                learner,
+                inputs.train,
+                chosen_P=sorted(chosen_P.tolist()),
+                samples=config.num_samples,
+                sampling=config.run().train_sampling(),
+                top=min(TOP, *sizes),
+                stop_event=inputs.stops.event,
+            )
+
+
+def _table(measured: Any) -> Table:
+    table = Table(title="what the two say, and how far they are apart")
+    for header in ("", "student", "teacher"):
+        table.add_column(header, justify="left" if not header else "right")
+    student, teacher = measured.student, measured.teacher
+
+    def row(name: str, *values: float | None) -> None:
+        table.add_row(name, *("-" if value is None else f"{value:.3g}" for value in values))
+
+    row("tokens a response", student.tokens, teacher.tokens)
+    row("responses that end by themselves", student.eos_share, teacher.eos_share)
+    row("responses that are cut", student.cut_share, teacher.cut_share)
+    row("reward", student.reward, teacher.reward)
+    row(
+        "KL to the other on its own samples, nats a token", measured.reverse_kl, measured.forward_kl
+    )
+    row("positions at which the other holds its likely tokens",
+        measured.teacher_holds, measured.student_holds)  # fmt: skip
+    row("reverse KL in the first quarter of a response", measured.kl_early, None)
+    row("reverse KL in the last", measured.kl_late, None)
+    row("noise scale of the gradient, responses", measured.noise.samples, None)
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    return run_command(ForecastConfig, forecast, argv)

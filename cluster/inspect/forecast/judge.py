@@ -1,0 +1,149 @@
+"""Judgement of a pair by its numbers: a verdict, warnings, and settings to begin with.
+
+Li et al. 2026 (arXiv 2604.13016) name two conditions of on-policy distillation: the two models are
+likely to say the same things (their likeliest tokens are in common), and the teacher has something
+to add. The first is `teacher_holds` and `student_holds`, the second the reward on these prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.inspect.forecast.measure import TOP, Measured
+
+Verdict = Literal["good", "same", "another style", "no better"]
+Estimator = Literal["sampled", "top_k", "full"]
+
+# Below, nats a token, two models are one; below, of positions, their words are not the same.
+_SAME_KL, _COMMON = 2e-3, 0.5
+# So many standard errors are no chance.
+_ERRORS = 2.0
+# The last quarter of responses is so much further off than the first, and by so many nats.
+_LATE, _LATE_BY = 3.0, 0.1
+_MOST_CUT = 0.5
+# Prompts a step that anybody has, and what is made of a scale that was not seen.
+_FEWEST, _MOST = 8, 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What is known of the two checkpoints without asking them.
+
+    `teacher_fits`: its weights take no more than the learner does for the student alone.
+    """
+
+    same_ends: bool
+    same_template: bool
+    teacher_fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The verdict, each warning with what to do, and the settings of a first run."""
+
+    verdict: Verdict
+    warnings: list[str]
+    estimator: Estimator
+    prompts_per_step: int
+    group_size: int
+    lr: float
+    teacher_tokens: float
+    teacher_s: float
+
+
+def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
+    """The forecast of a distillation."""
+    verdict, warnings = _verdict(measured)
+    warnings += _beside(measured, pair)
+    noise = measured.noise
+    group_size = noise.best_group_size(measured.prompt_tokens / max(measured.student.tokens, 1.0))
+    wanted = noise.prompts_for(group_size)
+    if not math.isfinite(wanted) or wanted > _MOST:
+        seen = noise.prompts * noise.group_size
+        warnings.append(
+            f"the gradient is hidden in its noise even with {seen} responses: take large steps, "
+            "or estimator=full or top_k; more prompts here (num_prompts=) tell more"
+        )
+    prompts = _power_of_two(min(max(wanted, _FEWEST), _MOST))
+    seen_tokens = measured.student.tokens * noise.prompts * noise.group_size
+    step_tokens = prompts * group_size * (measured.student.tokens + measured.prompt_tokens)
+    per_token = measured.score_s / max(
+        seen_tokens + measured.prompt_tokens * noise.prompts * noise.group_size, 1.0
+    )
+    return Forecast(
+        verdict=verdict,
+        warnings=warnings,
+        estimator=_estimator(measured, pair),
+        prompts_per_step=prompts,
+        group_size=group_size,
+        lr=lr,
+        teacher_tokens=step_tokens,
+        teacher_s=step_tokens * per_token,
+    )
+
+
+def _verdict(measured: Measured) -> tuple[Verdict, list[str]]:
+    if max(measured.reverse_kl, measured.forward_kl) < _SAME_KL:
+        return "same", [
+            f"teacher and student say the same (KL {measured.reverse_kl:.1e} nats a token): there "
+            "is nothing to learn. Is teacher= the right checkpoint?"
+        ]
+    if min(measured.teacher_holds, measured.student_holds) < _COMMON:
+        return "another style", [
+            f"at {measured.teacher_holds:.0%} of positions the student's {TOP} likeliest tokens "
+            f"are the teacher's as well, at {measured.student_holds:.0%} the other way round: what "
+            "the teacher would say is hardly ever sampled. Teach the student its style first: "
+            "recipe=sft on the teacher's answers (python -m cluster.sample_to_sft)"
+        ]
+    gain, error = measured.reward_gain, measured.reward_gain_error or 0.0
+    if gain is not None and gain <= _ERRORS * error:
+        return "no better", [
+            f"the teacher is no better on these prompts: reward {measured.teacher.reward:.3g} "
+            f"against {measured.student.reward:.3g} ({gain:+.3g}, standard error {error:.2g}). It "
+            "can teach its manner, and no more: take another teacher, harder prompts, or recipe=rl"
+        ]
+    return "good", []
+
+
+def _beside(measured: Measured, pair: Pair) -> list[str]:
+    warnings = []
+    if measured.reward_gain is None:
+        warnings.append(
+            "no prompt has an `answer`: whether the teacher is better on them is not known"
+        )
+    if measured.teacher.cut_share > _MOST_CUT:
+        warnings.append(
+            f"{measured.teacher.cut_share:.0%} of the teacher's answers do not fit: raise "
+            "max_new_tokens"
+        )
+    if measured.kl_late > max(_LATE * measured.kl_early, measured.kl_early + _LATE_BY):
+        warnings.append(
+            f"the KL is {measured.kl_early:.3g} nats in the first quarter of a response and "
+            f"{measured.kl_late:.3g} in the last: the student leads itself where the teacher is of "
+            "little help. Begin with a lower max_new_tokens"
+        )
+    if not pair.same_ends:
+        warnings.append(
+            "the two end at different tokens: all of them end responses unless stop_tokens= says "
+            "otherwise (docs/objectives.md)"
+        )
+    if not pair.same_template:
+        warnings.append(
+            "the two have different chat templates: the teacher sees the student's "
+            "(chat_template= takes the teacher's for both)"
+        )
+    return warnings
+
+
+def _estimator(measured: Measured, pair: Pair) -> Estimator:
+    """The one with the least noise that can be had, and is not blind to what is sampled."""
+    if pair.teacher_fits:
+        return "full"
+    held = min(measured.teacher_holds, measured.student_holds)
+    return "top_k" if held >= _COMMON else "sampled"
+
+
+def _power_of_two(value: float) -> int:
+    return 2 ** math.ceil(math.log2(value))

@@ -1,0 +1,204 @@
+"""Forecasts of planted pairs, and the numbers behind them against slow twins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cluster.config.supervised import SftConfig
+from cluster.forecast import main
+from cluster.inspect.forecast.judge import Pair, judge
+from cluster.inspect.forecast.measure import Answers, Measured, mass_in_common
+from cluster.recipes.supervised import run_sft
+from distill.objective.noise_scale import NoiseScale, noise_scale
+from distill.types import TopLogprobs
+from tests.tiny import save_tokenizer, tiny_model_dir
+
+SUMS = [(a, b) for a in range(5) for b in range(5)]
+
+
+def schooled(root: Path, name: str, seed: int, answers: list[list[str]]) -> str:
+    """A model that has learnt these answers to the sums, each as often as the others."""
+    start = tiny_model_dir(root / name, seed=seed, sharpness=1.0, hidden_size=32, layers=1)
+    save_tokenizer(start)
+    book = root / f"{name}.jsonl"
+    rows = [
+        {"prompt": f"{a}+{b}=", "completion": answer}
+        for (a, b), said in zip(SUMS, answers, strict=True)
+        for answer in said
+    ]
+    book.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_sft(
+        SftConfig(
+            model=start, data=str(book), out=str(root / name / "run"), steps=100, batch_size=25,
+            lr=1e-2, checkpoint_every=1000, local=True,
+        ),
+        Console(quiet=True),
+    )  # fmt: skip
+    return str(root / name / "run" / "final")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """`student` is right half of the time, as `twin` is; `good` always is; `mannered` as well, in
+    words of its own."""
+    root = tmp_path_factory.mktemp("forecast")
+    careless = [[str(a + b), str(a + b + 1)] for a, b in SUMS]
+    prompts = root / "prompts.jsonl"
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in SUMS]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    student = schooled(root, "student", 1, careless)
+    return {
+        "prompts": str(prompts),
+        "student": student,
+        "copy": str(shutil.copytree(student, root / "copy")),
+        "twin": schooled(root, "twin", 2, careless),
+        "good": schooled(root, "good", 3, [[str(a + b)] for a, b in SUMS]),
+        "mannered": schooled(root, "mannered", 4, [[f"~{a + b}~"] for a, b in SUMS]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("teacher", "verdict", "said"),
+    [
+        ("good", "good", ""),
+        ("twin", "no better", "no better on these prompts"),
+        ("mannered", "another style", "recipe=sft on the teacher's answers"),
+        ("copy", "same", "there is nothing to learn"),
+    ],
+)
+def test_planted_pairs_get_their_verdicts(
+    models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    teacher: str, verdict: str, said: str,
+) -> None:  # fmt: skip
+    out = tmp_path / "forecast.json"
+    code = main(
+        [
+            f"student={models['student']}", f"teacher={models[teacher]}",
+            f"prompts={models['prompts']}", "temperature=0.7", "max_new_tokens=6",
+            "engine=embedded", "reward=contains", "num_samples=4", f"out={out}", "threads=1",
+        ]
+    )  # fmt: skip
+    printed = " ".join(capsys.readouterr().out.split())
+    assert code == 0, printed
+    written = json.loads(out.read_text())
+    assert written["forecast"]["verdict"] == verdict, written
+    assert f"verdict: {verdict}" in printed and said in printed
+    measured = written["measured"]
+    assert 0.3 < measured["student"]["reward"] < 0.7
+    if teacher == "good":
+        assert measured["teacher"]["reward"] > 0.9 and measured["reverse_kl"] > 0.05
+        assert written["forecast"]["estimator"] == "full" and written["pair"]["same_ends"]
+    if teacher == "copy":
+        assert abs(measured["reverse_kl"]) < 1e-4 and measured["teacher_holds"] == 1
+
+
+MEASURED = Measured(
+    student=Answers(tokens=100, eos_share=0.9, cut_share=0.1, reward=0.4),
+    teacher=Answers(tokens=120, eos_share=0.9, cut_share=0.1, reward=0.8),
+    reward_gain=0.4, reward_gain_error=0.05, reverse_kl=0.5, forward_kl=0.6, kl_early=0.4,
+    kl_late=0.6, teacher_holds=0.9, student_holds=0.85, prompt_tokens=50,
+    noise=NoiseScale(signal=1.0, within=100.0, between=25.0, prompts=64, group_size=2),
+    score_s=2.0, sample_s=20.0,
+)  # fmt: skip
+PAIR = Pair(same_ends=True, same_template=True, teacher_fits=False)
+
+
+def test_a_good_pair_is_not_warned_of_and_its_settings_follow_from_the_numbers() -> None:
+    found = judge(MEASURED, PAIR, 1e-5)
+    assert (found.verdict, found.warnings, found.estimator, found.lr) == ("good", [], "top_k", 1e-5)
+    assert found.group_size == 2  # the nearest to sqrt(100 / 25 * 0.5)
+    assert found.prompts_per_step == 128  # 25 + 100 / 2 = 75, up to a power of two
+    tokens = 128 * 2 * (100 + 50)
+    assert found.teacher_tokens == tokens
+    assert found.teacher_s == pytest.approx(tokens * 2.0 / (128 * 150))
+    assert judge(MEASURED, replace(PAIR, teacher_fits=True), 1e-5).estimator == "full"
+
+
+@pytest.mark.parametrize(
+    ("changed", "pair", "warning"),
+    [
+        ({"kl_late": 1.5}, {}, "Begin with a lower max_new_tokens"),
+        ({"reward_gain": None, "reward_gain_error": None}, {}, "no prompt has an `answer`"),
+        ({"teacher": replace(MEASURED.teacher, cut_share=0.7)}, {}, "raise max_new_tokens"),
+        ({"noise": replace(MEASURED.noise, signal=-0.1)}, {}, "hidden in its noise"),
+        ({}, {"same_ends": False}, "stop_tokens="),
+        ({}, {"same_template": False}, "chat_template="),
+    ],
+)
+def test_each_sign_of_trouble_is_warned_of(changed: dict, pair: dict, warning: str) -> None:
+    [said] = judge(replace(MEASURED, **changed), replace(PAIR, **pair), 1e-5).warnings
+    assert warning in said
+
+
+def test_the_mass_in_common_is_that_of_a_loop() -> None:
+    random = np.random.default_rng(0)
+
+    def top(seed: int) -> TopLogprobs:
+        ids_NK = np.stack([random.permutation(12)[:4] for _ in range(30)]).astype(np.int32)
+        p_NK = np.sort(np.random.default_rng(seed).dirichlet(np.ones(5), 30)[:, :4])[:, ::-1]
+        return TopLogprobs(ids_NK=ids_NK, logprobs_NK=np.log(p_NK).astype(np.float32))
+
+    first, second = top(1), top(2)
+    for n, shares in enumerate(mass_in_common(first, second)):
+        for own, other, share in ((first, second, shares[0]), (second, first, shares[1])):
+            masses = {
+                int(i): float(np.exp(p))
+                for i, p in zip(own.ids_NK[n], own.logprobs_NK[n], strict=True)
+            }
+            common = sum(mass for i, mass in masses.items() if i in other.ids_NK[n])
+            assert share == pytest.approx(common / sum(masses.values()), rel=1e-5)
+
+
+def test_the_noise_scale_is_unbiased() -> None:
+    """Gradients drawn with a known direction and known noise; means over many measurements."""
+    random = np.random.default_rng(0)
+    prompts, size, dim = 6, 3, 4
+    direction = np.array([1.0, 0.5, 0.0, -0.5])
+    between, within = 0.7, 1.3
+    found = []
+    for _ in range(4000):
+        of_prompts = direction + between * random.normal(size=(prompts, 1, dim))
+        gradients = of_prompts + within * random.normal(size=(prompts, size, dim))
+        means = gradients.mean(1)
+        scale = noise_scale(
+            squared_PG=(gradients**2).sum(2).tolist(),
+            squared_means_P=(means**2).sum(1).tolist(),
+            squared_mean=float((means.mean(0) ** 2).sum()),
+        )
+        found.append((scale.signal, scale.within, scale.between))
+    expected = (direction @ direction, dim * within**2, dim * between**2)
+    assert np.mean(found, 0) == pytest.approx(expected, rel=0.05)
+
+
+def test_groups_grow_with_the_price_of_a_prompt() -> None:
+    scale = NoiseScale(signal=1.0, within=16.0, between=4.0, prompts=8, group_size=2)
+    assert [scale.best_group_size(cost) for cost in (0.25, 1.0, 4.0, 100.0)] == [1, 2, 4, 16]
+    assert scale.samples == 20 and scale.prompts_for(4) == 8
+    blind = replace(scale, signal=0.0)
+    assert blind.samples == float("inf") == blind.prompts_for(4)
+    assert replace(scale, between=-1.0).best_group_size(1.0) == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("teacher=http://127.0.0.1:1", "must be a checkpoint here"),
+        ("num_samples=1", "two of each"),
+        ("temperature=0", "temperature"),
+    ],
+)
+def test_what_cannot_be_foretold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, complaint: str
+) -> None:
+    name = given.partition("=")[0]
+    arguments = ["student=a", "teacher=b", "prompts=c.jsonl", "temperature=0.7"]
+    arguments = [each for each in arguments if not each.startswith(f"{name}=")]
+    assert main([*arguments, given]) == 2
+    assert complaint in capsys.readouterr().err
