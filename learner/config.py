@@ -160,6 +160,12 @@ class LearnerSettings(OptimizerSettings, ThreadSettings):
         "would not fit into memory",
         metadata=MAY_CHANGE,
     )
+    packing: bool = chz.field(
+        default=False,
+        doc="run rows of all lengths end to end in one sequence up to token_budget, none of them "
+        "seeing another, instead of padding them (docs/learner.md)",
+        metadata=MAY_CHANGE,
+    )
     seed: int = chz.field(default=0, doc="seed of prompt order, sampling and torch")
     gradient_checkpointing: bool | None = chz.field(
         default=None,
@@ -212,21 +218,7 @@ class DropoutSettings:
 
 
 @chz.chz
-class PackingSettings:
-    """Packing of rows."""
-
-    section: ClassVar[Section] = Section.OPTIMIZER
-
-    packing: bool = chz.field(
-        default=False,
-        doc="run rows of all lengths end to end in one sequence up to token_budget, none of them "
-        "seeing another, instead of padding them (docs/learner.md)",
-        metadata=MAY_CHANGE,
-    )
-
-
-@chz.chz
-class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings, PackingSettings):
+class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     """A learner: `LearnerSettings` on a model and a device.
 
     With dropout, no loss may compare with a sampler's or a reference's log-probs.

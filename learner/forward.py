@@ -195,13 +195,20 @@ class Forward:
             prefix_of_row.append(place)
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
-        width = max(map(len, suffixes))
-        device = self._model.device
-        real = [_real(list(map(len, each)), device) for each in (prefixes, suffixes)]
-        self.real_tokens = torch.cat(real)
-        hidden_BSH = self._model.hidden_after(prefixes, prefix_of_row, suffixes)
-        flat_N = torch.cat([b * width + position_S for b, position_S in enumerate(positions)])
-        return hidden_BSH.flatten(0, 1).index_select(0, flat_N.to(hidden_BSH.device))
+        if self.packs:
+            self.real_tokens = None
+            starts = np.cumsum([0, *map(len, suffixes)])
+            hidden = self._model.hidden_after_packed(prefixes, prefix_of_row, suffixes)
+        else:
+            device, width = self._model.device, max(map(len, suffixes))
+            starts = range(0, width * len(suffixes), width)
+            real = [_real(list(map(len, each)), device) for each in (prefixes, suffixes)]
+            self.real_tokens = torch.cat(real)
+            hidden = self._model.hidden_after(prefixes, prefix_of_row, suffixes).flatten(0, 1)
+        place_N = torch.cat(
+            [start + position_S for start, position_S in zip(starts, positions, strict=False)]
+        )
+        return hidden.index_select(0, place_N.to(hidden.device))
 
 
 def _real(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -121,6 +121,8 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     """
     choose_engine(config.engine)
     student = _check_model(config.student)
+    if config.packing:
+        check_packs(meta_causal_lm(config.student))
     check_export(config.student)
     _check_routers(config, config.student)
     _check_adapter(config, config.student)

@@ -17,7 +17,7 @@ from distill.data.sources import parse_sources
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from distill.stops import StopSettings
-from learner.config import DropoutSettings, PackingSettings
+from learner.config import DropoutSettings
 
 _STEPS = 100
 # The steps of a run whose epochs have no length yet: its rows are to be read first.
@@ -81,9 +81,7 @@ class HeldOutSettings(IntervalSettings):
 
 
 @chz.chz
-class SupervisedConfig(
-    HeldOutSettings, ChatTemplateSettings, StopSettings, PackingSettings, CommonConfig
-):
+class SupervisedConfig(HeldOutSettings, ChatTemplateSettings, StopSettings, CommonConfig):
     """Settings that sft, dpo and reward_model share."""
 
     section: ClassVar[Section] = Section.MODEL

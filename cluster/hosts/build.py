@@ -358,7 +358,6 @@ def supervised_learners(
     learner_config = chz.replace(
         config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
         reward_padding=inputs.padding,
-        packing=config.packing,
     )
     build = partial(
         build_supervised_loop,

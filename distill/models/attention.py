@@ -7,9 +7,9 @@ KV cache and the masks, and no model code is copied:
 
 A *pass* says what the new tokens may see. `CausalPass`: their own row only (prefill, scoring).
 `SuffixPass`: a stored prefix, then the row's earlier suffix, then themselves. `JointPass`: prefixes
-and suffixes in one row. `PackedPass`: rows of any lengths in one row. What is visible is decided by
-positions alone: a key is seen if it is not later than the query and inside the layer's window; keys
-that are padding sit at position `NOWHERE`. Rows never see one another.
+and suffixes in one row. What is visible is decided by positions alone: a key is seen if it is not
+later than the query and inside the layer's window; keys that are padding sit at position `NOWHERE`.
+Rows never see one another. Rows of any lengths in one row, unpadded: `packed_attention.py`.
 
 For a single new token per row (decoding), rows of one prefix are multiplied with its keys together
 ("cascade" attention): the prompt is read once per group, not per sample. Memory bandwidth bounds
@@ -329,58 +329,3 @@ class JointPass:
             prefix.unflatten(1, self._prefix_shape).transpose(0, 1),
             suffix.unflatten(1, self._suffix_shape).transpose(0, 1),
         )
-
-
-# Rows attend together if each of them is padded by at most so many tokens, or this share of them.
-_LIKE_TOKENS, _LIKE_SHARE = 16, 0.25
-
-
-class PackedPass:
-    """Rows one after another in one row, unpadded: L tokens, each of which sees its own row only.
-
-    All but attention takes them as they are. A layer attends to rows of like length together,
-    padded to the longest of them, as `CausalPass` does; no mask of L x L is made.
-    """
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        starts = np.cumsum([0, *lengths])
-        self._together: list[tuple[Tensor, CausalPass]] = []
-        place_L = np.zeros(starts[-1], dtype=np.int64)  # among the padded tokens, of each token
-        padded = 0
-        for rows in _of_like_length(lengths):
-            width = lengths[rows[0]]
-            # A padded token is the last one of all, or of another row: nothing real sees it.
-            token_NW = np.minimum(starts[rows][:, None] + np.arange(width), starts[-1] - 1)
-            for place, row in enumerate(rows):
-                first = padded + place * width
-                place_L[starts[row] : starts[row + 1]] = first + np.arange(lengths[row])
-            padded += token_NW.size
-            tokens_NW = torch.from_numpy(token_NW).to(device)
-            self._together.append((tokens_NW, CausalPass(width, keep=False)))
-        self._place_L = torch.from_numpy(place_L).to(device)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        outs = []
-        for token_NW, causal in self._together:
-            query_N, key_N, value_N = (_rows_of(each, token_NW) for each in (query, key, value))
-            out = causal.attend(layer, query_N, key_N, value_N, rule)
-            outs.append(out.transpose(0, 1).flatten(1, 2))
-        return torch.cat(outs, dim=1).index_select(1, self._place_L)[None]
-
-
-def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of the rows that attend together, the longest first."""
-    together: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
-        longest = lengths[together[-1][0]] if together else 0
-        if together and longest - lengths[row] <= max(_LIKE_TOKENS, _LIKE_SHARE * longest):
-            together[-1].append(row)
-        else:
-            together.append([row])
-    return together
-
-
-def _rows_of(tensor: Tensor, token_NW: Tensor) -> Tensor:
-    """(1, heads, L, D) -> (N, heads, W, D)."""
-    taken = tensor[0].index_select(1, token_NW.flatten())
-    return taken.unflatten(1, token_NW.shape).transpose(0, 1)

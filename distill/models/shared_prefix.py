@@ -15,10 +15,10 @@ from distill.models.attention import (
     PASS_KEYWORD,
     CausalPass,
     JointPass,
-    PackedPass,
     Pass,
     SlotMap,
 )
+from distill.models.packed_attention import PackedJointPass, PackedPass
 from distill.types import TokenArray
 
 
@@ -81,11 +81,35 @@ class SharedPrefixModel:
 
     def hidden_packed(self, rows: Sequence[TokenArray]) -> Tensor:
         """Hidden states of independent rows, end to end, (L, H): nothing is padded."""
-        lengths = [len(row) for row in rows]
-        tokens_L = torch.from_numpy(np.concatenate(rows).astype(np.int64))
-        positions_L = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))
-        tokens_1L, positions_1L = (each[None].to(self.device) for each in (tokens_L, positions_L))
-        return self.run(tokens_1L, positions_1L, PackedPass(lengths, self.device))[0]
+        current = PackedPass([len(row) for row in rows], self.device)
+        return self._run_packed(rows, [0] * len(rows), current)
+
+    def hidden_after_packed(
+        self,
+        prefixes: Sequence[TokenArray],
+        prefix_of_row: Sequence[int],
+        suffixes: Sequence[TokenArray],
+    ) -> Tensor:
+        """`hidden_after`, of suffixes end to end, (L, H): nothing is padded but in attention."""
+        prefix_lengths = [len(prefix) for prefix in prefixes]
+        current = PackedJointPass(
+            prefix_lengths, prefix_of_row, [len(suffix) for suffix in suffixes], self.device
+        )
+        firsts = [0] * len(prefixes) + [prefix_lengths[place] for place in prefix_of_row]
+        return self._run_packed([*prefixes, *suffixes], firsts, current)[sum(prefix_lengths) :]
+
+    def _run_packed(
+        self, rows: Sequence[TokenArray], firsts: Sequence[int], current: Pass
+    ) -> Tensor:
+        """Hidden states of rows end to end, (L, H); `firsts` are their first tokens' positions."""
+        tokens_L = np.concatenate(rows).astype(np.int64)
+        positions_L = np.concatenate(
+            [first + np.arange(len(row)) for first, row in zip(firsts, rows, strict=True)]
+        )
+        tokens_1L, positions_1L = (
+            torch.from_numpy(each)[None].to(self.device) for each in (tokens_L, positions_L)
+        )
+        return self.run(tokens_1L, positions_1L, current)[0]
 
     def hidden_after(
         self,

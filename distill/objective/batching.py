@@ -185,6 +185,7 @@ class Batch:
 
 # Running a context once for several rows pays if it saves at least this many tokens.
 WORTH_SHARING = 64
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
 # A shared context's keys and values are copied for each row: so many of them weigh no more than the
 # activations of one token (of Llama, Qwen and the like, 10 to 60).
 _COPIED_KEYS = 8
@@ -194,7 +195,8 @@ _COPIED_KEYS = 8
 class BatchShape:
     """Token counts of rows run together: each in full, or each prefix once and then its suffixes.
 
-    Rows in full are padded to the longest of them or, `packed`, follow one another unpadded.
+    Rows, or prefixes and suffixes, are padded to the longest of them or, `packed`, follow one
+    another unpadded.
     A row's prefix is its context without the last token, which predicts the first trained one.
     `most_mask` is the model's (distill.models.shared_prefix): 0 if it cannot share prefixes.
     """
@@ -206,12 +208,14 @@ class BatchShape:
     shortest_prefix: int
     prefix_width: int
     suffix_width: int
+    suffix_tokens: int
     packed: bool
 
     @classmethod
     def of(cls, rows: Sequence[TrainingRow], packed: bool = False) -> BatchShape:
         ends = [row.first_trained - 1 for row in rows]
         prefixes = (row.tokens_T[:end].tobytes() for row, end in zip(rows, ends, strict=True))
+        suffixes = [len(row) - 1 - end for row, end in zip(rows, ends, strict=True)]
         return cls(
             rows=len(rows),
             tokens=sum(map(len, rows)),
@@ -219,7 +223,8 @@ class BatchShape:
             prefixes=frozenset(prefixes),
             shortest_prefix=min(ends),
             prefix_width=max(ends),
-            suffix_width=max(len(row) - 1 - end for row, end in zip(rows, ends, strict=True)),
+            suffix_width=max(suffixes),
+            suffix_tokens=sum(suffixes),
             packed=packed,
         )
 
@@ -232,6 +237,7 @@ class BatchShape:
             shortest_prefix=min(self.shortest_prefix, other.shortest_prefix),
             prefix_width=max(self.prefix_width, other.prefix_width),
             suffix_width=max(self.suffix_width, other.suffix_width),
+            suffix_tokens=self.suffix_tokens + other.suffix_tokens,
             packed=self.packed,
         )
 
@@ -259,6 +265,8 @@ class BatchShape:
 
     @property
     def _shared(self) -> int:
+        if self.packed:
+            return sum(map(len, self.prefixes)) // _TOKEN_BYTES + self.suffix_tokens
         return len(self.prefixes) * self.prefix_width + self.rows * self.suffix_width
 
     @property

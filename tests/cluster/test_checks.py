@@ -98,7 +98,7 @@ def test_dropout_of_a_model_that_has_none_is_refused(sft: NewSft, broken: Path) 
         check_sft(sft(model=str(broken), dropout=True, packing=True))
 
 
-def test_layers_with_a_state_are_not_packed(sft: NewSft, tmp_path: Path) -> None:
+def test_layers_with_a_state_are_not_packed(opd: NewOpd, sft: NewSft, tmp_path: Path) -> None:
     """Said before its weights are looked into."""
     config = Lfm2Config(
         vocab_size=160, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
@@ -107,6 +107,10 @@ def test_layers_with_a_state_are_not_packed(sft: NewSft, tmp_path: Path) -> None
     Lfm2ForCausalLM(config).save_pretrained(tmp_path / "lfm2")
     with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
         check_sft(sft(model=str(tmp_path / "lfm2"), packing=True))
+    with pytest.raises(ConfigError, match=r"lfm2 has layers of kind conv.*packing=False"):
+        check_rollout(opd(student=str(tmp_path / "lfm2"), packing=True))
+    for config in (opd(packing=True), sft(packing=True)):
+        assert config.learner("start", "cpu").packing
 
 
 def prompts_of(problems: EnvDataset) -> list[Prompt]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -28,12 +30,13 @@ from transformers import (
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
 from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Part
-from learner.policy_loss import cross_entropy_loss
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.learner.test_dropout import SIZES, checkpoint
-from tests.samples import demonstration
+from tests.samples import demonstration, training_row
 
 # A long row among short ones, of which some have one length; the windows are shorter than most.
 LENGTHS = [(3, 4), (40, 60), (1, 1), (7, 12), (2, 5), (30, 9), (5, 2), (1, 1), (12, 7)]
@@ -89,6 +92,69 @@ def test_packed_rows_are_trained_as_if_each_were_alone(
         assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
         assert_same(gradients(learner), gradient, share=1e-5)
     assert runs == [(1, sum(map(len, ROWS)))] * len(ORDERS), "they were not run as one"
+
+
+def group(context: int, lengths: Sequence[int], seed: int) -> list[TrainingRow]:
+    """A prompt's samples: rows of one context."""
+    context_T = np.random.default_rng(seed).integers(3, 160, context).astype(np.int32)
+    rows = [training_row(context, n, seed=100 * seed + i) for i, n in enumerate(lengths)]
+    return [
+        replace(row, tokens_T=np.concatenate([context_T, row.tokens_T[context:]]), temperature=1.0)
+        for row in rows
+    ]
+
+
+def imitated(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    """The same as demonstrations: each trained token counts once."""
+    return [replace(row, advantages_T=row.loss_mask_T.astype(np.float32)) for row in rows]
+
+
+# Samples of one token, of one length, and of lengths far apart; after contexts of all lengths.
+GROUPS = [
+    *group(40, (1, 3, 3, 50), 1), *group(33, (9, 2, 70, 1), 2), *group(2, (30, 4), 3),
+    *group(60, (5,), 4),
+]  # fmt: skip
+POLICY = PolicyObjectiveLoss(objective=ObjectiveConfig(loss="ppo", entropy_coef=0.01))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_context_is_run_once_and_nothing_is_padded(
+    family: str, new_learner: NewLearner, tmp_path: Path
+) -> None:
+    model = checkpoint(FAMILIES[family], tmp_path / family)
+    demonstrations = imitated(GROUPS)
+    loss, gradient = alone(model, demonstrations)
+    learner = new_learner(model=model, packing=True)
+    runs: list[torch.Size] = []
+    learner.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: runs.append(inputs[0].shape)
+    )
+    for rows in (demonstrations, demonstrations[::-1]):
+        learner.zero_grad()
+        made = learner.forward_backward(Part(rows_D=rows, loss=cross_entropy_loss))
+        assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
+        assert_same(gradients(learner), gradient, share=1e-5)
+    contexts = 40 + 33 + 2 + 60 - 4  # the last token of each is its rows' own
+    tokens = contexts + sum(row.num_trained for row in GROUPS)
+    assert runs == [(1, tokens)] * 2, "a context was run twice, or something was padded"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"token_budget": 120}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}],
+)
+def test_a_step_of_rollouts_is_that_of_padded_rows(new_learner: NewLearner, changes: dict) -> None:
+    share = 3e-2 if changes.get("dtype") == "bfloat16" else 1e-5
+    part = Part(rows_D=GROUPS, loss=POLICY)
+    padded, packed = (new_learner(packing=packing, **changes) for packing in (False, True))
+    before = padded.logprobs(GROUPS)
+    for theirs, ours in zip(before, packed.logprobs(GROUPS), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5 if share == 1e-5 else 0.1)
+    expected, made = padded.step(part), packed.step(part)
+    assert made["train/padding_share"] == 0 < expected["train/padding_share"]
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert made[name] == pytest.approx(expected[name], rel=share, abs=share)
+    assert_same(gradients(packed), gradients(padded), share=share)
 
 
 @pytest.mark.parametrize("changes", [{"token_budget": 60}, {"gradient_checkpointing": True}])
