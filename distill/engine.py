@@ -28,6 +28,7 @@ class GenerateRequest:
     Attributes:
         session: requests of one session share a prefix, so one engine serves them best, which has
             it cached; "": nobody shares its prefix.
+        top_k: also the ids of the likeliest tokens where each was sampled, so many; 0: none.
     """
 
     prompt_tokens_T: TokenArray
@@ -35,12 +36,15 @@ class GenerateRequest:
     num_samples: int
     seed: int
     session: str = ""
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens_T) == 0:
             raise DataError("GenerateRequest.prompt_tokens_T is empty: give at least one token")
         if self.num_samples < 1:
             raise DataError(f"GenerateRequest.num_samples = {self.num_samples} must be at least 1")
+        if self.top_k < 0:
+            raise DataError(f"GenerateRequest.top_k = {self.top_k} must be 0 (none) or above")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +57,9 @@ class Sample:
     Attributes:
         cached_tokens: how much of the prompt the engine had in its cache; None: it has no cache, or
             does not say.
+        top_ids_TK: int32 ids of the likeliest outcomes where each token was sampled, by the weights
+            that sampled it; the engine's `stop_event` is one by the id of its first token. None:
+            not asked for.
     """
 
     tokens_T: TokenArray
@@ -60,6 +67,7 @@ class Sample:
     versions_T: TokenArray
     stop_reason: StopReason
     cached_tokens: int | None = None
+    top_ids_TK: TokenArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,12 +78,17 @@ class ScoreRequest:
         tokens_T: the whole chain, context and scored tokens.
         start: first position scored, at least 1 (position 0 has no context).
         temperatures: the T's to score at; the forward pass is shared among them.
-        top_k: also the likeliest tokens of each scored position, so many, at the first T; 0: none.
+        given_NK: int32 ids of tokens, distinct within a row, whose log-probs at the first T are
+            wanted beside that of the scored token: a row for each scored position. An engine's
+            `stop_event` goes by the id of its first token. None: none.
+        top_k: also the likeliest tokens of each scored position, so many, at the first T; of those
+            that are not given there. 0: none.
     """
 
     tokens_T: TokenArray
     start: int
     temperatures: tuple[float, ...]
+    given_NK: TokenArray | None = None
     top_k: int = 0
 
     def __post_init__(self) -> None:
@@ -88,8 +101,22 @@ class ScoreRequest:
             raise DataError("ScoreRequest.temperatures is empty")
         if self.top_k < 0:
             raise DataError(f"ScoreRequest.top_k = {self.top_k} must be 0 (none) or above")
+        if self.given_NK is not None and (
+            self.given_NK.ndim != 2
+            or len(self.given_NK) != len(self.tokens_T) - self.start
+            or self.given_NK.shape[1] == 0
+        ):
+            raise DataError(
+                f"ScoreRequest.given_NK has shape {self.given_NK.shape}; it must have a row of ids "
+                f"for each of {len(self.tokens_T) - self.start} scored positions"
+            )
         for temperature in self.temperatures:
             check_temperature(temperature, "ScoreRequest.temperatures")
+
+    @property
+    def listed(self) -> int:
+        """Number of tokens that are wanted at each position: those given, and the likeliest."""
+        return self.top_k + (0 if self.given_NK is None else self.given_NK.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +124,8 @@ class Score:
     """Log-probs of positions `start` to the end, one array per temperature of the request.
 
     A token of the engine's `stop_event` has the event's log-prob here, as it has in a `Sample`.
-    `top` has one row per scored position, at the request's first temperature; None if not asked.
+    `top` has one row per scored position, at the request's first temperature: the given tokens in
+    their order, then the likeliest of the others, the best first; None if neither was asked for.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
@@ -156,6 +184,7 @@ class EngineInfo:
         tokenizer: what its tokenizer makes of known texts; None if it has none.
         temperature_scaling: how given tokens come to be scored at T, for people to read.
         stop_event: ids whose log-probs are those of all of them together; see `distill.stops`.
+        scores_given: it heeds `ScoreRequest.given_NK`; a server that lacks our plugin does not.
     """
 
     kind: str
@@ -168,6 +197,7 @@ class EngineInfo:
     tokenizer: TokenizerProbe | None
     temperature_scaling: str
     stop_event: tuple[int, ...] = ()
+    scores_given: bool = True
 
 
 class Sampler(Protocol):
@@ -241,8 +271,14 @@ def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int)
     """The most tokens that may be sampled: what was asked for, or what the context has room for.
 
     Raises:
-        DataError: an id outside the vocabulary, or a prompt that fills the context.
+        DataError: an id outside the vocabulary, a prompt that fills the context, or more likeliest
+            tokens than there are tokens.
     """
+    if request.top_k > vocab_size:
+        raise DataError(
+            f"GenerateRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
+            f"{vocab_size}; ask for that many at most"
+        )
     check_token_ids(request.prompt_tokens_T, vocab_size, "GenerateRequest.prompt_tokens_T")
     room = context_length - len(request.prompt_tokens_T)
     if room < 1:
@@ -263,11 +299,15 @@ def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_leng
                 f"a chain of {len(request.tokens_T)} tokens exceeds the model's context of "
                 f"{context_length}"
             )
-        if request.top_k > vocab_size:
+        if request.listed > vocab_size:
+            given = request.listed - request.top_k
+            beside = f" beside {given} given tokens" if given else ""
             raise DataError(
-                f"ScoreRequest.top_k = {request.top_k} exceeds the engine's vocabulary of "
+                f"ScoreRequest.top_k = {request.top_k}{beside} exceeds the engine's vocabulary of "
                 f"{vocab_size}; ask for that many at most"
             )
+        if request.given_NK is not None:
+            check_token_ids(request.given_NK, vocab_size, "ScoreRequest.given_NK")
 
 
 def check_token_ids(tokens_T: TokenArray, vocab_size: int, what: str) -> None:

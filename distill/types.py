@@ -90,7 +90,7 @@ class LikeliestTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopLogprobs:
-    """The K likeliest tokens at each of N positions; what is left of each is the tail.
+    """Log-probs of K tokens at each of N positions; what is left of each is the tail.
 
     Attributes:
         ids_NK: int32 token ids, distinct within a row.
@@ -166,8 +166,10 @@ class Segment:
         teacher_logprobs_T: float32 log q_T(y_t | y_<t), at the same T; None until scored.
         teacher_logprobs_q1_T: the teacher's log-probs *unscaled* (q_1). Read by the bias meter
             only; no loss touches it. None where it was not asked for.
-        teacher_top: the teacher's likeliest tokens at T, one row per action token; None where the
-            objective needs none.
+        policy_top_ids_NK: int32 ids of the policy's likeliest tokens, one row per action token:
+            where the teacher is to be asked. None: not there, or asked already.
+        teacher_top: the teacher's log-probs at T of several tokens, its own likeliest or the
+            policy's, one row per action token; None where the objective needs none.
         teacher_context_T: int32 tokens that the teacher sees in place of the first
             `teacher_replaces`: a privileged context, such as a hint (`distill.privileged`). None:
             the same as the policy's.
@@ -187,6 +189,7 @@ class Segment:
     temperature: float
     teacher_logprobs_T: FloatArray | None = None
     teacher_logprobs_q1_T: FloatArray | None = None
+    policy_top_ids_NK: TokenArray | None = None
     teacher_top: LikeliestTokens | None = None
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
@@ -241,6 +244,11 @@ class Segment:
         if self.teacher_top is not None and len(self.teacher_top) != self.num_actions:
             raise DataError(
                 f"teacher_top has {len(self.teacher_top)} rows for {self.num_actions} action tokens"
+            )
+        top_ids_NK = self.policy_top_ids_NK
+        if top_ids_NK is not None and len(top_ids_NK) != self.num_actions:
+            raise DataError(
+                f"policy_top_ids_NK has {len(top_ids_NK)} rows for {self.num_actions} action tokens"
             )
 
     def __setstate__(self, state: list[Any]) -> None:

@@ -12,7 +12,7 @@ from distill.errors import ConfigError, DataError
 from distill.lookup import known_names
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.settings import LossName, ObjectiveConfig
+from distill.objective.settings import AUTO, LossName, ObjectiveConfig
 from learner.dpo import PreferenceLoss
 from learner.forward import Forward
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
@@ -70,10 +70,10 @@ def choose_loss(loss: Loss) -> ChosenLoss:
         ConfigError: an unknown name, or an objective that needs more than rows have.
     """
     if isinstance(loss, ObjectiveConfig):
-        if loss.estimator == "full":
+        if loss.estimator in ("full", AUTO):
             raise ConfigError(
-                "estimator=full needs the teachers in the learner, as isotherm.run has them; use "
-                "estimator=sampled or top_k"
+                f"estimator={loss.estimator} is for isotherm.run, which has teachers in its "
+                "learner; use estimator=sampled or top_k"
             )
         return ChosenLoss(function=PolicyObjectiveLoss(objective=loss), unit=loss.normalisation)
     if isinstance(loss, PreferenceLoss):

@@ -23,7 +23,7 @@ from distill.models.logprobs import TokenStats
 from distill.objective.batching import Batch, TrainingRow, collate
 from distill.objective.losses import StepCounts
 from distill.objective.rows import policy_rows
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.settings import ObjectiveConfig, TopKFrom
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
 from learner.policy_loss import PolicyObjectiveLoss
@@ -52,15 +52,27 @@ def jsd(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
     return (reverse_kl(log_p_V, log_m_V) + reverse_kl(log_q_V, log_m_V)) / 2
 
 
-def coarse_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
-    """Of the teacher's likeliest tokens and all the others as one."""
-    top = log_q_V.topk(TOP_K).indices.tolist()
-    rest = [v for v in range(len(log_q_V)) if v not in top]
+def top_tokens(support: TopKFrom, log_p_V: Tensor, log_q_V: Tensor) -> list[int]:
+    """The student's likeliest, the teacher's, or one of the student's and one of the teacher's."""
+    each = TOP_K if support != "union" else TOP_K // 2
+    own = log_p_V.argsort(descending=True).tolist()[: each if support != "teacher" else 0]
+    others = [v for v in log_q_V.argsort(descending=True).tolist() if v not in own]
+    return own + others[: each if support != "student" else 0]
 
-    def merged(log_V: Tensor) -> Tensor:
-        return torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
 
-    return reverse_kl(merged(log_p_V), merged(log_q_V))
+def coarse_reverse_kl(support: TopKFrom) -> StateDivergence:
+    """Of some likely tokens and all the others as one."""
+
+    def divergence(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
+        top = top_tokens(support, log_p_V.detach(), log_q_V)
+        rest = [v for v in range(len(log_q_V)) if v not in top]
+
+        def merged(log_V: Tensor) -> Tensor:
+            return torch.cat([log_V[top], log_V[rest].exp().sum().log()[None]])
+
+        return reverse_kl(merged(log_p_V), merged(log_q_V))
+
+    return divergence
 
 
 def truncated_reverse_kl(log_p_V: Tensor, log_q_V: Tensor) -> Tensor:
@@ -84,15 +96,33 @@ def _estimator(per_state: StateDivergence | None, **settings: Any) -> Estimator:
     return Estimator(ObjectiveConfig(**settings), per_state)
 
 
-_TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K}
+def _top(support: TopKFrom, tail: str) -> dict[str, Any]:
+    each = TOP_K if support != "union" else TOP_K // 2
+    return {
+        "estimator": "top_k",
+        "teacher_top_k": each,
+        "top_k_from": support,
+        "tail": tail,
+    }
+
+
+SUPPORTS: tuple[TopKFrom, ...] = ("student", "union", "teacher")
 ESTIMATORS = {
     "sampled, g=1": _estimator(None, kl_discount_factor=1.0),
     "sampled, g=0": _estimator(reverse_kl),
     "full, reverse_kl": _estimator(reverse_kl, estimator="full"),
     "full, forward_kl": _estimator(forward_kl, estimator="full", divergence="forward_kl"),
     "full, jsd": _estimator(jsd, estimator="full", divergence="jsd"),
-    "top_k, tail=sampled": _estimator(reverse_kl, **_TOP, tail="sampled"),
-    "top_k, tail=bucket": _estimator(coarse_reverse_kl, **_TOP),
+    **{
+        f"top_k of the {support}, tail=sampled": _estimator(reverse_kl, **_top(support, "sampled"))
+        for support in SUPPORTS
+    },
+    **{
+        f"top_k of the {support}, tail=bucket": _estimator(
+            coarse_reverse_kl(support), **_top(support, "bucket")
+        )
+        for support in SUPPORTS
+    },
 }
 
 
@@ -173,7 +203,7 @@ class World:
         self.learning, self.current = tiny(0), tiny(0)
         self._forward = Forward(self.learning, event=event)
         self._probabilities: dict[float, Tensor] = {}
-        self._segments: dict[tuple[float, float], list[Segment]] = {}
+        self._segments: dict[tuple[float, float, TopKFrom], list[Segment]] = {}
         for plain, own in zip(self.current.parameters(), self.learning.parameters(), strict=True):
             plain.data = own.data  # the same weights, for plain calls
         path = str(directory / "teacher")
@@ -237,19 +267,30 @@ class World:
 
     def rows(self, objective: ObjectiveConfig, T: float, teacher_T: float) -> list[TrainingRow]:
         """One row a response, as the learner gets them from a group of samples."""
-        if (T, teacher_T) not in self._segments:
-            made = [self._segment(response, T, teacher_T) for response in responses(self.stops)]
-            self._segments[T, teacher_T] = made
-        segments = self._segments[T, teacher_T]
+        support = objective.support
+        if (T, teacher_T, support) not in self._segments:
+            self._segments[T, teacher_T, support] = [
+                self._segment(response, T, teacher_T, support) for response in responses(self.stops)
+            ]
+        segments = self._segments[T, teacher_T, support]
         group = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(trajectory, segments)))
         return policy_rows([group], objective, stop_event=self._event)
 
     @torch.no_grad()
-    def _segment(self, response: tuple[int, ...], T: float, teacher_T: float) -> Segment:
+    def _segment(
+        self, response: tuple[int, ...], T: float, teacher_T: float, support: TopKFrom
+    ) -> Segment:
         behaviour = token_logprobs(self.student, response, T, self.stops).tolist()
         scored = token_logprobs(self.teacher, response, teacher_T, self.stops).tolist()
-        top = state_logprobs(self.teacher, response, teacher_T, self.stops)[:-1].topk(TOP_K, dim=-1)
-        top_ids_NK = torch.tensor(outcomes(self.stops))[top.indices]
+        log_p_NV = state_logprobs(self.student, response, T, self.stops)[:-1]
+        log_q_NV = state_logprobs(self.teacher, response, teacher_T, self.stops)[:-1]
+        top_NK = torch.tensor(
+            [
+                top_tokens(support, log_p_V, log_q_V)
+                for log_p_V, log_q_V in zip(log_p_NV, log_q_NV, strict=True)
+            ]
+        ).view(len(response), TOP_K)
+        top_ids_NK = torch.tensor(outcomes(self.stops))[top_NK]
         observed = len(PROMPT)
         return Segment(
             tokens_T=np.array([*PROMPT, *response]),
@@ -260,7 +301,8 @@ class World:
             teacher_logprobs_T=np.array([0.0] * observed + scored),
             reference_logprobs_T=np.array([0.0] * observed + scored),
             teacher_top=TopLogprobs(
-                ids_NK=top_ids_NK.numpy().astype(np.int32), logprobs_NK=top.values.numpy()
+                ids_NK=top_ids_NK.numpy().astype(np.int32),
+                logprobs_NK=log_q_NV.gather(1, top_NK).numpy(),
             ),
         )
 

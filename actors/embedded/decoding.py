@@ -34,6 +34,7 @@ class Row:
         uniforms_T: one number in [0, 1) for each token that may be sampled.
         limit: most new tokens, by max_new_tokens and by the model's context.
         given: a token whose log-probs are reported in place of the sampled tokens' own.
+        top_k: number of likeliest outcomes to name where each token is sampled.
         stop_reason: None while the row is live.
         failed: the model gave non-finite logits; the row ended without a stop reason.
     """
@@ -44,9 +45,11 @@ class Row:
     limit: int
     uniforms_T: npt.NDArray[np.float64]
     given: int | None = None
+    top_k: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
     stop_reason: StopReason | None = None
     failed: bool = False
 
@@ -58,7 +61,11 @@ class Row:
             logprobs_T=np.array(self.logprobs, dtype=np.float32),
             versions_T=np.array(self.versions, dtype=np.int32),
             stop_reason=self.stop_reason,
+            top_ids_TK=self._top_ids_TK() if self.top_k else None,
         )
+
+    def _top_ids_TK(self) -> TokenArray:
+        return np.array(self.top_ids, np.int32).reshape(len(self.tokens), self.top_k)
 
 
 def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
@@ -68,7 +75,8 @@ def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
         entropy = np.random.SeedSequence([request.seed % (1 << 64), index])
         uniforms_T = np.random.Generator(np.random.Philox(entropy)).random(limit)
         prompt_T = request.prompt_tokens_T.astype(np.int32)
-        rows.append(Row(owner, prompt_T, request.sampling, limit, uniforms_T))
+        row = Row(owner, prompt_T, request.sampling, limit, uniforms_T, top_k=request.top_k)
+        rows.append(row)
     return rows
 
 
@@ -169,11 +177,17 @@ class DecodeBatch:
             return []
         if self._plan is None:
             samplings = [row.sampling for row in self._rows]
-            given = [row.given for row in self._rows]
-            self._plan = SamplingPlan(samplings, given, self._hidden_NH.device, self._stops.event)
+            self._plan = SamplingPlan(
+                samplings,
+                [row.given for row in self._rows],
+                self._hidden_NH.device,
+                self._stops.event,
+                [row.top_k for row in self._rows],
+            )
         uniforms_N = np.array([row.uniforms_T[len(row.tokens)] for row in self._rows])
         logits_NV = self._head(self._hidden_NH).float()
         tokens_N, logprobs_N = self._plan.sample(logits_NV, uniforms_N)
+        self._list(self._plan.likeliest(logits_NV))
         ended = self._append(tokens_N, logprobs_N, version)
         if ended:
             tokens_N = self._drop(ended, tokens_N)
@@ -182,6 +196,14 @@ class DecodeBatch:
         elif self._rows:
             self._hidden_NH = self._decoder.feed(tokens_N)
         return list(ended.values())
+
+    def _list(self, ids_NK: npt.NDArray[np.int32] | None) -> None:
+        """Gives the rows that want them the likeliest ids at the token that is being sampled."""
+        if ids_NK is None:
+            return
+        listing = (row for row in self._rows if row.top_k)
+        for row, ids_K in zip(listing, ids_NK, strict=True):
+            row.top_ids.append(ids_K[: row.top_k])
 
     def _append(
         self, tokens_N: npt.NDArray[np.int64], logprobs_N: npt.NDArray[np.float32], version: int

@@ -180,7 +180,7 @@ class EmbeddedEngine:
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.decode_score`. The rows are decoded with whatever else is in flight.
 
-        `top_k` is not heeded: a row reports the log-prob of one given token.
+        Listed tokens are not heeded: a row reports the log-prob of one given token.
 
         Raises:
             EngineError: `abort` was called meanwhile.

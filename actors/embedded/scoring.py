@@ -1,7 +1,7 @@
 """Batched scoring: the plan of passes, of shared prefixes and of the positions to project.
 
 The requests of one group continue the same prompt. If it is long enough to pay, it is run once.
-Only scored positions go through the vocabulary projection, a bounded number at a time. The
+Only scored positions go through the vocabulary projection, a bounded number at a time. Given and
 likeliest tokens are looked for only at the positions of the requests that want them.
 """
 
@@ -57,18 +57,48 @@ class ScoreItem:
             return
         self.found = Score(
             logprobs_by_temperature=tuple(logprobs_KN.copy()),
-            top=TopLogprobs(**top._asdict()) if self.request.top_k else None,
+            top=TopLogprobs(**top._asdict()) if self.request.listed else None,
         )
 
 
 class _Top(NamedTuple):
-    """The K likeliest tokens at each of N positions, numpy; not checked yet."""
+    """K tokens at each of N positions, numpy; not checked yet."""
 
     ids_NK: TokenArray
     logprobs_NK: FloatArray
 
-    def part(self, first: int, end: int, k: int) -> _Top:
-        return _Top(self.ids_NK[first:end, :k], self.logprobs_NK[first:end, :k])
+
+class _Listing(NamedTuple):
+    """Tokens wanted at each of N positions: `given_NK`, whose rows are filled up with the size of
+    the vocabulary, and `top_k_N` of the others."""
+
+    given_NK: TokenArray
+    top_k_N: np.ndarray
+
+    @classmethod
+    def of(cls, requests: Sequence[ScoreRequest], vocab_size: int) -> _Listing:
+        lengths = [len(request.tokens_T) - request.start for request in requests]
+        width = max(request.listed - request.top_k for request in requests)
+        given_NK = np.full((sum(lengths), width), vocab_size, np.int32)
+        ends = np.cumsum(lengths)
+        for request, end, length in zip(requests, ends, lengths, strict=True):
+            if request.given_NK is not None:
+                given_NK[end - length : end, : request.given_NK.shape[1]] = request.given_NK
+        return cls(given_NK, np.repeat([request.top_k for request in requests], lengths))
+
+    def part(self, positions: slice) -> _Listing:
+        return _Listing(self.given_NK[positions], self.top_k_N[positions])
+
+    def wanted_at(self, vocab_size: int) -> np.ndarray:
+        """The positions at which any token is wanted."""
+        return np.flatnonzero((self.top_k_N > 0) | (self.given_NK < vocab_size).any(axis=1))
+
+    def of_request(self, found: _Top, first: int, request: ScoreRequest) -> _Top:
+        """The request's own columns of the rows found from `first` on."""
+        width, given = self.given_NK.shape[1], request.listed - request.top_k
+        columns = [*range(given), *range(width, width + request.top_k)]
+        rows = slice(first, first + len(request.tokens_T) - request.start)
+        return _Top(found.ids_NK[rows][:, columns], found.logprobs_NK[rows][:, columns])
 
 
 @dataclass(slots=True, eq=False)
@@ -102,17 +132,18 @@ class ScoreBatch:
         # A request with fewer temperatures than its batch-mates repeats its last one.
         padded = [of_item + of_item[-1:] * (columns - len(of_item)) for of_item in temperatures]
         temperatures_MK = np.repeat(np.array(padded, dtype=np.float32), lengths, axis=0)
-        top_k_M = np.repeat([item.request.top_k for item in self.items], lengths)
-        scored_KM, top = _project(hidden_MH, targets_M, temperatures_MK, top_k_M, head)
+        vocab_size = head(hidden_MH[:1]).shape[1]
+        listing = _Listing.of([item.request for item in self.items], vocab_size)
+        scored_KM, top = _project(hidden_MH, targets_M, temperatures_MK, listing, head, vocab_size)
         end = end_of_top = 0
         for item, length in zip(self.items, lengths, strict=True):
-            k, first, first_of_top = item.request.top_k, end, end_of_top
+            first = end
             end += length
-            end_of_top += length if k else 0
             item.settle(
                 scored_KM[: len(item.request.temperatures), first:end],
-                top.part(first_of_top, end_of_top, k),
+                listing.of_request(top, end_of_top, item.request),
             )
+            end_of_top += length if item.request.listed else 0
         return self.items
 
 
@@ -124,18 +155,19 @@ def _project(
     hidden_MH: Tensor,
     targets_M: TokenArray,
     temperatures_MK: FloatArray,
-    top_k_M: np.ndarray,
+    listing: _Listing,
     head: VocabularyHead,
+    vocab_size: int,
 ) -> tuple[FloatArray, _Top]:
     """log softmax(z / T)[target] for each position and each of its K temperatures: (K, M).
 
-    And the likeliest tokens at the first T, a row for each position whose `top_k_M` is above 0; as
-    many as the largest of those.
+    And the listed tokens at the first T, a row for each position at which some are wanted: the
+    given ones, and as many of the others as the largest `top_k`.
     """
     target_tensor_M = _index(targets_M, hidden_MH)
     temperature_tensor_MK = torch.from_numpy(temperatures_MK).to(hidden_MH.device)
-    most = int(top_k_M.max())
-    size = positions_per_chunk(hidden_MH.device, head(hidden_MH[:1]).shape[1])
+    most = int(listing.top_k_N.max())
+    size = positions_per_chunk(hidden_MH.device, vocab_size)
     chunks: list[Tensor] = []
     tops: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(hidden_MH), size):
@@ -149,11 +181,13 @@ def _project(
                 ]
             )
         )
-        wanted_N = np.flatnonzero(top_k_M[part])
+        here = listing.part(part)
+        wanted_N = here.wanted_at(vocab_size)
         if len(wanted_N):
             rows_N = _index(wanted_N, hidden_MH)
             temperature_N = temperature_tensor_MK[part][rows_N, 0]
-            tops.append(_likeliest(logits_CV[rows_N], temperature_N, most, head.event))
+            given_NK = _index(here.given_NK[wanted_N], hidden_MH)
+            tops.append(_listed(logits_CV[rows_N], temperature_N, given_NK, most, head.event))
     scored_KM = torch.cat(chunks, dim=1).cpu().numpy()
     if not tops:
         return scored_KM, _Top(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
@@ -161,16 +195,24 @@ def _project(
     return scored_KM, _Top(ids_NK.astype(np.int32), logprobs_NK)
 
 
-def _likeliest(
-    logits_NV: Tensor, temperature_N: Tensor, k: int, event: Event
+def _listed(
+    logits_NV: Tensor, temperature_N: Tensor, given_NK: Tensor, k: int, event: Event
 ) -> tuple[Tensor, Tensor]:
-    """(ids, log softmax(z / T), fp32) of the k likeliest tokens of each row, best first: (N, k).
+    """(ids, log softmax(z / T), fp32) of each row's given tokens, then of the k likeliest others,
+    best first: (N, given + k). An id of V, which fills up a row, has no meaning.
 
     An event is among them by the id of its first token.
     """
     scaled_NV = one_outcome(logits_NV.float() / temperature_N[:, None], event)
-    best_NK, ids_NK = scaled_NV.topk(k, dim=1)
-    return ids_NK, best_NK - scaled_NV.logsumexp(dim=1, keepdim=True)
+    whole_N1 = scaled_NV.logsumexp(dim=1, keepdim=True)
+    if not given_NK.shape[1]:
+        best_NK, ids_NK = scaled_NV.topk(k, dim=1)
+        return ids_NK, best_NK - whole_N1
+    with_filler_NV = torch.nn.functional.pad(scaled_NV, (0, 1))
+    found_NK = with_filler_NV.gather(1, given_NK)
+    others_NV = with_filler_NV.scatter_(1, given_NK, -torch.inf)[:, :-1]
+    best_NK, ids_NK = others_NV.topk(k, dim=1)
+    return torch.cat([given_NK, ids_NK], dim=1), torch.cat([found_NK, best_NK], 1) - whole_N1
 
 
 def plan(items: Sequence[ScoreItem], token_budget: int, most_mask: int) -> list[ScoreBatch]:

@@ -25,10 +25,12 @@ class SamplingPlan:
         given: Sequence[int | None],
         device: torch.device,
         event: Event = (),
+        top_k: Sequence[int] = (),
     ) -> None:
         """
         Args:
             given: a row's token to report the log-prob of, in place of the one it samples.
+            top_k: number of likeliest outcomes to name, of each row; none: of no row.
             event: tokens whose log-prob is that of all of them together.
         """
         self._event = event
@@ -53,6 +55,26 @@ class SamplingPlan:
         given_A1 = torch.tensor([[token] for _, token in asked], device=device)
         self._given_A1 = as_outcomes(given_A1, event)
         self._event_E = torch.tensor(event, dtype=torch.int64, device=device)
+        self._most = max(top_k, default=0)
+        self._listed = [row for row, k in enumerate(top_k) if k]
+
+    def likeliest(self, logits_NV: Tensor) -> npt.NDArray[np.int32] | None:
+        """Ids of the likeliest outcomes, the best first, as many as any row wants: for each row
+        that wants some, in order. None: none does.
+
+        The event is among them by the id of its first token.
+        """
+        if not self._most:
+            return None
+        if len(self._listed) < len(logits_NV):
+            logits_NV = logits_NV[self._listed]
+        if self._event:  # its rank is that of its whole mass, at T
+            temperature_N1 = self._temperature_N1
+            if len(self._listed) < len(temperature_N1):
+                temperature_N1 = temperature_N1[self._listed]
+            logits_NV = one_outcome(logits_NV / temperature_N1, self._event)
+        ids_NK = logits_NV.topk(self._most, dim=1).indices
+        return ids_NK.cpu().numpy().astype(np.int32)
 
     def sample(
         self, logits_NV: Tensor, uniforms_N: npt.NDArray[np.float64]

@@ -1,6 +1,7 @@
 """Scoring of a sampled group by other models: its teacher, and a reference policy.
 
-    teacher      log q_T of each token, q_1's for the bias meter, the likeliest tokens if wanted;
+    teacher      log q_T of each token, q_1's for the bias meter, and of others at each action: the
+                 policy's likeliest where they are known, its own if wanted;
                  with the segment's `teacher_context_T` in place of the prompt, where it has one
     reference    log-probs of each token; after what the policy itself saw
 
@@ -21,7 +22,7 @@ from distill.errors import ConfigError, EngineError
 from distill.lookup import known_names
 from distill.privileged import in_context
 from distill.sampling import UNSCALED
-from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
+from distill.types import FloatArray, Segment, TokenArray, TopLogprobs, TrajectoryGroup
 
 # What a model adds to one segment: fields of `Segment` by name.
 _Fields = Mapping[str, Any]
@@ -51,7 +52,8 @@ async def score_group(
 ) -> TrajectoryGroup:
     """The same group with `teacher_logprobs_T` (and q_1's, for the bias meter) on every segment.
 
-    With `top_k` above 0 also `teacher_top`, so many tokens at each action.
+    With `policy_top_ids_NK`, or `top_k` above 0, also `teacher_top`: at those ids, and at so many
+    of the teacher's likeliest others. The ids are then dropped: they are part of it.
 
     Raises:
         EngineError: the teacher answered with the wrong number of log-probs.
@@ -92,15 +94,18 @@ async def score_rollout(
 async def _by_teacher(teacher: Engine, group: TrajectoryGroup, top_k: int) -> list[_Fields]:
     """The teacher's fields of each of the group's segments, in order."""
     segments = list(group.segments())
-    scores = await teacher.score([_for_teacher(segment, top_k) for segment in segments])
+    requests = [_for_teacher(segment, top_k) for segment in segments]
     fields: list[_Fields] = []
-    for segment, score in zip(segments, scores, strict=True):
+    for segment, request, score in zip(
+        segments, requests, await teacher.score(requests), strict=True
+    ):
         at_T, at_q1 = score.logprobs_by_temperature
         fields.append(
             {
                 "teacher_logprobs_T": _full_length(segment, at_T, "teacher"),
                 "teacher_logprobs_q1_T": _full_length(segment, at_q1, "teacher"),
-                "teacher_top": _top_of_actions(segment, score, top_k) if top_k else None,
+                "teacher_top": _top_of_actions(segment, score, request.listed),
+                "policy_top_ids_NK": None,
             }
         )
     return fields
@@ -116,8 +121,20 @@ def _for_teacher(segment: Segment, top_k: int) -> ScoreRequest:
         tokens_T=tokens_T,
         start=start,
         temperatures=(segment.temperature, UNSCALED),
+        given_NK=_at_every_position(segment),
         top_k=top_k,
     )
+
+
+def _at_every_position(segment: Segment) -> TokenArray | None:
+    """The policy's likeliest ids at all positions that are scored; where nothing was sampled, those
+    of the first action, which are dropped with the position."""
+    ids_NK = segment.policy_top_ids_NK
+    if ids_NK is None:
+        return None
+    given_NK = np.repeat(ids_NK[:1], len(segment) - segment.first_action, axis=0)
+    given_NK[segment.action_mask_T[segment.first_action :]] = ids_NK
+    return given_NK
 
 
 async def _by_reference(reference: Engine, group: TrajectoryGroup) -> list[_Fields]:
@@ -159,12 +176,14 @@ def _full_length(segment: Segment, logprobs_N: FloatArray, who: str) -> FloatArr
     return np.where(segment.action_mask_T, logprobs_T, np.float32(0))
 
 
-def _top_of_actions(segment: Segment, score: Score, top_k: int) -> TopLogprobs:
+def _top_of_actions(segment: Segment, score: Score, listed: int) -> TopLogprobs | None:
+    if not listed:
+        return None
     expected = len(segment) - segment.first_action
     shape = None if score.top is None else score.top.ids_NK.shape
-    if score.top is None or shape != (expected, top_k):
+    if score.top is None or shape != (expected, listed):
         raise EngineError(
-            f"the teacher returned likeliest tokens of shape {shape}, asked for were {top_k} at "
-            f"each of {expected} positions"
+            f"the teacher returned log-probs of tokens of shape {shape}, asked for were {listed} "
+            f"at each of {expected} positions"
         )
     return score.top.at(segment.action_mask_T[segment.first_action :])

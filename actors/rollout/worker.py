@@ -83,7 +83,9 @@ class RolloutWorker:
         teachers: by name, as groups name theirs; none for plain RL.
         reference: the policy that the learner is held near to; None without such a term.
         models: what environments may ask besides the policy and the teachers, by name.
-        top_k: how many of the teacher's likeliest tokens the objective wants at each action.
+        policy_top_k: at how many of the policy's own likeliest tokens the objective wants to know
+            the teacher, at each action.
+        teacher_top_k: at how many of the teacher's likeliest (others).
         max_groups: most groups under way at once.
     """
 
@@ -99,13 +101,14 @@ class RolloutWorker:
         max_groups: int,
         reference: Engine | None = None,
         models: Mapping[str, Sampler] | None = None,
-        top_k: int = 0,
+        policy_top_k: int = 0,
+        teacher_top_k: int = 0,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
         self._reference = reference
         self._models = {**teachers, **(models or {})}
-        self._top_k = top_k
+        self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -184,7 +187,7 @@ class RolloutWorker:
         async with self._user_code(under_way):
             builder = self._dataset.builder(group_id)
         group = await rollout_group(
-            _Sampled(self._policy, under_way),
+            _Sampled(self._policy, under_way, self._policy_top_k),
             builder,
             self._sampling,
             group_id=group_id,
@@ -197,7 +200,10 @@ class RolloutWorker:
         if self._teachers or self._reference is not None:
             under_way.enter("scoring")
             group = await score_rollout(
-                group, teachers=self._teachers, reference=self._reference, top_k=self._top_k
+                group,
+                teachers=self._teachers,
+                reference=self._reference,
+                top_k=self._teacher_top_k,
             )
             timings["time/teacher"] = time.perf_counter() - sampled
         source = self._dataset.source(group_id)
@@ -224,16 +230,16 @@ class RolloutWorker:
 
 
 class _Sampled:
-    """A policy that notes when a group waits for it."""
+    """A policy that notes when a group waits for it, and is asked for its likeliest tokens."""
 
-    def __init__(self, policy: Engine, group: UnderWay) -> None:
-        self._policy, self._group = policy, group
+    def __init__(self, policy: Engine, group: UnderWay, top_k: int) -> None:
+        self._policy, self._group, self._top_k = policy, group, top_k
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         self._group.waits_for_policy += 1
         self._group.enter("sampling")
         try:
-            return await self._policy.generate(request)
+            return await self._policy.generate(replace(request, top_k=self._top_k))
         finally:
             self._group.waits_for_policy -= 1
             if not self._group.waits_for_policy:

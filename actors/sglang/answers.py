@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from actors.sglang.plugin.hooks import TEMPERATURE_KEY, UNSCALED_KEY
+from actors.sglang.plugin.hooks import LISTED_KEY, TEMPERATURE_KEY, UNSCALED_KEY
+from actors.sglang.plugin.row_temperatures import read_listed
+from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
 from distill.stops import hits
@@ -25,7 +28,8 @@ def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     return content
 
 
-def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = ()) -> Sample:
+def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = (), top_k: int = 0) -> Sample:
+    """A sample, and the ids of the `top_k` likeliest outcomes where each token was sampled."""
     meta = answer["meta_info"]
     logprobs_T, tokens_T = _columns(meta, "output_token_logprobs")
     if tokens_T.tolist() != list(answer.get("output_ids") or []):
@@ -46,7 +50,35 @@ def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = ()) -> Sampl
         versions_T=_versions(meta, len(tokens_T)),
         stop_reason=reason,
         cached_tokens=meta.get("cached_tokens"),
+        top_ids_TK=_output_top_ids(meta, len(tokens_T), top_k, event) if top_k else None,
     )
+
+
+def _output_top_ids(
+    meta: Mapping[str, Any], length: int, k: int, event: tuple[int, ...]
+) -> TokenArray:
+    asked = k + merged(event)
+    try:
+        if "output_top_logprobs_idx_flat_b64" in meta:
+            flat = [
+                np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype)
+                for name, dtype in (("idx", "<i4"), ("val", "<f4"))
+            ]
+            ids_TK, logprobs_TK = (values.reshape(length, asked) for values in flat)
+        else:
+            rows = meta["output_top_logprobs"]
+            ids_TK = np.array([[token for _, token, *_ in row] for row in rows], np.int32)
+            logprobs_TK = np.array([[value for value, *_ in row] for row in rows], np.float32)
+            ids_TK, logprobs_TK = ids_TK.reshape(length, asked), logprobs_TK.reshape(length, asked)
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"the server did not return {asked} likeliest tokens with each of {length} that it "
+            f"sampled: {error!r}"
+        ) from error
+    if event and length:
+        together_T = _together(meta, "output_token_ids_logprobs", length, event)
+        ids_TK, _ = _with_event(ids_TK, logprobs_TK, together_T, k, event)
+    return ids_TK.astype(np.int32)
 
 
 def _columns(meta: Mapping[str, Any], name: str) -> tuple[FloatArray, TokenArray]:
@@ -151,7 +183,8 @@ def read_top(
     vocab_size: int,
     event: tuple[int, ...] = (),
 ) -> TopLogprobs | None:
-    """The k likeliest outcomes of each scored position; None if none were asked for.
+    """The k likeliest outcomes of each scored position, or given ones and so many of the others;
+    None if none were asked for.
 
     An event is among them by the id of its first token.
 
@@ -159,6 +192,8 @@ def read_top(
     included: SGLang 0.5.23 clips input_token_logprobs alone
     (managers/scheduler_components/logprob_result_processor.py).
     """
+    if request.given_NK is not None:
+        return _read_listed(answer, request.given_NK, k, event)
     if k == 0:
         return None
     rows = answer["meta_info"].get("input_top_logprobs")
@@ -177,7 +212,7 @@ def read_top(
         raise EngineError(
             f"the server's input_top_logprobs cannot be read: {str(rows)[:200]}"
         ) from error
-    asked = k + max(0, len(event) - 1)
+    asked = k + merged(event)
     if logprobs_NK.shape != (expected, asked):
         raise EngineError(
             f"the server's input_top_logprobs have shape {logprobs_NK.shape}, asked for were "
@@ -198,6 +233,44 @@ def read_top(
         raise EngineError(
             f"the server's input_top_logprobs are no distribution: {error}"
         ) from error
+
+
+def _read_listed(
+    answer: Mapping[str, Any], given_NK: TokenArray, k: int, event: tuple[int, ...]
+) -> TopLogprobs:
+    """Log-probs of given outcomes and of the k likeliest others, from the plugin."""
+    found = answer["meta_info"].get(LISTED_KEY)
+    text = found[0] if isinstance(found, list) and found else None
+    if not isinstance(text, str):
+        raise EngineError(
+            "the server returned no log-probs of the given tokens: it runs without isotherm's "
+            "plugin, or with one of another version. Install isotherm where it runs, or ask for "
+            "what any server returns: top_k_from=teacher, or estimator=sampled"
+        )
+    given = given_NK.shape[1]
+    try:
+        logprobs_NK, others_NK, ids_NK = read_listed(text, given + len(event), k)
+    except ValueError as error:
+        raise EngineError(f"the server's {LISTED_KEY} cannot be read: {error}") from error
+    if len(logprobs_NK) != len(given_NK):
+        raise EngineError(
+            f"the server returned log-probs of given tokens at {len(logprobs_NK)} positions, asked "
+            f"for were {len(given_NK)}"
+        )
+    if event:
+        together_N = np.logaddexp.reduce(logprobs_NK[:, given:].astype(np.float64), axis=1)
+        is_event_NK = given_NK == event[0]
+        logprobs_NK = np.where(is_event_NK, together_N[:, None], logprobs_NK[:, :given])
+        if k:  # it is one of the others, unless it was given
+            other_N = np.where(is_event_NK.any(axis=1), -np.inf, together_N)
+            ids_NK, others_NK = _with_event(ids_NK, others_NK, other_N, k, event)
+    try:
+        return TopLogprobs(
+            ids_NK=np.concatenate([given_NK, ids_NK], axis=1).astype(np.int32),
+            logprobs_NK=np.concatenate([logprobs_NK, others_NK], axis=1).astype(np.float32),
+        )
+    except DataError as error:
+        raise EngineError(f"the server's {LISTED_KEY} are no distribution: {error}") from error
 
 
 def _with_event(

@@ -2,7 +2,8 @@
 
     generate       POST /generate, return_logprob: tokens, log-probs at T, a version for each token
     score          POST /generate, logprob_start_len: given tokens, at the T of each request;
-                   top_logprobs_num: the likeliest beside them
+                   top_logprobs_num: the likeliest beside them; custom_params: others, of which the
+                   plugin returns the log-probs
     decode_score   POST /generate, one sampled token per position, token_ids_logprob
     load_weights   pause, load, flush, new version, continue (actors/sglang/weights.py)
 
@@ -37,7 +38,8 @@ from actors.sglang.answers import (
     read_version,
 )
 from actors.sglang.client import SglangClient
-from actors.sglang.requests import forced_body, passes_of, sampling_body, scoring_body, top_k_of
+from actors.sglang.plugin.hooks import LISTED_KEY
+from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
 from distill.engine import (
@@ -145,7 +147,7 @@ class SglangEngine:
         finally:
             del self._in_flight[ended]
             ended.set_result(None)
-        return [read_sample(answer, self._event) for answer in answers]
+        return [read_sample(answer, self._event, request.top_k) for answer in answers]
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.
@@ -163,7 +165,7 @@ class SglangEngine:
 
     async def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         passes = [(i, t) for i, request in enumerate(requests) for t in passes_of(request)]
-        found = await self._prefill([(requests[i], t) for i, t in passes])
+        found = await self._prefill([(in_pass(requests[i], t), t) for i, t in passes])
         by_request: list[dict[float, FloatArray]] = [{} for _ in requests]
         tops: list[TopLogprobs | None] = [None for _ in requests]
         for (i, t), prefilled in zip(passes, found, strict=True):
@@ -179,7 +181,7 @@ class SglangEngine:
             if t not in by_request[i]
         ]
         if missing:  # a server without the plugin
-            again = await self._prefill([(requests[i], t) for i, t in missing])
+            again = await self._prefill([(in_pass(requests[i], t), t) for i, t in missing])
             for (i, t), prefilled in zip(missing, again, strict=True):
                 by_request[i][t] = prefilled.scaled_N
         await self._put_event_right(requests, by_request)
@@ -207,7 +209,8 @@ class SglangEngine:
         if not firsts:
             return
         parts = [
-            (replace(requests[i], start=first, top_k=0), UNSCALED) for i, first in firsts.items()
+            (replace(requests[i], start=first, given_NK=None, top_k=0), UNSCALED)
+            for i, first in firsts.items()
         ]
         for (i, first), part in zip(firsts.items(), await self._prefill(parts), strict=True):
             unscaled_N = by_request[i][UNSCALED].copy()
@@ -228,13 +231,13 @@ class SglangEngine:
             _Prefilled(
                 read_input_logprobs(answer, request, t, self._vocab_size, self._event),
                 read_unscaled(answer, request),
-                read_top(answer, request, top_k_of(request, t), self._vocab_size, self._event),
+                read_top(answer, request, request.top_k, self._vocab_size, self._event),
             )
             for answer, (request, t) in zip(answers, passes, strict=True)
         ]
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See `Engine.decode_score`. `top_k` is not heeded: one given token is asked for."""
+        """See `Engine.decode_score`. Listed tokens are not heeded: one given token is asked for."""
         await self._ready()
         check_chains(requests, self._vocab_size, self._context_length)
         asked = [
@@ -297,6 +300,7 @@ class SglangEngine:
         """See `Engine.info`."""
         await self._ready()
         answer = await self._client.get("/model_info")
+        scaling, scores_given = await self._probe_plugin()
         if not isinstance(answer, dict):
             raise EngineError("the server's /model_info is not a JSON object")
         return EngineInfo(
@@ -309,7 +313,8 @@ class SglangEngine:
             eos_token_ids=None if self._stops is None else self._stops.ids,
             stop_event=self._event,
             tokenizer=await self._probe_tokenizer(),
-            temperature_scaling=await self._describe_scaling(),
+            temperature_scaling=scaling,
+            scores_given=scores_given,
         )
 
     async def _probe_tokenizer(self) -> TokenizerProbe:
@@ -330,17 +335,17 @@ class SglangEngine:
             logger.info("%s has no chat template that its server can render", self._model)
         return TokenizerProbe(texts=tuple(tuple(ids) for ids in texts["tokens"]), chat=chat)
 
-    async def _describe_scaling(self) -> str:
-        body = {
-            "input_ids": [0, 0],
-            "sampling_params": {"temperature": 0.5, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        [answer] = answers_of([await self._client.post("/generate", body, repeatable=True)], 1)
+    async def _probe_plugin(self) -> tuple[str, bool]:
+        """How given tokens come to be scored at T, and whether those of other tokens can be had."""
+        tokens_T = np.zeros(2, np.int32)
+        asked = ScoreRequest(
+            tokens_T=tokens_T, start=1, temperatures=(0.5,), given_NK=tokens_T[:1, None]
+        )
+        body = scoring_body([(asked, 0.5)])
+        [answer] = answers_of(await self._client.post("/generate", body, repeatable=True), 1)
         if read_echo(answer) is None:
-            return "not announced by the server"
-        return "isotherm's plugin in the server"
+            return "not announced by the server", False
+        return "isotherm's plugin in the server", LISTED_KEY in answer["meta_info"]
 
     async def health(self) -> int:
         """See `Engine.health`.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from actors.sglang.plugin.hooks import UNSCALED_SWITCH
+from actors.sglang.plugin.hooks import LISTED_SWITCH, UNSCALED_SWITCH
+from actors.sglang.plugin.row_temperatures import Listed
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import UNSCALED, EvalSampling, Sampling
 from distill.stops import StopTokens
@@ -19,6 +22,7 @@ def sampling_body(
     """The request's samples, of `limit` tokens at most; `seeded` gives each a seed of its own.
 
     Where stopping is one event, the log-probs of all of its tokens come with each that is sampled.
+    The likeliest come as bytes in base64, where the server knows how (SGLang 0.5.23).
     """
     prompt = request.prompt_tokens_T.tolist()
     params: dict[str, Any] = _decoder(request.sampling) | {"max_new_tokens": limit}
@@ -27,6 +31,10 @@ def sampling_body(
     body: dict[str, Any] = {"return_logprob": True}
     if stops is not None and stops.event:
         body["token_ids_logprob"] = list(stops.event)
+    if request.top_k:
+        body["top_logprobs_num"] = request.top_k + merged(() if stops is None else stops.event)
+        body["return_flat_raw_output_top_logprobs"] = True
+        body["return_flat_raw_top_logprobs_b64"] = True
     if seeded:
         seeds = [_seed(request, g) for g in range(request.num_samples)]
         body["input_ids"] = [prompt for _ in seeds]
@@ -54,42 +62,63 @@ def _seed(request: GenerateRequest, g: int) -> int:
 def passes_of(request: ScoreRequest) -> list[float]:
     """The temperatures that need a pass of their own; T = 1 comes with any other, if there is one.
 
-    If it does not come along after all, it is asked for afterwards. The likeliest tokens never come
-    along at another T than the pass's own.
+    If it does not come along after all, it is asked for afterwards. Listed tokens never come along
+    at another T than the pass's own.
     """
     alone = [t for t in request.temperatures if t != UNSCALED]
-    if request.top_k:
+    if request.listed:
         alone.insert(0, request.temperatures[0])
     return list(dict.fromkeys(alone)) or [UNSCALED]
 
 
-def top_k_of(request: ScoreRequest, temperature: float) -> int:
-    """Number of likeliest tokens to request in the pass at this temperature."""
-    return request.top_k if temperature == request.temperatures[0] else 0
+def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
+    """The request, without listed tokens where the pass is not at its first temperature."""
+    if temperature == request.temperatures[0]:
+        return request
+    return replace(request, given_NK=None, top_k=0)
+
+
+def merged(event: tuple[int, ...]) -> int:
+    """Tokens that are no outcome of their own: so many more are asked for."""
+    return max(0, len(event) - 1)
 
 
 def scoring_body(
     passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Log-probs of given tokens, each request at the temperature beside it; and of the event's
-    tokens at each position, beside so many more of the likeliest that k are left as one outcome."""
+    tokens at each position, beside so many more of the likeliest that k are left as one outcome.
+
+    Given tokens, and the likeliest others beside them, are the plugin's business.
+    """
     more = {"token_ids_logprob": list(event)} if event else {}
-    merged = max(0, len(event) - 1)
+    likeliest = [0 if r.given_NK is not None else r.top_k for r, _ in passes]
     return more | {
         "input_ids": [request.tokens_T.tolist() for request, _ in passes],
         "sampling_params": [
             {
                 "temperature": t,
                 "max_new_tokens": 1,
-                "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures},
+                "custom_params": {UNSCALED_SWITCH: UNSCALED in request.temperatures}
+                | _listed(request, event),
             }
             for request, t in passes
         ],
         "return_logprob": True,
         # The first entry that SGLang returns has no log-prob.
         "logprob_start_len": [request.start - 1 for request, _ in passes],
-        "top_logprobs_num": [k and k + merged for k in (top_k_of(r, t) for r, t in passes)],
+        "top_logprobs_num": [k and k + merged(event) for k in likeliest],
     }
+
+
+def _listed(request: ScoreRequest, event: tuple[int, ...]) -> dict[str, Any]:
+    """For the plugin: the given tokens, and all of the event's behind them."""
+    if request.given_NK is None:
+        return {}
+    events_NE = np.tile(np.asarray(event, np.int32), (len(request.given_NK), 1))
+    ids_NK = np.concatenate([request.given_NK, events_NE], axis=1)
+    listed = Listed(request.start - 1, torch.from_numpy(ids_NK), request.top_k)
+    return {LISTED_SWITCH: listed.to_json()}
 
 
 def outcome_of(token: int, event: tuple[int, ...]) -> list[int]:

@@ -149,7 +149,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
                 "be scored. Resize its embeddings, or choose another pair"
             )
         if role != "reference":
-            _check_top(config.objective(), vocab_size(student), stops.event)
+            _check_top(config.objective(), role, scorer, vocab_size(student), stops.event)
     teacher_tokenizers = {
         name: _for_teacher_messages(
             config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
@@ -240,12 +240,28 @@ def _check_holds_tokenizer(
         )
 
 
-def _check_top(objective: ObjectiveConfig, student_vocab: int, event: Sequence[int]) -> None:
-    """A bucket for the rest needs tokens that are not in the top."""
-    if objective.asked_of_teacher >= student_vocab - max(0, len(event) - 1):
+def _check_top(
+    objective: ObjectiveConfig,
+    role: str,
+    teacher: _Scorer,
+    student_vocab: int,
+    event: Sequence[int],
+) -> None:
+    """A bucket for the rest needs tokens that are not in the top, and given tokens our plugin."""
+    if objective.asked_of_policy and not teacher.scores_given:
         raise ConfigError(
-            f"teacher_top_k={objective.asked_of_teacher} must be below the vocabulary of "
-            f"{student_vocab}: nothing would be left for the tail; estimator=full takes all of it"
+            f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
+            f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with one "
+            "of another version): it returns the log-probs of its own likeliest alone. Install "
+            "isotherm where it runs, or use top_k_from=teacher or estimator=sampled"
+        )
+    each = objective.asked_of_policy or objective.asked_of_teacher
+    asked = objective.asked_of_policy + objective.asked_of_teacher
+    if asked >= student_vocab - max(0, len(event) - 1):
+        both = f", so {asked} with top_k_from=union," if asked > each else ""
+        raise ConfigError(
+            f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: nothing "
+            "would be left for the tail; estimator=full takes all of it"
         )
 
 
@@ -342,6 +358,7 @@ class _Scorer:
     Attributes:
         tokenizer, ends: its own, and where it ends; None for a running server's.
         chat: what a running server's chat template makes of a known chat; None where it has none.
+        scores_given: False of a running server without our plugin.
     """
 
     model: str
@@ -350,13 +367,14 @@ class _Scorer:
     tokenizer: PreTrainedTokenizerBase | None = None
     ends: frozenset[int] | None = None
     chat: tuple[int, ...] | None = None
+    scores_given: bool = True
 
 
 def _check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> _Scorer:
     """Checks a checkpoint, or a running server; either must share the tokenizer."""
     if is_url(model):
         try:
-            info = asyncio.run(_ask(model))
+            info = ask_server(model)
         except EngineError as error:
             raise ConfigError(f"{role}={model} does not serve: {error}") from error
         if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
@@ -369,6 +387,7 @@ def _check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> 
             vocab_size=info.vocab_size,
             context_length=info.context_length,
             chat=None if info.tokenizer is None else info.tokenizer.chat,
+            scores_given=info.scores_given,
         )
     config, own = _check_model(model), load_tokenizer(model)
     check_same_tokenizer(tokenizer, own)
@@ -399,6 +418,15 @@ def _for_teacher_messages(
         "run, and its template is not known here: give teacher_prompt, or chat_template=FILE') }}"
     )
     return refusing
+
+
+def ask_server(url: str) -> EngineInfo:
+    """What a running server says of itself.
+
+    Raises:
+        ConfigError, EngineError: it is no SGLang server, or does not answer.
+    """
+    return asyncio.run(_ask(url))
 
 
 async def _ask(url: str) -> EngineInfo:

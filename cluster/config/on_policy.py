@@ -23,6 +23,7 @@ from distill.data.sources import parse_sources
 from distill.delivery import Overdue, StepRuleName
 from distill.errors import ConfigError
 from distill.objective.settings import (
+    AUTO,
     ObjectiveConfig,
     PolicyObjective,
     require_comparison,
@@ -367,6 +368,7 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
 
     section: ClassVar[Section] = Section.ENGINES
 
+    estimator: str = with_default(ObjectiveConfig, "estimator", AUTO)
     teacher_server_flags: str = chz.field(
         default="",
         doc="more of SGLang's own flags for teacher servers",

@@ -158,6 +158,7 @@ def _distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
         out=str(out / "opd"),
         temperature=config.temperature,
         engine=config.engine,
+        estimator="sampled",  # one log-prob a token is enough here
         steps=config.steps,
         prompts_per_step=64,
         group_size=4,

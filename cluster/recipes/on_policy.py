@@ -13,7 +13,8 @@ from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
-from cluster.config.on_policy import RolloutConfig
+from cluster.config.estimator import with_estimator
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.user_code import try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
@@ -45,9 +46,13 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     Raises:
         IsothermError, RunFailed, Interrupted: see `cluster.train`, which turns them to exit codes.
     """
-    inputs = check_rollout(config)
-    directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
+    inputs = check_rollout(config)
+    if isinstance(config, OpdConfig):
+        config, said = with_estimator(config)
+        if said:
+            say(said)
+    directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
     resume_from = directory.check(say)
     fork = None
     if resume_from is None:

@@ -20,6 +20,7 @@ class _Chain:
         self.logprobs: list[FloatArray] = []
         self.versions: list[TokenArray] = []
         self.bonuses: list[FloatArray] = []
+        self.top_ids: list[TokenArray | None] = []
 
     def seen_T(self) -> TokenArray:
         return np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
@@ -46,10 +47,15 @@ class _Chain:
             behaviour_logprobs_T=np.concatenate(self.logprobs),
             versions_T=np.concatenate(self.versions),
             temperature=temperature,
+            policy_top_ids_NK=self._top_ids_NK(),
             teacher_context_T=teacher_context_T,
             teacher_replaces=teacher_replaces,
             bonuses_T=np.concatenate(self.bonuses) if with_bonuses else None,
         )
+
+    def _top_ids_NK(self) -> TokenArray | None:
+        known = [ids_TK for ids_TK in self.top_ids if ids_TK is not None]
+        return np.concatenate(known) if known and len(known) == len(self.top_ids) else None
 
 
 class SegmentBuilder:
@@ -109,6 +115,8 @@ class SegmentBuilder:
             bonuses_T = np.zeros(sampled, np.float32)
         chain.logprobs += [np.zeros(new, np.float32), sample.logprobs_T]
         chain.versions += [np.full(new, -1, np.int32), sample.versions_T]
+        if trained:
+            chain.top_ids.append(sample.top_ids_TK)
         chain.bonuses += [np.zeros(new, np.float32), np.asarray(bonuses_T, np.float32)]
 
     def build(self) -> tuple[Segment, ...]:

@@ -56,7 +56,8 @@ def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
 def outside_top(
     segment: Segment, values_T: FloatArray, stop_event: tuple[int, ...] = ()
 ) -> FloatArray:
-    """The values of those actions that are not among the teacher's likeliest; 0 elsewhere.
+    """The values of those actions that are not among the tokens at which the teacher is known; 0
+    elsewhere.
 
     Any token of the event is in its place there under the first one's id.
 

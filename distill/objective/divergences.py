@@ -2,9 +2,9 @@
 
 All of them take log-probs of shape (N, V), a distribution a row, and return fp32 nats of shape
 (N,). They are exact sums over the columns, which may be the vocabulary or a coarser partition of it
-(`coarse`): the teacher's likeliest tokens and one bucket for the rest. No mass is lost, so each
-divergence of a partition is one too: never negative, zero where the partitions agree, and at most
-that of the whole vocabulary (the data-processing inequality).
+(`coarse`): some likely tokens and one bucket for the rest. No mass is lost, so each divergence of a
+partition is one too: never negative, zero where the partitions agree, and at most that of the whole
+vocabulary (the data-processing inequality).
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ from distill.objective.losses import (
     token_losses,
 )
 from distill.objective.settings import (
+    AUTO,
     CLIP,
     DEFAULT_JSD_BETA,
     Normalisation,
@@ -183,10 +184,11 @@ def _teacher_terms(
     stop_event: tuple[int, ...],
 ) -> list[TokenTerms]:
     """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
-    with tail=sampled the first outside the teacher's likeliest tokens and the second within."""
+    with tail=sampled the first outside the tokens that it was asked for, the second within."""
+    assert objective.estimator != AUTO, "the run chooses an estimator before it trains"
     segments = trajectory.segments
     divergence_coef = 0.0 if objective.estimator == "sampled" else coef
-    outside = objective.estimator == "top_k" and objective.tail == "sampled"
+    outside = objective.samples_tail
     if not coef or not (outside or objective.estimator == "sampled"):
         zeros = [np.zeros(len(segment), np.float32) for segment in segments]
         return [TokenTerms(zeros_T, None, divergence_coef) for zeros_T in zeros]
@@ -236,9 +238,10 @@ def teacher_divergence(
 ) -> DivergenceOf | None:
     """D(p_T || q_T) at each trained position of a batch; None where the teacher's part is sampled.
 
-    estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the teacher's
-    likeliest tokens and the rest as one bucket, or, with tail=sampled, those tokens' part of the
-    reverse KL, which the sampled term completes.
+    estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the tokens
+    that the teacher was asked for and the rest as one bucket, or, with tail=sampled, those tokens'
+    part of the reverse KL, which the sampled term completes. Which tokens they are may depend on
+    the state in any way, and not on the token that is sampled in it.
     """
     if how.estimator == "sampled" or not how.kl_coef:
         return None
@@ -254,7 +257,7 @@ def teacher_divergence(
     def of_top(log_p_NV: Tensor, positions: slice) -> Tensor:
         ids_nK = ids_NK[positions]
         log_q_nK = without_padding(log_p_NV.shape[1], ids_nK, log_q_NK[positions])
-        if how.tail == "sampled":
+        if how.samples_tail:
             return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK)
         return divergence(coarse(log_p_NV, ids_nK), with_tail(log_q_nK), how.divergence, jsd_beta)
 

@@ -20,9 +20,12 @@ LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 Baseline = Literal["mean", "leave_one_out"]
 Correction = Literal["none", "truncate", "mask"]
 Normalisation = Literal["token", "sequence"]
-EstimatorName = Literal["sampled", "full", "top_k"]
+EstimatorName = Literal["auto", "sampled", "full", "top_k"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
+TopKFrom = Literal["student", "teacher", "union"]
 Tail = Literal["bucket", "sampled"]
+# The choice of a run, which has made it before anything is trained.
+AUTO = "auto"
 
 # (clip_low, clip_high): how far below and above 1 a ratio may go. PPO: Schulman et al. 2017;
 # CISPO (MiniMax-M1, 2025) bounds its weight from above only; GSPO (Zheng et al. 2025) has the
@@ -172,8 +175,8 @@ class ObjectiveConfig(PolicyObjective):
     estimator: str = chz.field(
         default="sampled",
         doc="what is known of the teacher's distribution. sampled: the token that was sampled; "
-        "full: all of it, by a copy of the teacher in the learner; top_k: the teacher's likeliest "
-        "tokens and the mass of the rest",
+        "full: all of it, by a copy of the teacher in the learner; top_k: some likely tokens and "
+        "the rest; auto (opd): full where that fits, else top_k, else sampled",
     )
     divergence: DivergenceName = chz.field(
         default="reverse_kl",
@@ -183,11 +186,18 @@ class ObjectiveConfig(PolicyObjective):
         default=None, doc="jsd: share of the teacher in the mixture, in (0, 1); 0.5"
     )
     teacher_top_k: int | None = chz.field(
-        default=None, doc="top_k: how many of the teacher's tokens; 32"
+        default=None, doc="top_k: number of tokens at which the teacher is asked; 32 of each side"
     )
-    tail: Tail = chz.field(
-        default="bucket",
-        doc="top_k: the rest as one bucket, or by the sampled token where it lies outside the top",
+    top_k_from: TopKFrom | None = chz.field(
+        default=None,
+        doc="top_k: whose likeliest tokens they are. student: the policy's, as it samples; "
+        "teacher; union: the student's, and as many of the teacher's others. Default: student for "
+        "reverse_kl, an expectation under the student; teacher for forward_kl; union for jsd",
+    )
+    tail: Tail | None = chz.field(
+        default=None,
+        doc="top_k: the rest as one bucket, or by the sampled token where it lies outside the top; "
+        "default: sampled for reverse_kl, else bucket",
     )
 
     @chz.validate
@@ -200,7 +210,9 @@ class ObjectiveConfig(PolicyObjective):
             )
         check_name("estimator", self.estimator, get_args(EstimatorName))
         check_name("divergence", self.divergence, get_args(DivergenceName))
-        check_name("tail", self.tail, get_args(Tail))
+        for name, known in (("tail", Tail), ("top_k_from", TopKFrom)):
+            if (value := getattr(self, name)) is not None:
+                check_name(name, value, get_args(known))
         self._check_estimator()
         if self.jsd_beta is not None and not 0 < self.jsd_beta < 1:
             raise ConfigError(
@@ -233,16 +245,16 @@ class ObjectiveConfig(PolicyObjective):
         for name, needed, belongs in (
             ("jsd_beta", self.divergence == "jsd", "divergence=jsd"),
             ("teacher_top_k", top, "estimator=top_k"),
+            ("top_k_from", top, "estimator=top_k"),
+            ("tail", top, "estimator=top_k"),
         ):
             if getattr(self, name) is not None and not needed:
                 raise ConfigError(f"{name}={getattr(self, name)} changes nothing without {belongs}")
-        if self.tail != "bucket" and not top:
-            raise ConfigError(f"tail={self.tail} changes nothing without estimator=top_k")
 
     def _check_discount(self) -> None:
         """Raises ConfigError for a discount where no term is sampled, or only a part of one."""
         given = f"kl_discount_factor={self.kl_discount_factor}"
-        if self.kl_coef and self.tail == "sampled":
+        if self.kl_coef and self.samples_tail:
             raise ConfigError(
                 f"{given} needs estimator=sampled: with tail=sampled only a part of the "
                 "teacher's term is sampled, and the rest has no future terms"
@@ -254,19 +266,43 @@ class ObjectiveConfig(PolicyObjective):
                 f"{given} changes nothing without a teacher and with reference_kl_coef=0; give a "
                 "reference_kl_coef, or leave it out"
             )
-        if self.estimator != "sampled":
+        if self.estimator not in ("sampled", AUTO):
             raise ConfigError(
                 f"{given} needs estimator=sampled, or a reference_kl_coef: a divergence of whole "
                 "distributions has no future terms"
             )
 
     @property
+    def support(self) -> TopKFrom:
+        """Whose likeliest tokens the teacher's distribution is known at, with top_k."""
+        return self.top_k_from or _SUPPORT[self.divergence]
+
+    @property
+    def samples_tail(self) -> bool:
+        """True if the tokens outside the top k count by those that were sampled."""
+        default = "sampled" if self.divergence == "reverse_kl" else "bucket"
+        return self.estimator == "top_k" and (self.tail or default) == "sampled"
+
+    @property
+    def asked_of_policy(self) -> int:
+        """Number of the policy's likeliest tokens to request as it samples; 0: none."""
+        return self._top_k if self.support != "teacher" else 0
+
+    @property
     def asked_of_teacher(self) -> int:
-        """Number of the teacher's likeliest tokens to request; 0: none."""
+        """Number of the teacher's likeliest tokens (beside the policy's) to request; 0: none."""
+        return self._top_k if self.support != "student" else 0
+
+    @property
+    def _top_k(self) -> int:
         return (self.teacher_top_k or DEFAULT_TOP_K) if self.estimator == "top_k" else 0
 
 
 DEFAULT_TOP_K = 32
+# The side whose expectation the divergence is; both have one in the JSD.
+_SUPPORT: dict[DivergenceName, TopKFrom] = {
+    "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
+}  # fmt: skip
 DEFAULT_JSD_BETA = 0.5
 
 

@@ -42,18 +42,20 @@ class PrefixEngine:
     def _sample(self, request: GenerateRequest, g: int) -> Sample:
         rng = np.random.default_rng([request.seed, g])
         chain_T, length = request.prompt_tokens_T, request.sampling.max_new_tokens
-        logprobs = []
+        logprobs, top_ids = [], []
         for _ in range(length):
             log_p_V = self.distribution_V(chain_T, request.sampling.temperature)
             p_V = np.exp(log_p_V.astype(np.float64))
             token = rng.choice(VOCAB_SIZE, p=p_V / p_V.sum())
             chain_T = np.append(chain_T, np.int32(token))
             logprobs.append(log_p_V[token])
+            top_ids.append(np.argsort(-log_p_V)[: request.top_k])
         return Sample(
             tokens_T=chain_T[-length:],
             logprobs_T=np.array(logprobs, np.float32),
             versions_T=np.zeros(length, np.int32),
             stop_reason=StopReason.LENGTH,
+            top_ids_TK=np.array(top_ids, np.int32) if request.top_k else None,
         )
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -70,14 +72,19 @@ class PrefixEngine:
 
         targets_N1 = request.tokens_T[request.start :, None]
         first_NV = distributions_NV(request.temperatures[0])
-        ids_NK = np.argsort(-first_NV, axis=1)[:, : request.top_k].astype(np.int32)
+        others_NV, given = first_NV.copy(), request.given_NK
+        if given is not None:
+            np.put_along_axis(others_NV, given, -np.inf, axis=1)
+        ids_NK = np.argsort(-others_NV, axis=1)[:, : request.top_k].astype(np.int32)
+        if given is not None:
+            ids_NK = np.concatenate([given, ids_NK], axis=1)
         return Score(
             logprobs_by_temperature=tuple(
                 np.take_along_axis(distributions_NV(t), targets_N1, axis=1)[:, 0]
                 for t in request.temperatures
             ),
             top=None
-            if request.top_k == 0
+            if request.listed == 0
             else TopLogprobs(
                 ids_NK=ids_NK, logprobs_NK=np.take_along_axis(first_NV, ids_NK, axis=1)
             ),

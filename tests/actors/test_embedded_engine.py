@@ -407,13 +407,13 @@ def test_the_likeliest_are_looked_for_only_where_they_are_wanted(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[int] = []
-    likeliest = scoring._likeliest
+    listed = scoring._listed
 
     def counting(logits_NV: torch.Tensor, *arguments: Any) -> Any:
         looked_at.append(len(logits_NV))
-        return likeliest(logits_NV, *arguments)
+        return listed(logits_NV, *arguments)
 
-    monkeypatch.setattr(scoring, "_likeliest", counting)
+    monkeypatch.setattr(scoring, "_listed", counting)
     requests = top_requests()
     asyncio.run(engine.score(requests))
     assert sum(looked_at) == sum(len(r.tokens_T) - r.start for r in requests if r.top_k)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -316,6 +316,116 @@ def test_top_k_of_the_whole_vocabulary_names_each_token_by_its_own_id(party: Par
     expected_NV = naive_distribution(party.model, tokens_T, 1, 0.7)
     own_NK = np.take_along_axis(expected_NV, score.top.ids_NK, axis=1)
     np.testing.assert_allclose(score.top.logprobs_NK, own_NK, atol=1e-4)
+
+
+def expect_listed(log_p_NV: np.ndarray, request: ScoreRequest, score: Score) -> None:
+    """The given tokens in their order, then the likeliest others; `log_p_NV` is -inf where a token
+    is no outcome."""
+    assert score.top is not None and request.given_NK is not None
+    given = request.given_NK.shape[1]
+    np.testing.assert_array_equal(score.top.ids_NK[:, :given], request.given_NK)
+    own_NK = np.take_along_axis(log_p_NV, score.top.ids_NK, axis=1)
+    np.testing.assert_allclose(score.top.logprobs_NK, own_NK, atol=1e-4)
+    others_NV = log_p_NV.copy()
+    np.put_along_axis(others_NV, request.given_NK, -np.inf, axis=1)
+    best_NK = -np.sort(-others_NV, axis=1)[:, : request.top_k]
+    np.testing.assert_allclose(score.top.logprobs_NK[:, given:], best_NK, atol=1e-4)
+    assert score.top.k == request.listed
+
+
+def some_ids(positions: int, k: int, seed: int) -> np.ndarray:
+    """Distinct ids in each row."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation(VOCAB_SIZE)[:k] for _ in range(positions)]
+    return np.stack(rows).astype(np.int32)
+
+
+def test_given_tokens_of_mixed_temperatures_and_the_likeliest_others(party: Party) -> None:
+    shared_T = prompt(70, 4)
+    requests = [
+        ScoreRequest(
+            tokens_T=tokens_T,
+            start=start,
+            temperatures=temperatures,
+            given_NK=None if not given else some_ids(len(tokens_T) - start, given, seed),
+            top_k=top_k,
+        )
+        for seed, (tokens_T, start, temperatures, given, top_k) in enumerate(
+            [
+                (prompt(40, 1), 17, (0.5,), 3, 0),
+                (prompt(90, 2), 60, (0.7, 1.0), 0, 0),
+                (prompt(60, 3), 1, (0.7, 1.0), 5, 4),
+                (prompt(50, 5), 20, (1.0,), 6, 0),
+                (prompt(50, 6), 20, (1.0, 1.5), 1, 3),
+                (prompt(2, 7), 1, (1.5, 0.5), 4, 4),
+                (prompt(30, 7), 5, (0.7,), 0, 5),
+                (np.concatenate([shared_T, prompt(30, 8)]), 70, (1.5,), 2, 1),
+                (np.concatenate([shared_T, prompt(20, 9)]), 70, (0.7, 1.0), 7, 0),
+                (np.concatenate([shared_T, prompt(25, 10)]), 70, (0.7,), 0, 0),
+                # All of the vocabulary, each token by its own id.
+                (prompt(12, 11), 6, (0.7,), VOCAB_SIZE - 3, 3),
+            ]
+        )
+    ]
+    scores = party.run(party.engine.score(requests))
+    for request, score in zip(requests, scores, strict=True):
+        for t, logprobs in zip(request.temperatures, score.logprobs_by_temperature, strict=True):
+            expected = naive_logprobs(party.model, request.tokens_T, request.start, t)
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        if request.given_NK is None:
+            assert (score.top is None) == (request.top_k == 0)
+        else:
+            t = request.temperatures[0]
+            log_p_NV = naive_distribution(party.model, request.tokens_T, request.start, t)
+            expect_listed(log_p_NV, request, score)
+
+
+def test_given_tokens_that_are_none_are_refused(party: Party) -> None:
+    tokens_T, ids_NK = prompt(9), some_ids(5, 3, 0)
+    asked: dict[str, Any] = {"tokens_T": tokens_T, "start": 4, "temperatures": (0.7,)}
+    outside_NK = np.where(ids_NK == ids_NK[2, 1], VOCAB_SIZE, ids_NK)
+    with pytest.raises(DataError, match=rf"given_NK holds token id {VOCAB_SIZE}, outside"):
+        party.run(party.engine.score([ScoreRequest(**asked, given_NK=outside_NK)]))
+    with pytest.raises(DataError, match="beside 3 given tokens exceeds the engine's vocabulary"):
+        too_many = ScoreRequest(**asked, given_NK=ids_NK, top_k=VOCAB_SIZE - 2)
+        party.run(party.engine.score([too_many]))
+    with pytest.raises(DataError, match="a row of ids for each of 5 scored positions"):
+        ScoreRequest(**asked, given_NK=ids_NK[1:])
+
+
+def expect_likeliest_where_sampled(log_p_NV: np.ndarray, sample: Sample, top_k: int) -> None:
+    """`log_p_NV` is -inf where a token is no outcome."""
+    assert sample.top_ids_TK is not None
+    assert sample.top_ids_TK.shape == (len(sample.tokens_T), top_k)
+    named_TK = np.take_along_axis(log_p_NV, sample.top_ids_TK, axis=1)
+    np.testing.assert_allclose(named_TK, -np.sort(-log_p_NV, axis=1)[:, :top_k], atol=1e-4)
+    assert all(len(set(ids_K)) == top_k for ids_K in sample.top_ids_TK.tolist())
+
+
+def test_the_likeliest_come_with_each_sampled_token(party: Party) -> None:
+    requests = [
+        replace(
+            ask(prompt(5 + 9 * i, i), TrainSampling(temperature=t, max_new_tokens=12 + i)),
+            num_samples=2,
+            top_k=top_k,
+        )
+        for i, (t, top_k) in enumerate([(0.5, 3), (0.7, 0), (1.0, 7), (1.5, 1)])
+    ]
+    requests.append(
+        replace(ask(prompt(30), EvalSampling(temperature=0.0, max_new_tokens=5)), top_k=4)
+    )
+    for request, samples in zip(requests, party.generate(*requests), strict=True):
+        for sample in samples:
+            expect_like_naive(party.model, request, sample)
+            if not request.top_k:
+                assert sample.top_ids_TK is None
+                continue
+            tokens_T, start = chain(request.prompt_tokens_T, sample), len(request.prompt_tokens_T)
+            log_p_NV = naive_distribution(party.model, tokens_T, start, 1.0)
+            expect_likeliest_where_sampled(log_p_NV, sample, request.top_k)
+    too_many = replace(requests[0], top_k=VOCAB_SIZE + 1)
+    with pytest.raises(DataError, match=rf"top_k = {VOCAB_SIZE + 1} exceeds the engine's vocab"):
+        party.generate(too_many)
 
 
 def test_a_top_k_above_the_vocabulary_is_refused(party: Party) -> None:
@@ -741,6 +851,57 @@ def test_given_stop_tokens_have_the_log_prob_of_all(stopping: Party) -> None:
         assert (score.top.ids_NK == STOPS.ids[0]).any(), "the event is likelier than most tokens"
         named_NK = np.take_along_axis(log_p_NV, score.top.ids_NK, axis=1)
         np.testing.assert_allclose(score.top.logprobs_NK, named_NK, atol=1e-4)
+
+
+def outcomes_alone(log_p_NV: np.ndarray) -> np.ndarray:
+    """Without the tokens that are no outcome of their own."""
+    log_p_NV = log_p_NV.copy()
+    log_p_NV[:, list(STOPS.ids[1:])] = -np.inf
+    return log_p_NV
+
+
+def test_a_given_stop_token_is_all_of_them_and_so_is_the_likeliest(stopping: Party) -> None:
+    outcomes = np.array([v for v in range(VOCAB_SIZE) if v not in STOPS.ids], np.int32)
+    requests = []
+    for seed, (with_event, top_k, temperatures) in enumerate(
+        [(True, 0, (0.7, 1.0)), (True, 3, (1.5,)), (False, 4, (0.5, 1.0)), (False, 0, (1.0,))]
+    ):
+        tokens_T = np.append(prompt(20, seed), np.int32(STOPS.ids[seed]))
+        rng = np.random.default_rng(seed)
+        given_NK = np.stack([rng.permutation(outcomes)[:5] for _ in range(len(tokens_T) - 7)])
+        if with_event:
+            given_NK[::2, 2] = STOPS.ids[0]
+        requests.append(
+            ScoreRequest(
+                tokens_T=tokens_T,
+                start=7,
+                temperatures=temperatures,
+                given_NK=given_NK,
+                top_k=top_k,
+            )
+        )
+    for request, score in zip(requests, stopping.run(stopping.engine.score(requests)), strict=True):
+        t = request.temperatures[0]
+        log_p_NV = outcome_logprobs(stopping.model, request.tokens_T, request.start, t)
+        expect_listed(outcomes_alone(log_p_NV), request, score)
+
+
+def test_stopping_is_one_of_the_likeliest_where_a_token_is_sampled(stopping: Party) -> None:
+    requests = [
+        replace(
+            ask(prompt(5 + i, i), TrainSampling(temperature=t, max_new_tokens=30), num_samples=2),
+            top_k=4,
+        )
+        for i, t in enumerate(TEMPERATURES)
+    ]
+    for request, samples in zip(requests, stopping.generate(*requests), strict=True):
+        for sample in samples:
+            tokens_T, start = chain(request.prompt_tokens_T, sample), len(request.prompt_tokens_T)
+            t = request.sampling.temperature
+            log_p_NV = outcome_logprobs(stopping.model, tokens_T, start, t)
+            expect_likeliest_where_sampled(outcomes_alone(log_p_NV), sample, 4)
+            assert sample.top_ids_TK is not None
+            assert (sample.top_ids_TK == STOPS.ids[0]).any()
 
 
 def test_stop_tokens_are_told(stopping: Party) -> None:

@@ -32,9 +32,12 @@ from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
 from actors.sglang.plugin.internals import native_option_present, unrecognised_internals
 from actors.sglang.plugin.row_temperatures import (
+    Listed,
     Pieces,
+    PromptValues,
     ScaledRows,
     UnknownPassError,
+    read_listed,
     rows_of_requests,
 )
 from actors.sglang.server import SglangServer
@@ -90,13 +93,24 @@ def test_scaled_rows_equal_the_slow_loop(
     )
     scored_G = [g for g, r in enumerate(rows) if r.scored]
     unscaled = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
+    wanting = data.draw(st.lists(st.sampled_from(scored_G), unique=True)) if scored_G else []
+    listed = {}
+    for g in wanting:
+        given, others = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
+        ids_SK = torch.stack([torch.randperm(width)[:given] for _ in range(rows[g].scored)])
+        listed[g] = (ids_SK.int(), others)
     total = sum(r.count for r in rows)
     logits_NV = torch.randn(total, width) * 3
     tokens_S = torch.randint(width, (sum(r.scored for r in rows),))
     cuts = sorted(data.draw(st.sets(st.integers(1, total - 1)))) if total > 1 else []
 
     scaled_rows = ScaledRows(
-        rows, temperatures, unscaled=unscaled, vocab_size=width + 2, device=torch.device("cpu")
+        rows,
+        temperatures,
+        unscaled=unscaled,
+        listed=listed,
+        vocab_size=width + 2,
+        device=torch.device("cpu"),
     )
     chunks = zip([0, *cuts], [*cuts, total], strict=True)
     divided = [scaled_rows.take(logits_NV[lo:hi].clone(), tokens_S) for lo, hi in chunks]
@@ -114,6 +128,19 @@ def test_scaled_rows_equal_the_slow_loop(
                 for n in range(request.scored)
             ]
             assert scaled_rows.unscaled_of(g).tolist() == pytest.approx(expected, abs=1e-5)
+        if g in listed:
+            ids_SK, others = listed[g]
+            text = PromptValues([scaled_rows.listed_of(g)]).copy()
+            assert isinstance(text, str)
+            given_SK, others_SK, names_SK = read_listed(text, ids_SK.shape[1], others)
+            for n in range(request.scored):
+                log_p = torch.log_softmax(logits_NV[request.first + n] / temperature, 0).tolist()
+                ids = ids_SK[n].tolist()
+                assert given_SK[n].tolist() == pytest.approx([log_p[v] for v in ids], abs=1e-5)
+                left = sorted((v for v in range(width) if v not in ids), key=lambda v: -log_p[v])
+                assert names_SK[n].tolist() == left[:others]
+                best = [log_p[v] for v in left[:others]]
+                assert others_SK[n].tolist() == pytest.approx(best, abs=1e-5)
 
 
 def test_rows_divided_by_one_are_the_same_bits() -> None:
@@ -148,6 +175,28 @@ def test_a_prompt_in_pieces_is_whole_however_often_it_is_prefilled(
         found = pieces.up_to(100 + begin, values_S[begin:at])
         assert found.copy() == values_S[: at - 1].tolist()
     assert pieces.up_to(100 + at, values_S[at:]).copy() == values_S[: max(at, length - 1)].tolist()
+
+
+def test_pieces_of_several_values_a_row_are_bytes() -> None:
+    values_SK, pieces = torch.arange(30.0).view(10, 3), Pieces()
+    pieces.up_to(7, values_SK[:4])
+    text = pieces.up_to(11, values_SK[4:]).copy()
+    assert isinstance(text, str)
+    given, others, names = read_listed(text, 3, 0)
+    assert given.tolist() == values_SK[:-1].tolist()
+    assert others.shape == names.shape == (9, 0)
+
+
+def test_listed_tokens_arrive_as_they_were_sent() -> None:
+    ids_NK = torch.arange(12, dtype=torch.int32).view(4, 3) * 1000
+    arrived = Listed.read(json.loads(json.dumps(Listed(20, ids_NK, 5).to_json())))
+    assert (arrived.first, arrived.others) == (20, 5)
+    assert torch.equal(arrived.ids_NK, ids_NK)
+    # The row that a token is sampled from is past the last one.
+    assert torch.equal(arrived.at(22, 3), ids_NK[[2, 3, 3]])
+    for begin, rows in ((19, 2), (22, 4)):
+        with pytest.raises(UnknownPassError, match="where ids are given for 4 from 20 on"):
+            arrived.at(begin, rows)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +283,20 @@ def test_at_one_nothing_is_touched() -> None:
     output = _forward(_batch(asked, [3, 2], [0, 2]), logits_NV)
     assert torch.equal(logits_NV, before_NV)
     assert output.customized_info == {plugin.TEMPERATURE_KEY: [1.0, None]}
+
+
+def test_listed_tokens_are_read_off_at_one_as_well() -> None:
+    listed = Listed(0, torch.tensor([[4, 1], [0, 3]], dtype=torch.int32), 0)
+    asked = [plugin.Asked(1.0, True, False, listed=listed), plugin.Asked(1.0, True, False)]
+    logits_NV = torch.randn(5, 10)
+    before_NV = logits_NV.clone()
+    output = _forward(_batch(asked, [3, 2], [0, 0]), logits_NV)
+    assert torch.equal(logits_NV, before_NV)
+    found, nothing = output.customized_info[plugin.LISTED_KEY]
+    assert nothing is None
+    given_NK, _, _ = read_listed(found.copy(), 2, 0)
+    expected_NK = torch.log_softmax(before_NV, 1)[:2].gather(1, listed.ids_NK.long())
+    assert given_NK.tolist() == [pytest.approx(row, abs=1e-5) for row in expected_NK.tolist()]
 
 
 def test_a_pass_without_input_logprobs_is_left_alone() -> None:
@@ -623,6 +686,18 @@ def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
     for ask, meta in zip(asks, served_in_pieces.generate(asks), strict=True):
         assert len(meta[plugin.UNSCALED_KEY][0]) == len(ask.prompt) - 1
         assert served_in_pieces.unscaled_gap(ask, meta) <= TOLERANCE
+
+    # And so do the log-probs of listed tokens.
+    for t in (0.7, 1.0):
+        prompt, start = _prompt(rng, 150, 200), 20
+        ids_NK = torch.stack([torch.randperm(VOCAB_SIZE)[:4] for _ in prompt[start + 1 :]]).int()
+        sent = {"custom_params": {plugin.LISTED_SWITCH: Listed(start, ids_NK, 2).to_json()}}
+        [meta] = served_in_pieces.generate([Ask(prompt, t, start=start, sampling=sent)])
+        [text] = meta[plugin.LISTED_KEY]
+        given_NK, others_NK, names_NK = (torch.tensor(v) for v in read_listed(text, 4, 2))
+        truth_NV = torch.log_softmax(served_in_pieces.truth.logits_TV(prompt)[start:-1] / t, 1)
+        assert (given_NK - truth_NV.gather(1, ids_NK.long())).abs().max() <= TOLERANCE
+        assert (others_NK - truth_NV.gather(1, names_NK.long())).abs().max() <= TOLERANCE
 
 
 @needs_sglang

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from actors.sglang.requests import forced_body, passes_of, sampling_body, scoring_body
+from actors.sglang.plugin.hooks import LISTED_SWITCH
+from actors.sglang.plugin.row_temperatures import Listed
+from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.sampling import EvalSampling, TrainSampling
 from distill.stops import StopTokens
@@ -83,13 +86,30 @@ def test_a_pass_for_every_temperature_that_does_not_come_along(
 def test_the_likeliest_are_asked_for_at_the_first_temperature_alone() -> None:
     wants = ScoreRequest(tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), top_k=3)
     plain = ScoreRequest(tokens_T=CHAIN_T[:3], start=1, temperatures=(0.7, 1.0))
-    body = scoring_body([(wants, 0.7), (wants, 0.5), (plain, 0.7)])
+    passes = [(wants, 0.7), (wants, 0.5), (plain, 0.7)]
+    body = scoring_body([(in_pass(request, t), t) for request, t in passes])
     assert body["input_ids"] == [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6]]
     assert body["logprob_start_len"] == [1, 1, 0]
     assert body["top_logprobs_num"] == [3, 0, 0]
     assert [params["temperature"] for params in body["sampling_params"]] == [0.7, 0.5, 0.7]
     switches = [params["custom_params"] for params in body["sampling_params"]]
     assert [list(switch.values()) for switch in switches] == [[False], [False], [True]]
+
+
+def test_given_tokens_are_the_plugin_s_business() -> None:
+    given_NK = np.array([[8, 3], [2, 9]], np.int32)
+    wants = ScoreRequest(
+        tokens_T=CHAIN_T, start=2, temperatures=(0.7, 0.5), given_NK=given_NK, top_k=3
+    )
+    assert passes_of(wants) == [0.7, 0.5]
+    body = scoring_body([(in_pass(wants, t), t) for t in (0.7, 0.5)], event=(1, 6))
+    assert body["top_logprobs_num"] == [0, 0], "SGLang's own would be of all tokens"
+    first, second = (params["custom_params"] for params in body["sampling_params"])
+    assert LISTED_SWITCH not in second
+    sent = Listed.read(first[LISTED_SWITCH])
+    # The row before the first scored token is the one that predicts it; the event's tokens behind.
+    assert (sent.first, sent.others) == (1, 3)
+    assert sent.ids_NK.tolist() == [[8, 3, 1, 6], [2, 9, 1, 6]]
 
 
 def test_the_decode_reference_is_one_token_after_each_context() -> None:

@@ -18,6 +18,7 @@ from distill.sampling import UNSCALED
 from distill.types import Segment, TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import group, ids, sample, segment, trajectory
+from tests.tiny import VOCAB_SIZE
 
 TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
 TOP_K = 4
@@ -119,6 +120,36 @@ def test_the_teacher_scores_actions_after_its_own_context(top_k: int) -> None:
     expect_taught(scored, TEACHER, top_k)
     expect_otherwise_the_same(scored, before)
     assert all(of.reference_logprobs_T is None for of in scored.segments())
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_teacher_is_asked_at_the_policys_likeliest_tokens(top_k: int) -> None:
+    rng = np.random.default_rng(0)
+    before, wanted = unscored(), []
+
+    def with_ids(of: Segment) -> Segment:
+        ids_NK = np.stack([rng.permutation(VOCAB_SIZE)[:TOP_K] for _ in range(of.num_actions)])
+        wanted.append(ids_NK.astype(np.int32))
+        return replace(of, policy_top_ids_NK=wanted[-1])
+
+    before = replace(
+        before,
+        trajectories_G=tuple(
+            replace(member, segments=tuple(map(with_ids, member.segments)))
+            for member in before.trajectories_G
+        ),
+    )
+    scored = run(score_group(TEACHER, before, top_k=top_k))
+    for of, ids_NK in zip(scored.segments(), wanted, strict=True):
+        assert of.policy_top_ids_NK is None, "they are part of teacher_top now"
+        assert of.teacher_top is not None and of.teacher_top.k == TOP_K + top_k
+        np.testing.assert_array_equal(of.teacher_top.ids_NK[:, :TOP_K], ids_NK)
+        for row, t in enumerate(np.flatnonzero(of.action_mask_T)):
+            log_q_V = TEACHER.distribution_V(seen_by_teacher(of, t), of.temperature)
+            ids_K = of.teacher_top.ids_NK[row]
+            assert of.teacher_top.logprobs_NK[row].tolist() == log_q_V[ids_K].tolist()
+            others = [v for v in np.argsort(-log_q_V).tolist() if v not in ids_NK[row]]
+            assert ids_K[TOP_K:].tolist() == others[:top_k]
 
 
 def test_the_reference_scores_actions_after_the_policys_context() -> None:
@@ -306,7 +337,7 @@ def top_of_one_position_fewer(score: Score) -> Score:
     "spoil, message",
     [
         (one_fewer, "the teacher returned 2 log-probs for 3 tokens"),
-        (without_top, "likeliest tokens of shape None, asked for were 4 at each of 3 positions"),
+        (without_top, "log-probs of tokens of shape None, asked for were 4 at each of 3 positions"),
         (top_of_one_position_fewer, r"of shape \(2, 4\), asked for were 4 at each of 3 positions"),
     ],
 )

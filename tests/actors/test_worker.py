@@ -144,7 +144,7 @@ def test_every_lease_is_rolled_out_scored_and_put() -> None:
 def test_each_group_goes_to_the_teacher_it_names_and_all_to_the_reference() -> None:
     teachers = {"even": PrefixEngine(1), "odd": PrefixEngine(2)}
     reference = PrefixEngine(3)
-    done = run(Sink(groups=4), teachers=teachers, reference=reference, top_k=3)
+    done = run(Sink(groups=4), teachers=teachers, reference=reference, teacher_top_k=3)
     for group_id, group in done.items():
         teacher = teachers["odd" if group_id % 2 else "even"]
         expect_scored_by(teacher, group, "teacher_logprobs_T")

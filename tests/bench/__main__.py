@@ -91,6 +91,7 @@ def _opd(config: BenchConfig, pair: tuple[str, str, str], out: Path, staleness: 
         engine=config.engine,
         checkpoint_every=10_000,
         eval_size=1,
+        estimator="sampled",
     )
 
 

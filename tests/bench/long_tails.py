@@ -160,7 +160,7 @@ def _run(
         student=student, teacher=teacher, prompts=prompts, out=str(out), seed=seed, steps=steps,
         temperature=TEMPERATURE, prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE,
         max_new_tokens=MAX_NEW_TOKENS, lr=1e-4, engine="embedded", checkpoint_every=10_000,
-        eval_size=32, **settings,
+        eval_size=32, estimator="sampled", **settings,
     )  # fmt: skip
     run_on_policy(config, Console(quiet=True))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

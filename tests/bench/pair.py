@@ -1,18 +1,25 @@
-"""The bench's own pair: a 1.3 M student, a 5.8 M teacher, random weights, random words.
+"""The bench's own pairs: a 1.3 M student, a 5.8 M teacher.
 
-Speed does not depend on what the weights know. Random models hardly ever sample EOS, so every
-response has the full length, here and in the peer: equal work.
+`make_pair`: random weights, random words. Speed does not depend on what the weights know. Random
+models hardly ever sample EOS, so every response has the full length, here and in the peer: equal
+work. `make_taught_pair`: both have read a text, the teacher far more of it, so that there is
+something to distil.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.loading import new_qwen3
 
@@ -32,9 +39,67 @@ def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
     rng = np.random.default_rng(0)
     words = _words(rng)
     texts = [" ".join(rng.choice(words, size=PROMPT_WORDS)) for _ in range(num_prompts)]
-    tokenizer = _tokenizer(words)
-    for name, hidden, layers, seed in (("student", 128, 4, 1), ("teacher", 256, 6, 2)):
-        model = new_qwen3(
+    tokenizer = _tokenizer([" ".join(words)])
+    return _saved(directory, tokenizer, _new_models(tokenizer), texts)
+
+
+def make_taught_pair(directory: Path, texts: Sequence[str], num_prompts: int = 512) -> Pair:
+    """The same of two models that have read `texts`; prompts are the beginnings of some of them,
+    which neither has read."""
+    tokenizer = _tokenizer(texts)
+    order = np.random.default_rng(0).permutation(len(texts))
+    asked = [" ".join(texts[i].split()[:PROMPT_WORDS]) for i in order[:num_prompts]]
+    read = [texts[i] for i in order[num_prompts:]]
+    taught = _new_models(tokenizer)
+    for name, steps in (("student", STUDENT_STEPS), ("teacher", TEACHER_STEPS)):
+        _read(taught[name], tokenizer, read, steps)
+    return _saved(directory, tokenizer, taught, asked)
+
+
+# Updates of `READ_ROWS` rows of `READ_WIDTH` tokens.
+STUDENT_STEPS, TEACHER_STEPS = 30, 300
+READ_ROWS, READ_WIDTH, READ_LR = 8, 96, 1e-3
+
+
+def _read(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], steps: int
+) -> None:
+    """Plain next-token training, on the texts end to end."""
+    ids = [
+        token
+        for text in texts
+        for token in (*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id)
+    ]
+    rows_RT = torch.tensor(ids[: len(ids) // READ_WIDTH * READ_WIDTH]).view(-1, READ_WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=READ_LR)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        picked = torch.randint(len(rows_RT), (READ_ROWS,), generator=generator)
+        optimizer.zero_grad()
+        model(input_ids=rows_RT[picked], labels=rows_RT[picked]).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def docstrings(least_words: int = 40) -> list[str]:
+    """English prose that is on every machine: docstrings of Python's standard library."""
+    return [
+        text
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        for text in _docstrings_of(path)
+        if len(text.split()) >= least_words
+    ]
+
+
+def _docstrings_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def _new_models(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedModel]:
+    return {
+        name: new_qwen3(
             vocab_size=VOCAB_SIZE,
             hidden_size=hidden,
             layers=layers,
@@ -44,6 +109,17 @@ def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
             pad_token_id=tokenizer.pad_token_id,
             seed=seed,
         )
+        for name, hidden, layers, seed in (("student", 128, 4, 1), ("teacher", 256, 6, 2))
+    }
+
+
+def _saved(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    pair: dict[str, PreTrainedModel],
+    texts: Sequence[str],
+) -> Pair:
+    for name, model in pair.items():
         model.save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     prompts = directory / "prompts.jsonl"
@@ -55,7 +131,7 @@ def make_pair(directory: Path, num_prompts: int = 512) -> Pair:
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """The pair's tokenizer."""
-    return _tokenizer(_words(np.random.default_rng(0)))
+    return _tokenizer([" ".join(_words(np.random.default_rng(0)))])
 
 
 def _words(rng: np.random.Generator) -> list[str]:
@@ -63,7 +139,7 @@ def _words(rng: np.random.Generator) -> list[str]:
     return ["".join(rng.choice(letters, size=rng.integers(2, 9))) for _ in range(6000)]
 
 
-def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,5 +149,5 @@ def _tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([" ".join(words)], trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")

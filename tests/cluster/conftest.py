@@ -26,6 +26,7 @@ def opd(tiny_pair: TinyPair, tmp_path: Path) -> Callable[..., OpdConfig]:
                 "out": str(tmp_path / "out"),
                 "temperature": 0.7,
                 "max_new_tokens": 8,
+                "estimator": "sampled",
             }
             | changes
         )

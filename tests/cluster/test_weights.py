@@ -399,6 +399,7 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
         student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
         out=str(tmp_path / "run"), temperature=T, steps=3, prompts_per_step=4, group_size=2,
         max_new_tokens=8, eval_size=2, engine="embedded", weights="disk", local=True,
+        estimator="sampled",
     )  # fmt: skip
     run_on_policy(config, Console(quiet=True))
     for step in metrics(tmp_path / "run"):

@@ -64,13 +64,13 @@ REFUSED_OF_TEACHERS: list[tuple[dict[str, Any], str]] = [
     ({"estimator": "k3"}, "estimator=k3 is refused: differentiated as a loss, q/p - 1 + log p/q "
      "has the gradient of the forward KL, not of the reverse; say divergence=forward_kl"),
     ({"estimator": "topk"}, "estimator=topk is unknown; did you mean 'top_k'?"),
-    ({"estimator": "exact"}, "estimator=exact is unknown; known: full, sampled, top_k"),
+    ({"estimator": "exact"}, "estimator=exact is unknown; known: auto, full, sampled, top_k"),
     ({"divergence": "forward_kl"}, "divergence=forward_kl needs estimator=full or top_k: the "
      "log-prob of one sampled token does not tell it"),
     ({"divergence": "jsd"}, "divergence=jsd needs estimator=full or top_k"),
     ({"estimator": "full", "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 needs "
      "estimator=sampled, or a reference_kl_coef: a divergence of whole distributions has no"),
-    ({"estimator": "top_k", "tail": "sampled", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
+    ({"estimator": "top_k", "kl_discount_factor": 0.5, "reference_kl_coef": 0.1},
      "kl_discount_factor=0.5 needs estimator=sampled: with tail=sampled only a part of the"),
     ({"kl_coef": 0.0, "kl_discount_factor": 0.5}, "kl_discount_factor=0.5 changes nothing without "
      "a teacher and with reference_kl_coef=0"),
@@ -80,6 +80,8 @@ REFUSED_OF_TEACHERS: list[tuple[dict[str, Any], str]] = [
     ({"estimator": "full", "tail": "sampled"}, "tail=sampled changes nothing without"),
     ({"jsd_beta": 0.5}, "jsd_beta=0.5 changes nothing without divergence=jsd"),
     ({"teacher_top_k": 8}, "teacher_top_k=8 changes nothing without estimator=top_k"),
+    ({"top_k_from": "union"}, "top_k_from=union changes nothing without estimator=top_k"),
+    ({"estimator": "top_k", "top_k_from": "studnet"}, "top_k_from=studnet is unknown; did you"),
     ({"estimator": "top_k", "teacher_top_k": 0}, "teacher_top_k=0 must be at least 1"),
     *(({"estimator": "full", "divergence": "jsd", "jsd_beta": end}, f"jsd_beta={end} must lie "
        "between 0 and 1: at either end the generalised JSD and its gradient are zero; "
@@ -121,11 +123,41 @@ def test_what_makes_sense_passes(settings: dict[str, Any]) -> None:
     assert {name: getattr(made, name) for name in settings} == settings
 
 
-def test_the_teacher_is_asked_for_its_top_by_that_estimator_alone() -> None:
-    assert ObjectiveConfig().asked_of_teacher == 0
-    assert ObjectiveConfig(estimator="full").asked_of_teacher == 0
-    assert ObjectiveConfig(estimator="top_k").asked_of_teacher == DEFAULT_TOP_K
-    assert ObjectiveConfig(estimator="top_k", teacher_top_k=5).asked_of_teacher == 5
+@pytest.mark.parametrize(
+    ("settings", "of_policy", "of_teacher"),
+    [
+        ({"estimator": "sampled"}, 0, 0),
+        ({"estimator": "full"}, 0, 0),
+        ({"estimator": "top_k"}, DEFAULT_TOP_K, 0),
+        ({"estimator": "top_k", "teacher_top_k": 5}, 5, 0),
+        ({"estimator": "top_k", "divergence": "forward_kl"}, 0, DEFAULT_TOP_K),
+        ({"estimator": "top_k", "divergence": "jsd"}, DEFAULT_TOP_K, DEFAULT_TOP_K),
+        ({"estimator": "top_k", "teacher_top_k": 5, "top_k_from": "teacher"}, 0, 5),
+        ({"estimator": "top_k", "teacher_top_k": 5, "top_k_from": "union"}, 5, 5),
+    ],
+)
+def test_whose_likeliest_tokens_are_asked_for(
+    settings: dict[str, Any], of_policy: int, of_teacher: int
+) -> None:
+    made = ObjectiveConfig(**settings)
+    assert (made.asked_of_policy, made.asked_of_teacher) == (of_policy, of_teacher)
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({"estimator": "sampled"}, False),
+        ({"estimator": "full"}, False),
+        ({"estimator": "top_k"}, True),
+        ({"estimator": "top_k", "tail": "bucket"}, False),
+        ({"estimator": "top_k", "divergence": "jsd"}, False),
+        ({"estimator": "top_k", "divergence": "forward_kl"}, False),
+    ],
+)
+def test_the_tail_is_sampled_where_that_is_unbiased(
+    settings: dict[str, Any], samples: bool
+) -> None:
+    assert ObjectiveConfig(**settings).samples_tail is samples
 
 
 def test_a_distillation_needs_its_teacher() -> None:

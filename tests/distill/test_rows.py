@@ -81,11 +81,11 @@ def test_each_teacher_s_term_counts_by_its_weight() -> None:
     assert coefs == [0.75, 3.0]
 
 
-@pytest.mark.parametrize("estimator", ["full", "top_k"])
-def test_a_divergence_is_a_coefficient_and_no_advantage(estimator: str) -> None:
+@pytest.mark.parametrize("how", [{"estimator": "full"}, {"estimator": "top_k", "tail": "bucket"}])
+def test_a_divergence_is_a_coefficient_and_no_advantage(how: dict[str, Any]) -> None:
     """It needs no log-prob of the sampled token, and takes context and top along."""
     made = with_top()
-    objective = ObjectiveConfig(estimator=estimator, kl_coef=0.5)
+    objective = ObjectiveConfig(**how, kl_coef=0.5)
     [row] = policy_rows([one_group(made)], objective)
     assert row.teacher_coef == 0.5 and not row.advantages_T.any()
     assert row.teacher_top is made.teacher_top

@@ -25,7 +25,7 @@ def opd_arguments(pair: Any, out: Path, **overrides: object) -> list[str]:
         "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": out,
         "temperature": 0.7, "steps": 6, "prompts_per_step": 4, "group_size": 2,
         "max_new_tokens": 8, "lr": 3e-3, "checkpoint_every": 2, "eval_size": 2,
-        "engine": "embedded",
+        "engine": "embedded", "estimator": "sampled",
     } | overrides  # fmt: skip
     return [f"{name}={value}" for name, value in settings.items()]
 

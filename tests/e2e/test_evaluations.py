@@ -43,6 +43,7 @@ def distil(
         "prompts": rows(out.parent / f"{out.name}-train.jsonl", f"{out}|{training}"),
         "eval_prompts": rows(out.parent / f"{out.name}-eval.jsonl", f"{out}|{waits_for}"),
         "reward": "tests.e2e.patient_reward:reward", "try_first": False,
+        "estimator": "sampled",
     } | overrides  # fmt: skip
     config = OpdConfig(student=pair.student, teacher=pair.teacher, out=str(out), **settings)
     run_on_policy(config, Console(quiet=True))

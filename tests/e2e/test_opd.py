@@ -28,7 +28,7 @@ def distil(pair: TinyPair, out: Path, **overrides: object) -> Path:
     settings = {
         "temperature": 0.7, "steps": 30, "prompts_per_step": PROMPTS_PER_STEP, "group_size": 8,
         "max_new_tokens": 8, "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100,
-        "engine": "embedded", "local": True,
+        "engine": "embedded", "local": True, "estimator": "sampled",
     } | overrides  # fmt: skip
     config = OpdConfig(
         student=pair.student, teacher=pair.teacher, prompts=pair.prompts, out=str(out), **settings

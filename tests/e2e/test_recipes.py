@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 SMALL = {
     "temperature": 0.7, "steps": 20, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8,
     "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
-    "local": True,
+    "local": True, "estimator": "sampled",
 }  # fmt: skip
 QUIET = Console(quiet=True)
 RUNS = ("straight", "halves")
@@ -55,10 +55,16 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
         pytest.param(
             {"estimator": "full", "divergence": "jsd", "jsd_beta": 0.9}, marks=pytest.mark.slow
         ),
-        pytest.param({"estimator": "top_k", "teacher_top_k": 16}, marks=pytest.mark.slow),
-        {"estimator": "top_k", "teacher_top_k": 16, "tail": "sampled"},
+        pytest.param(
+            {"estimator": "top_k", "teacher_top_k": 16, "tail": "bucket"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"estimator": "top_k", "teacher_top_k": 8, "top_k_from": "union"},
+            marks=pytest.mark.slow,
+        ),
+        {"estimator": "top_k", "teacher_top_k": 16},
     ],
-    ids=["full", "jsd", "bucket", "sampled tail"],
+    ids=["full", "jsd", "bucket", "union", "sampled tail"],
 )
 def test_whole_distributions_lower_the_exact_kl(
     tiny_pair: TinyPair, tmp_path: Path, settings: dict

@@ -123,10 +123,11 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_teacher_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """One server names the tokens as it samples, the other says what it thinks of them."""
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
-        max_staleness=0,
+        tail="bucket", max_staleness=0,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0
     for step in metrics(tmp_path / "run"):

@@ -49,6 +49,7 @@ def settings(pair: TinyPair, out: Path, **changes: object) -> dict[str, object]:
         "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": str(out),
         "temperature": 0.7, "steps": 3, "prompts_per_step": 4, "group_size": 2,
         "max_new_tokens": 8, "lr": 3e-3, "eval_size": 2, "engine": "embedded", "max_staleness": 0,
+        "estimator": "sampled",
     } | changes  # fmt: skip
 
 

@@ -23,7 +23,9 @@ from tests.samples import trajectory
 from tests.tiny import VOCAB_SIZE
 
 TOP_K, KL_COEF, JSD_BETA = 5, 0.7, 0.3
-TOP: dict[str, Any] = {"estimator": "top_k", "teacher_top_k": TOP_K}
+TOP: dict[str, Any] = {
+    "estimator": "top_k", "teacher_top_k": TOP_K, "top_k_from": "teacher", "tail": "bucket",
+}  # fmt: skip
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "sampled": {},
     "sampled, discounted": {"kl_discount_factor": 0.5},

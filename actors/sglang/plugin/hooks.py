@@ -8,9 +8,10 @@ environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of
     LogitsMetadata.from_forward_batch  carries the note along, for models that call it themselves
     LogitsProcessor.forward            T = 1 throughout: stock. Otherwise it works out whose row is
                                        whose, and gives the sampler its undivided logits back
-    LogitsProcessor._get_logits        divides each chunk of logits, row by row
+    LogitsProcessor._get_logits        divides each chunk of logits, row by row, and reads listed
+                                       tokens' log-probs off it
     SchedulerOutputStreamer.is_request_level_customized_info_key
-                                       has the two fields below sent once per request
+                                       has the fields below sent once per request
 
 In the response's `meta_info`, each a list (as SGLang has all such fields) whose element 0 counts:
 
@@ -22,6 +23,11 @@ In the response's `meta_info`, each a list (as SGLang has all such fields) whose
                                 and at T != 1: log softmax(z) of the prompt's scored tokens, in
                                 however many chunks it was prefilled. It lines up with
                                 `input_token_logprobs`, which begin with one that has none.
+    input_logprobs_listed       [text], on request (`custom_params={"isotherm_listed": ...}`, what
+                                `Listed.to_json` makes): the log-probs at T of tokens that are given
+                                for each scored position, and of the likeliest others; float32 in
+                                base64, as `read_listed` takes it. Not a list of tuples: these are
+                                as many numbers as positions times tokens.
 
 A request that was retracted after its prefill has a second element for the second prefill.
 
@@ -39,7 +45,8 @@ import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from actors.sglang.plugin.internals import (
     BATCH,
@@ -52,6 +59,7 @@ from actors.sglang.plugin.internals import (
     unrecognised_internals,
 )
 from actors.sglang.plugin.row_temperatures import (
+    Listed,
     Pieces,
     RequestRows,
     ScaledRows,
@@ -61,9 +69,13 @@ from actors.sglang.plugin.row_temperatures import (
 
 logger = logging.getLogger(__name__)
 
+Kept = TypeVar("Kept")
+
 TEMPERATURE_KEY = "input_logprob_temperature"
 UNSCALED_KEY = "input_logprobs_unscaled"
 UNSCALED_SWITCH = "isotherm_unscaled"
+LISTED_KEY = "input_logprobs_listed"
+LISTED_SWITCH = "isotherm_listed"
 
 _REFUSAL = (
     "isotherm's SGLang plugin does not recognise this SGLang, and without it input log-probs would "
@@ -76,6 +88,7 @@ _REMEDY = (
 _NOTE = "_isotherm_asked"
 _PASS = "_isotherm_pass"
 _PIECES = "_isotherm_pieces"
+_LISTED = "_isotherm_listed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +97,9 @@ class Asked:
 
     Attributes:
         begin: position of the first row whose log-prob this pass returns.
-        pieces: what earlier passes over its prompt have returned.
+        pieces: what earlier passes over its prompt have returned, unscaled.
+        listed: tokens that it wants to know of at each row.
+        listed_pieces: of those, what earlier passes have returned.
     """
 
     temperature: float
@@ -92,6 +107,8 @@ class Asked:
     unscaled: bool
     begin: int = 0
     pieces: Pieces = field(default_factory=Pieces, compare=False)
+    listed: Listed | None = field(default=None, compare=False)
+    listed_pieces: Pieces = field(default_factory=Pieces, compare=False)
 
 
 @dataclass(frozen=True)
@@ -168,7 +185,9 @@ def note_requests(forward_batch: Any, _cls: Any, batch: Any, *_args: Any, **_kwa
             input_logprobs=req.return_logprob and id(req) not in decoding,
             unscaled=bool((req.sampling_params.custom_params or {}).get(UNSCALED_SWITCH)),
             begin=begin,
-            pieces=_pieces_of(req),
+            pieces=_kept_on(req, _PIECES, Pieces),
+            listed=_kept_on(req, _LISTED, partial(_listed_by, req)),
+            listed_pieces=_kept_on(req, _LISTED + _PIECES, Pieces),
         )
         for req, begin in zip(batch.reqs, _begins_of(batch), strict=True)
     ]
@@ -186,11 +205,16 @@ def _begins_of(batch: Any) -> list[int]:
     return [prefix + start for prefix, start in zip(prefixes, starts, strict=True)]
 
 
-def _pieces_of(req: Any) -> Pieces:
+def _kept_on(req: Any, name: str, make: Callable[[], Kept]) -> Kept:
     """Kept on the request, from one chunk of its prompt to the next."""
-    if not hasattr(req, _PIECES):
-        setattr(req, _PIECES, Pieces())
-    return getattr(req, _PIECES)
+    if not hasattr(req, name):
+        setattr(req, name, make())
+    return getattr(req, name)
+
+
+def _listed_by(req: Any) -> Listed | None:
+    sent = (req.sampling_params.custom_params or {}).get(LISTED_SWITCH)
+    return None if sent is None else Listed.read(sent)
 
 
 def carry_note(metadata: Any, _cls: Any, forward_batch: Any) -> None:
@@ -222,13 +246,18 @@ def forward(
     requests = _requests_of(logits_metadata)
     echo = [a.temperature if a.input_logprobs and rows.scored else None for rows, a in requests]
     info: dict[str, list[Any]] = {TEMPERATURE_KEY: echo}
-    if all(a.temperature == 1 or not rows.scored for rows, a in requests):
+    if not any(rows.scored and (a.temperature != 1 or _lists(rows, a)) for rows, a in requests):
         output = run()
     else:
         scaled_rows = ScaledRows(
             [rows for rows, _ in requests],
             [a.temperature for _, a in requests],
             unscaled=[g for g, (rows, a) in enumerate(requests) if _wants_unscaled(rows, a)],
+            listed={
+                g: (a.listed.at(a.begin, rows.scored), a.listed.others)
+                for g, (rows, a) in enumerate(requests)
+                if _lists(rows, a) and a.listed is not None
+            },
             vocab_size=processor.vocab_size,
             device=hidden_states.device,
         )
@@ -237,6 +266,13 @@ def forward(
             info[UNSCALED_KEY] = [
                 a.pieces.up_to(a.begin, scaled_rows.unscaled_of(g))
                 if _wants_unscaled(rows, a)
+                else None
+                for g, (rows, a) in enumerate(requests)
+            ]
+        if any(_lists(rows, a) for rows, a in requests):
+            info[LISTED_KEY] = [
+                a.listed_pieces.up_to(a.begin, scaled_rows.listed_of(g))
+                if _lists(rows, a)
                 else None
                 for g, (rows, a) in enumerate(requests)
             ]
@@ -258,6 +294,10 @@ def _requests_of(batch: Any) -> list[tuple[RequestRows, Asked]]:
 
 def _wants_unscaled(rows: RequestRows, asked: Asked) -> bool:
     return asked.unscaled and asked.input_logprobs and rows.scored > 0 and asked.temperature != 1
+
+
+def _lists(rows: RequestRows, asked: Asked) -> bool:
+    return asked.listed is not None and asked.input_logprobs and rows.scored > 0
 
 
 def _returns_input_logprobs(batch: Any) -> bool:
@@ -314,7 +354,7 @@ def once_per_request(_result: bool, _streamer: Any, key: str) -> bool | None:
 
     Otherwise SGLang cuts the values to the output tokens, of which max_new_tokens=0 has none.
     """
-    return True if key in (TEMPERATURE_KEY, UNSCALED_KEY) else None
+    return True if key in (TEMPERATURE_KEY, UNSCALED_KEY, LISTED_KEY) else None
 
 
 HOOKS = (

@@ -2,18 +2,22 @@
 
     requests    extend_lens, start_lens --> `rows_of_requests`: each one's run of pruned rows
     logits      chunk by chunk          --> `ScaledRows`: divided by T for the input log-probs, and
-                                            kept undivided where a token is sampled
+                                            kept undivided where a token is sampled; the log-probs
+                                            of `Listed` tokens are read off on the way
 
 Letters: N pruned rows of the pass, G its requests, S its scored rows (the ones whose input
-log-prob is asked for), V vocabulary.
+log-prob is asked for), K listed tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import base64
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,8 +66,54 @@ def rows_of_requests(extend_lens: Sequence[int], start_lens: Sequence[int]) -> l
     return rows
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Tokens of which one request wants to know the log-probs at each of its scored rows.
+
+    Attributes:
+        first: position of the row that `ids_NK` begins with.
+        ids_NK: int32, on the CPU: the given tokens, a row for each scored one.
+        others: also so many of the likeliest that are not given there.
+    """
+
+    first: int
+    ids_NK: Tensor
+    others: int
+
+    @classmethod
+    def read(cls, sent: Mapping[str, Any]) -> Listed:
+        """What `to_json` made."""
+        ids_N = np.frombuffer(base64.b64decode(sent["ids"]), "<i4").reshape(-1, sent["k"])
+        return cls(sent["first"], torch.from_numpy(ids_N.copy()), sent["others"])
+
+    def to_json(self) -> dict[str, Any]:
+        ids = self.ids_NK.numpy().astype("<i4").tobytes()
+        return {
+            "first": self.first,
+            "k": self.ids_NK.shape[1],
+            "ids": base64.b64encode(ids).decode(),
+            "others": self.others,
+        }
+
+    def at(self, begin: int, rows: int) -> Tensor:
+        """The given ids of the rows from position `begin` on. The row past the last, which a token
+        is sampled from, has those of the last.
+
+        Raises:
+            UnknownPassError: rows that the request did not ask about.
+        """
+        place = begin - self.first
+        if not 0 <= place <= place + rows <= len(self.ids_NK) + 1:
+            raise UnknownPassError(
+                f"{rows} rows from position {begin} on, where ids are given for "
+                f"{len(self.ids_NK)} from {self.first} on"
+            )
+        places = torch.arange(place, place + rows).clamp_(max=len(self.ids_NK) - 1)
+        return self.ids_NK[places]
+
+
 class ScaledRows:
-    """One forward pass with a temperature other than 1 among its scored requests.
+    """One forward pass with a temperature other than 1, or listed tokens, among its requests.
 
     Everything that outlives a chunk is made here, before the first: SGLang may compute the logits
     of a chunk in memory that it has borrowed from a CUDA graph.
@@ -71,6 +121,7 @@ class ScaledRows:
     Args:
         temperatures_G: each request's own.
         unscaled: requests whose log-probs are wanted at T = 1 as well, by their place in the batch.
+        listed: given ids of each scored row and the number of others, of requests that list tokens.
         vocab_size: most columns that the logits can have.
     """
 
@@ -82,6 +133,7 @@ class ScaledRows:
         unscaled: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        listed: Mapping[int, tuple[Tensor, int]] | None = None,
     ) -> None:
         assert len(rows) == len(temperatures_G)
         self._rows = rows
@@ -96,6 +148,10 @@ class ScaledRows:
         self._sampled_G = _to_device(torch.tensor(self.sampled_rows_G), device)
         self._undivided_GV = torch.empty(len(rows), vocab_size, device=device)
         self._unscaled_S = torch.empty(self.scored if unscaled else 0, device=device)
+        self._listed = {
+            g: _ListedRows(_to_device(ids_SK.long(), device), others)
+            for g, (ids_SK, others) in (listed or {}).items()
+        }
 
     @property
     def scored(self) -> int:
@@ -119,7 +175,9 @@ class ScaledRows:
         self._seen, self._width = hi, logits_NV.shape[1]
         self._note_undivided(logits_NV, lo, hi)
         self._note_unscaled(logits_NV, tokens_S, lo, hi)
-        return logits_NV.div_(self._divisors_N1[lo:hi])
+        scaled_NV = logits_NV.div_(self._divisors_N1[lo:hi])
+        self._note_listed(scaled_NV, lo, hi)
+        return scaled_NV
 
     def _note_undivided(self, logits_NV: Tensor, lo: int, hi: int) -> None:
         first, last = bisect_left(self.sampled_rows_G, lo), bisect_left(self.sampled_rows_G, hi)
@@ -135,6 +193,13 @@ class ScaledRows:
                 block_NV = logits_NV[row - lo : end - lo]
                 chosen_N = block_NV.gather(1, tokens_S[s:e, None]).squeeze(1)
                 self._unscaled_S[s:e] = chosen_N - block_NV.logsumexp(dim=1)
+
+    def _note_listed(self, scaled_NV: Tensor, lo: int, hi: int) -> None:
+        for g, listed in self._listed.items():
+            request = self._rows[g]
+            first, last = max(lo, request.first), min(hi, request.first + request.scored)
+            for row, end in _blocks(first, last, scaled_NV.shape[1]):
+                listed.note(scaled_NV[row - lo : end - lo], row - request.first)
 
     def undivided_GV(self) -> Tensor:
         """The logits to sample from, as the model gave them.
@@ -154,38 +219,83 @@ class ScaledRows:
         first = self._rows[g].first_scored
         return self._unscaled_S[first : first + self._rows[g].scored]
 
+    def listed_of(self, g: int) -> Tensor:
+        """Request g's listed tokens, float32 of shape (scored, given + 2 others): the log-probs of
+        the given ones, those of the others, and the others' ids, bit by bit."""
+        return self._listed[g].found()
+
+
+class _ListedRows:
+    """Listed tokens of one request's scored rows, as they come by."""
+
+    def __init__(self, ids_SK: Tensor, others: int) -> None:
+        self._ids_SK, self._others = ids_SK, others
+        listed = ids_SK.shape[1] + others
+        self._logprobs_SK = torch.empty(len(ids_SK), listed, device=ids_SK.device)
+        self._others_SK = torch.empty(len(ids_SK), others, dtype=torch.int32, device=ids_SK.device)
+
+    def note(self, scaled_NV: Tensor, first: int) -> None:
+        """Rows of logits, divided by T, that begin with the request's `first` scored one."""
+        rows = slice(first, first + len(scaled_NV))
+        ids_NK, given = self._ids_SK[rows], self._ids_SK.shape[1]
+        whole_N1 = scaled_NV.logsumexp(dim=1, keepdim=True)
+        self._logprobs_SK[rows, :given] = scaled_NV.gather(1, ids_NK) - whole_N1
+        if self._others:
+            best_NK, others_NK = scaled_NV.scatter(1, ids_NK, -torch.inf).topk(self._others, dim=1)
+            self._logprobs_SK[rows, given:] = best_NK - whole_N1
+            self._others_SK[rows] = others_NK.int()
+
+    def found(self) -> Tensor:
+        return torch.cat([self._logprobs_SK, self._others_SK.view(torch.float32)], dim=1)
+
 
 class Pieces:
-    """Log-probs at T = 1 of one prompt, which may be prefilled in several passes."""
+    """Values of one prompt's rows, which may be prefilled in several passes."""
 
     def __init__(self) -> None:
         self._by_begin: dict[int, Tensor] = {}
 
-    def up_to(self, begin: int, values_S: Tensor) -> TokenLogprobs:
+    def up_to(self, begin: int, values_S: Tensor) -> PromptValues:
         """All rows so far but the newest, which in a prompt's last pass is past its last token.
 
         A request that was retracted is prefilled again: what it has from `begin` on is dropped.
 
         Args:
             begin: position of the newest pass's first scored row.
-            values_S: of its scored rows.
+            values_S: of its scored rows, along their first dimension.
         """
         self._by_begin = {b: piece[: begin - b] for b, piece in self._by_begin.items() if b < begin}
         earlier = list(self._by_begin.values())
         # A copy: the values are a view of those of the whole batch.
         self._by_begin[begin] = values_S.clone()
-        return TokenLogprobs([*earlier, values_S[:-1]])
+        return PromptValues([*earlier, values_S[:-1]])
 
 
-class TokenLogprobs:
-    """Log-probs still on the device. SGLang copies what it hands to a request when the batch's
-    results are processed, after the forward: only then are they brought over."""
+class PromptValues:
+    """Values still on the device. SGLang copies what it hands to a request when the batch's results
+    are processed, after the forward: only then are they brought over. A list where there is one a
+    row, else their float32 bytes in base64."""
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._pieces = pieces
 
-    def copy(self) -> list[float]:
-        return torch.cat(list(self._pieces)).tolist()
+    def copy(self) -> list[float] | str:
+        values = torch.cat(list(self._pieces)).cpu()
+        if values.ndim == 1:
+            return values.tolist()
+        return base64.b64encode(values.numpy().astype("<f4").tobytes()).decode()
+
+
+def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probs of the given tokens, and of the others, and the others' ids, of `PromptValues`.
+
+    Raises:
+        ValueError: not base64, or of another size.
+    """
+    found = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    found_NK = found.reshape(-1, given + 2 * others)
+    ids_NK = np.ascontiguousarray(found_NK[:, given + others :]).view("<i4")
+    return found_NK[:, :given], found_NK[:, given : given + others], ids_NK
 
 
 def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:

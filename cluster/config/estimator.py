@@ -1,0 +1,117 @@
+"""`estimator=auto`: as much of the teacher's distribution as this run can have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import chz
+
+from actors.config import choose_dtype
+from actors.sglang.address import is_url
+from cluster.config.checks import ask_server
+from cluster.config.on_policy import OpdConfig
+from distill.errors import ConfigError
+from distill.models.loading import load_config, resolve_device, vocab_size
+from distill.objective.settings import AUTO, DEFAULT_TOP_K
+from learner.config import TOKEN_BUDGET
+from learner.memory import (
+    FROZEN,
+    TRAINED,
+    Holding,
+    estimate_memory,
+    estimate_pass,
+    free_bytes,
+    readable,
+)
+
+# Of the free memory; the rest is for caches, and for whatever else starts meanwhile.
+_SHARE = 0.7
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def with_estimator(config: OpdConfig) -> tuple[OpdConfig, str]:
+    """The settings with a name for estimator=auto, and a line that says which and why; else empty.
+
+    A run that has begun in `out=` keeps what it began with.
+
+    Raises:
+        ConfigError, EngineError: no estimator fits; a teacher's server does not answer.
+        CheckpointError: a model has no readable config.
+    """
+    if config.estimator != AUTO:
+        return config, ""
+    chosen, why = _begun(config) or _chosen(config)
+    line = f"estimator=auto: {chosen}, for {why} (docs/objectives.md)"
+    return chz.replace(config, estimator=chosen), line
+
+
+def _begun(config: OpdConfig) -> tuple[str, str] | None:
+    try:
+        written = json.loads((Path(config.out) / "config.json").read_text())
+        return str(written["settings"]["estimator"]), f"the run in {config.out} began with it"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # nothing there, or what `RunDirectory.check` refuses
+
+
+def _chosen(config: OpdConfig) -> tuple[str, str]:
+    if config.kl_discount_factor:
+        return "sampled", "kl_discount_factor is of sampled terms"
+    models = [teacher.model for teacher in config.teacher_models().values()]
+    served = {model: ask_server(model) for model in models if is_url(model)}
+    width = vocab_size(load_config(config.student))
+    alike = all(
+        width == (served[model].vocab_size if model in served else vocab_size(load_config(model)))
+        for model in models
+    )
+    without = [model for model, info in served.items() if not info.scores_given]
+    apart = "a teacher is a running server" if served else _does_not_fit(config, models)
+    # The sampled token tells the reverse KL alone; padding with mass would fail a step of `full`.
+    if config.divergence == "reverse_kl":
+        if not alike:
+            return "sampled", "student and teacher have vocabularies of different sizes"
+        if without:
+            return "sampled", f"the server at {without[0]} runs without isotherm's plugin"
+    if not apart:
+        return "full", "every teacher fits into memory beside the learner"
+    if width > 3 * DEFAULT_TOP_K:
+        return "top_k", f"{apart}: it is asked at likely tokens"
+    if config.divergence == "reverse_kl":
+        return "sampled", f"{apart}, and a vocabulary of {width} is small"
+    raise ConfigError(
+        f"estimator=auto finds none for divergence={config.divergence}: {apart}, and a vocabulary "
+        f"of {width} is little more than {DEFAULT_TOP_K} likely tokens; give estimator=top_k and a "
+        "teacher_top_k"
+    )
+
+
+def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
+    """The reason why the teachers do not fit beside a learner here; empty: they do."""
+    device = resolve_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    copy = Holding(_BYTES[dtype], f"a teacher's weights in {dtype}")
+    holding = FROZEN if config.trains_adapter else TRAINED
+    student = estimate_memory(config.student, holding)
+    copies = [estimate_memory(model, copy) for model in teachers]
+    passes = estimate_pass(
+        config.student,
+        dtype=choose_dtype(config.learner_dtype, device),
+        device=device,
+        workers=config.learner_workers,
+    )
+    if student is None or passes is None or any(each is None for each in copies):
+        return "the size of a model is not known before it is loaded"
+    copied = sum(each.bytes for each in copies if each is not None)
+    budget = config.token_budget or TOKEN_BUDGET[device]
+    needed = student.bytes // config.learner_workers + copied
+    needed += passes.bytes(budget, checkpointing=config.gradient_checkpointing is not False)
+    if device == "cpu":  # workers and engines share the machine
+        needed = needed * config.learner_workers + config.teacher_engines * copied
+        needed += config.policy_engines * student.parameters * copy.bytes_per_parameter
+    free = int(free_bytes(device) * _SHARE)
+    if needed <= free:
+        return ""
+    return (
+        f"teacher and learner together take {readable(needed)} of {readable(free)} that {device} "
+        "has for them"
+    )

@@ -1,0 +1,154 @@
+"""`estimator=auto`: what it chooses, why, and that a run keeps it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.config import estimator
+from cluster.config.estimator import with_estimator
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.recipes.on_policy import run_on_policy
+from distill.engine import EngineInfo
+from distill.errors import ConfigError
+from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
+
+NewOpd = Callable[..., OpdConfig]
+URL = "http://teacher:30000"
+
+
+def server(**changes: Any) -> EngineInfo:
+    settings: dict[str, Any] = {
+        "kind": "sglang (external)", "model": URL, "vocab_size": VOCAB_SIZE,
+        "context_length": 256, "weight_version": 0, "dtype": "float32", "eos_token_ids": None,
+        "tokenizer": None, "temperature_scaling": "s",
+    }  # fmt: skip
+    return EngineInfo(**settings | changes)
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimator, "free_bytes", lambda device: 1 << 20)
+
+
+def chosen(config: OpdConfig) -> tuple[str, str]:
+    made, line = with_estimator(config)
+    assert line.startswith(f"estimator=auto: {made.estimator}, for ")
+    return made.estimator, line
+
+
+def test_a_name_is_left_alone(opd: NewOpd) -> None:
+    config = opd(estimator="sampled")
+    assert with_estimator(config) == (config, "")
+
+
+def test_auto_is_the_default_of_opd(opd: NewOpd) -> None:
+    given = opd()
+    settings = {name: getattr(given, name) for name in ("student", "teacher", "prompts", "out")}
+    assert OpdConfig(**settings, temperature=0.7).estimator == "auto"
+
+
+def test_a_teacher_that_fits_is_known_in_full(opd: NewOpd) -> None:
+    for more in ({}, {"divergence": "jsd"}, {"lora_rank": 4, "learner_workers": 2}):
+        assert chosen(opd(estimator="auto", **more))[0] == "full"
+
+
+@pytest.mark.usefixtures("no_room")
+def test_one_that_does_not_is_asked_at_likely_tokens(opd: NewOpd) -> None:
+    for divergence in ("reverse_kl", "forward_kl"):
+        name, line = chosen(opd(estimator="auto", divergence=divergence))
+        assert name == "top_k"
+        assert re.search(r"take \S+ \w+ of 0.7 MiB that cpu has for them: it is asked", line)
+
+
+def test_future_terms_are_of_samples(opd: NewOpd) -> None:
+    assert chosen(opd(estimator="auto", kl_discount_factor=0.5))[0] == "sampled"
+
+
+def test_vocabularies_of_other_sizes(opd: NewOpd, tmp_path: Path) -> None:
+    wider = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, vocab_size=192)
+    save_tokenizer(wider)
+    assert chosen(opd(estimator="auto", teacher=wider))[0] == "sampled"
+    assert chosen(opd(estimator="auto", teacher=wider, divergence="jsd"))[0] == "full"
+
+
+@pytest.mark.parametrize(
+    "info, settings, expected",
+    [
+        ({}, {}, "top_k"),
+        ({"scores_given": False}, {}, "sampled"),
+        ({"scores_given": False}, {"divergence": "forward_kl"}, "top_k"),  # its own likeliest
+        ({"vocab_size": VOCAB_SIZE + 32}, {}, "sampled"),
+    ],
+)
+def test_a_running_server(
+    opd: NewOpd,
+    monkeypatch: pytest.MonkeyPatch,
+    info: dict[str, Any],
+    settings: dict[str, Any],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(estimator, "ask_server", lambda url: server(**info))
+    assert chosen(opd(estimator="auto", teacher=URL, **settings))[0] == expected
+
+
+def test_one_running_server_among_several_teachers(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimator, "ask_server", lambda url: server())
+    teachers = {"a": TeacherConfig(model=URL), "b": TeacherConfig(model=str(opd().teacher))}
+    assert chosen(opd(estimator="auto", teacher=None, teachers=teachers))[0] == "top_k"
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_small_vocabulary(opd: NewOpd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimator, "DEFAULT_TOP_K", VOCAB_SIZE // 3 + 1)
+    assert chosen(opd(estimator="auto"))[0] == "sampled"
+    with pytest.raises(ConfigError, match=r"auto finds none for divergence=jsd: .* teacher_top_k"):
+        with_estimator(opd(estimator="auto", divergence="jsd"))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_a_run_keeps_what_it_began_with(opd: NewOpd) -> None:
+    config = opd(estimator="auto")
+    Path(config.out).mkdir()
+    begun = Path(config.out) / "config.json"
+    begun.write_text(json.dumps({"recipe": "opd", "settings": {"estimator": "sampled"}}))
+    name, line = chosen(config)
+    assert name == "sampled" and "began with it" in line
+    begun.write_text("{")
+    assert chosen(config)[0] == "top_k"  # the run's own check says what is wrong with the file
+
+
+def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
+    shown = StringIO()
+    run_on_policy(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
+    assert "estimator=auto: full, for every teacher fits into memory" in shown.getvalue()
+    assert "1 x reverse_kl (full)" in shown.getvalue()
+
+
+@pytest.mark.slow
+def test_what_was_chosen_is_what_a_resumed_run_has(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: dict[str, Any] = {
+        "estimator": "auto", "local": True, "engine": "embedded", "prompts_per_step": 2,
+        "group_size": 2, "eval_size": 0,
+    }  # fmt: skip
+    config = opd(**small, steps=1)
+    run_on_policy(config, Console(quiet=True))
+    written = json.loads((Path(config.out) / "config.json").read_text())
+    assert written["settings"]["estimator"] == "full"
+    monkeypatch.setattr(estimator, "free_bytes", lambda device: 1 << 20)
+    run_on_policy(opd(**small, steps=2), Console(quiet=True))
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    assert ["opd/divergence" in json.loads(line) for line in lines if "time/step" in line] == [
+        True, True,
+    ]  # fmt: skip
