@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+from difflib import get_close_matches
 
 # Imported only when asked for: a command's imports are most of its start-up time.
 _COMMANDS = {
@@ -42,7 +43,12 @@ def main() -> int:
         lines = [f"  {name:17}{text}" for name, (_, text) in _COMMANDS.items()]
         print("usage: isotherm COMMAND key=value ...\n\ncommands:\n" + "\n".join(lines))
         print("\nisotherm COMMAND --help explains its settings")
-        return 0 if sys.argv[1:] in ([], ["--help"]) else 2
+        if sys.argv[1:] in ([], ["--help"]):
+            return 0
+        near = get_close_matches(sys.argv[1], _COMMANDS, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"error: {sys.argv[1]!r} is no command{meant}", file=sys.stderr)
+        return 2
     module, _ = _COMMANDS[sys.argv[1]]
     return importlib.import_module(module).main(sys.argv[2:])
 

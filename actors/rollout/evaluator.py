@@ -136,6 +136,10 @@ class Evaluator:
             try:
                 async with noted():
                     yield
+            except DataError as error:  # of a reward, which names itself
+                raise DataError(
+                    f"evaluation: {error}, in problem {self._problems.label(problem)}"
+                ) from error
             except (IsothermError, EngineError):
                 raise
             except Exception as error:  # it is the user's: it may raise anything

@@ -7,13 +7,16 @@
         "segments": [
           {"tokens": [...], "actions": [[12, 40]],
            "behaviour_logprobs": [...], "teacher_logprobs": [...], "versions": [...],
-           "advantages": [...], "bonuses": null, "teacher_top": null}]}]}
+           "advantages": [...], "bonuses": null, "teacher_top": null}]}],
+     "step_tokens": [[17, 40, 0.31, 0.12], ...]}
 
 `source` is named where prompts come from several, and `answer` is the prompt's. `actions` are the
 runs of tokens that the policy sampled, [start, stop), a turn each; the lists after it have an entry
 for each of those tokens alone. With estimator=top_k `teacher_top` has the teacher's first few
-tokens in each of those places, [id, log q], the likeliest first. The learner's leader writes the
-file, and nobody else: it alone has a step's groups and what they were trained with.
+tokens in each of those places, [id, log q], the likeliest first. `step_tokens`, of the first group
+kept of a step, are the tokens with the largest shares of the whole step's KL (`TokenGap`). The
+learner's leader writes the file, and nobody else: it alone has a step's groups and what they were
+trained with.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
+from distill.objective.metrics import TokenGap, tokens_by_gap
 from distill.types import BoolArray, LikeliestTokens, Segment, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 _NEWEST_BYTES = 16 << 20
 # Of what a teacher would have said at a token.
 ALTERNATIVES = 5
+# Tokens of a step, by their shares of its KL.
+STEP_TOKENS = 20
 
 
 class RolloutLog:
@@ -65,8 +71,10 @@ class RolloutLog:
             return
         from distill.objective.rows import rows_by_group  # torch; readers of the file need none
 
+        tokens: list[TokenGap] = tokens_by_gap(groups_P, STEP_TOKENS)
         for group, rows in islice(rows_by_group(groups_P, rows_D), None if self._whole else 1):
-            line = json.dumps(_group(step, group, rows), separators=(",", ":"))
+            made = _group(step, group, rows) | ({"step_tokens": tokens} if tokens else {})
+            tokens, line = [], json.dumps(made, separators=(",", ":"))
             self._lines.append(line.encode(), later=True)
         self._lines.flush()
 
@@ -240,6 +248,7 @@ class KeptGroup:
     temperature: float
     metrics: Mapping[str, float]
     trajectories_G: Sequence[KeptTrajectory]
+    step_tokens: Sequence[TokenGap] = ()
 
 
 def read_rollouts(path: Path) -> list[KeptGroup]:
@@ -316,6 +325,10 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
                 segments=[_kept_segment(segment) for segment in member["segments"]],
             )
             for member in row["trajectories"]
+        ],
+        step_tokens=[
+            TokenGap(int(id_), int(count), float(mean), float(share))
+            for id_, count, mean, share in row.get("step_tokens", ())
         ],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -119,6 +120,37 @@ def _teacher_metrics(segments: Sequence[Segment]) -> dict[str, float]:
         metrics["opd/reverse_kl_vs_q1"] = float(at_q1.mean())
         metrics["opd/bias"] = metrics["opd/reverse_kl_vs_q1"] - metrics["opd/reverse_kl"]
     return metrics
+
+
+class TokenGap(NamedTuple):
+    """A token of the vocabulary in a step's actions: how often it was sampled, the mean of its
+    log p_T - log q_T, and its share of the step's sum of |log p_T - log q_T|."""
+
+    id: int
+    count: int
+    mean: float
+    share: float
+
+
+def tokens_by_gap(groups_P: Sequence[TrajectoryGroup], most: int) -> list[TokenGap]:
+    """The tokens with the largest shares, at most so many, the largest first.
+
+    What a student is mostly taught may be a few tokens of style. Nothing where some segment was not
+    scored by a teacher.
+    """
+    segments = [segment for group in groups_P for segment in group.segments()]
+    gaps_N = _gaps(segments, [s.teacher_logprobs_T for s in segments])
+    if gaps_N is None:
+        return []
+    sampled_N = np.concatenate([s.tokens_T[s.action_mask_T] for s in segments])
+    ids_U, place_N, counts_U = np.unique(sampled_N, return_inverse=True, return_counts=True)
+    sizes_U = np.bincount(place_N, np.abs(gaps_N))
+    means_U = np.bincount(place_N, gaps_N) / counts_U
+    shares_U = sizes_U / max(sizes_U.sum(), 1e-12)
+    return [
+        TokenGap(int(ids_U[u]), int(counts_U[u]), float(means_U[u]), float(shares_U[u]))
+        for u in np.argsort(-sizes_U, kind="stable")[:most]
+    ]
 
 
 def _top_share(gaps_N: np.ndarray) -> float:

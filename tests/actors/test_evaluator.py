@@ -112,6 +112,19 @@ def test_an_error_of_somebodys_code_says_of_which_problem_and_where(
     assert str(raised.value).endswith("in the environment or reward of problem 2")
 
 
+def test_an_error_of_a_loaded_reward_says_of_which_problem(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    def reward(_response: str, answer: str) -> float:
+        if answer == "bb":
+            raise DataError("reward m:f raised KeyError (file.py:3)")
+        return 1.0
+
+    expected = r"evaluation: reward m:f raised KeyError \(file.py:3\), in problem 2$"
+    with pytest.raises(DataError, match=expected):
+        asyncio.run(evaluator_of(PROMPTS, tokenizer, reward).evaluate(POLICY, SERVING))
+
+
 def test_an_engine_s_error_stays_one(tokenizer: PreTrainedTokenizerBase) -> None:
     def lost(_response: str, _answer: str) -> float:
         raise EngineLost("it is gone")

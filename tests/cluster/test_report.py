@@ -365,6 +365,18 @@ def test_the_tokens_that_are_furthest_apart_lead_to_their_places(page: Page) -> 
         assert sampled[each["place"]][0] == each["id"]
 
 
+def test_the_tokens_with_most_of_the_newest_step_s_kl_are_named(page: Page) -> None:
+    found = page.data["by_share"]
+    sampled = {
+        (id_, text)
+        for segment in page.data["groups"][-1]["members"][0]["segments"]
+        for id_, text in zip(segment["ids"], segment["texts"], strict=True)
+    }
+    assert found["step"] == 3 and len(found["rows"]) <= 20
+    assert sum(row["share"] for row in found["rows"]) <= 1 + 1e-9
+    assert {(row["id"], row["text"]) for row in found["rows"]} & sampled
+
+
 def test_what_was_answered_stands_beside_what_was_asked(page: Page) -> None:
     one, two = page.data["responses"]
     assert (one["line"], one["prompt"], one["answer"]) == (1, f"1 {HOSTILE}", "1")

@@ -85,6 +85,32 @@ def test_a_group_is_kept_with_what_it_was_trained_with(tmp_path: Path) -> None:
     assert segments[1].bonuses_N is None
 
 
+def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_path: Path) -> None:
+    """Of all groups of the step, whichever of them are kept."""
+    path, groups = tmp_path / "rollouts.jsonl", [two_turns(), group(8)]
+    kept(path, groups, range(5, 7))
+    gaps: dict[int, list[float]] = {}
+    for made in groups[0].segments(), groups[1].segments():
+        for each in made:
+            assert each.teacher_logprobs_T is not None
+            for t in np.flatnonzero(each.action_mask_T):
+                gap = each.behaviour_logprobs_T[t] - each.teacher_logprobs_T[t]
+                gaps.setdefault(int(each.tokens_T[t]), []).append(float(gap))
+    total = sum(abs(gap) for each in gaps.values() for gap in each)
+    for found in read_rollouts(path):
+        shares = [each.share for each in found.step_tokens]
+        assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
+        assert {each.id for each in found.step_tokens} == gaps.keys()
+        for each in found.step_tokens:
+            expected = gaps[each.id]
+            assert each.count == len(expected)
+            assert each.mean == pytest.approx(np.mean(expected), abs=1e-6)
+            assert each.share == pytest.approx(np.abs(expected).sum() / total, abs=1e-6)
+    whole = RolloutLog(tmp_path / "whole", 1, whole=True)
+    whole.keep(1, groups, policy_rows(groups, OBJECTIVE))
+    assert [bool(each.step_tokens) for each in read_rollouts(tmp_path / "whole")] == [True, False]
+
+
 def test_a_group_of_a_run_that_kept_no_sources_and_answers_is_read(tmp_path: Path) -> None:
     kept(tmp_path / "r", [two_turns()], range(1, 2))
     row = json.loads((tmp_path / "r").read_text())

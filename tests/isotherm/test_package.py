@@ -46,6 +46,13 @@ def test_importing_it_imports_neither_torch_nor_ray(here: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_command_that_is_none_is_named_with_the_nearest(here: Path, script: str) -> None:
+    done = python(script, "trian", cwd=here)
+    assert done.returncode == 2
+    assert done.stderr == "error: 'trian' is no command; did you mean 'train'?\n"
+    assert {"demo", "show", "opd_vs_rl"} < set(done.stdout.split())
+
+
 def test_every_name_is_there() -> None:
     for name in isotherm._HOMES:
         assert getattr(isotherm, name) is not None and name in dir(isotherm)

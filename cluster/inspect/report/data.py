@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
+from cluster.inspect.report.tokens import furthest_apart, largest_shares
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import token_texts
 from distill.errors import CheckpointError
@@ -86,8 +86,6 @@ _OWN = "env/"
 _LOW, _HIGH = "_low", "_high"
 # Longer runs are drawn by means of as many steps as it takes.
 _MAX_POINTS = 1000
-# Tokens that student and teacher differ on most.
-_MAX_APART = 20
 # Problems of evaluations that are shown.
 _MAX_PROBLEMS = 64
 
@@ -117,6 +115,7 @@ def report_data(run: Run, groups: int) -> dict[str, Any]:
         "note": complaint if run.groups else why_no_rollouts(run),
         "groups": [group_data(group, tokenizer) for group in shown],
         "apart": furthest_apart(shown, tokenizer),
+        "by_share": largest_shares(run.groups, tokenizer),
         "against": None,
     }
 
@@ -381,32 +380,6 @@ def _texts_of_alternatives(
     if tokenizer is None or not ids:
         return None
     return {id_: str(tokenizer.decode([id_])) for id_ in sorted(ids)}
-
-
-def furthest_apart(
-    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
-) -> list[dict[str, Any]]:
-    """The sampled tokens on which student and teacher differ most, and where they are.
-
-    By |log p - log q|; `place` counts the tokens that a trajectory sampled.
-    """
-    found: list[tuple[float, dict[str, Any]]] = []
-    for group in groups:
-        for m, member in enumerate(group.trajectories_G):
-            place = 0
-            for segment in member.segments:
-                ids = segment.sampled_N
-                of_teacher = segment.teacher_logprobs_N
-                for n, student in enumerate(segment.behaviour_logprobs_N if of_teacher else ()):
-                    teacher = of_teacher[n] if of_teacher else 0.0
-                    where = {"step": group.step, "group": group.group_id, "member": m}
-                    token = {"id": ids[n], "student": student, "teacher": teacher}
-                    found.append((abs(student - teacher), where | token | {"place": place + n}))
-                place += len(ids)
-    worst = [each for _, each in nlargest(_MAX_APART, found, key=lambda pair: pair[0])]
-    for each in worst:
-        each["text"] = None if tokenizer is None else tokenizer.decode([each["id"]])
-    return worst
 
 
 def _segment(

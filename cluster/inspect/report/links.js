@@ -45,13 +45,32 @@ function showApart() {
     ];
     return make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
   });
-  byId("apart-table").append(
+  fillTable("apart", head, rows);
+}
+
+// The tokens that have most of a whole step's KL, kept or not.
+function showShares() {
+  const { step, rows } = data.by_share;
+  byId("by-share-title").textContent = `Tokens with most of the KL of step ${number(step, 6)}`;
+  const head = ["token", "id", "sampled", "mean log p − log q", "share of |log p − log q|"];
+  fillTable("by-share", head, rows.map((token) => {
+    const cells = [
+      token.text === null ? "–" : JSON.stringify(token.text), String(token.id),
+      number(token.count, 6), fixed(token.mean), `${number(100 * token.share)} %`,
+    ];
+    return make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
+  }));
+}
+
+function fillTable(id, head, rows) {
+  byId(`${id}-table`).append(
     make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))),
     make("tbody", {}, ...rows));
-  byId("apart").hidden = false;
+  byId(id).hidden = false;
 }
 
 if (data.apart.length) showApart();
+if (data.by_share) showShares();
 if (data.groups.length) {
   showLink();
   addEventListener("hashchange", showLink);

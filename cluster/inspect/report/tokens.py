@@ -1,0 +1,56 @@
+"""Tokens on which student and teacher differ: single ones with their places, and by the token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any
+
+from cluster.run_files.rollouts import KeptGroup
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# Single tokens that are shown.
+_MOST = 20
+
+
+def furthest_apart(
+    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
+) -> list[dict[str, Any]]:
+    """The sampled tokens on which student and teacher differ most, and where they are.
+
+    By |log p - log q|; `place` counts the tokens that a trajectory sampled.
+    """
+    found: list[tuple[float, dict[str, Any]]] = []
+    for group in groups:
+        for m, member in enumerate(group.trajectories_G):
+            place = 0
+            for segment in member.segments:
+                ids = segment.sampled_N
+                of_teacher = segment.teacher_logprobs_N
+                for n, student in enumerate(segment.behaviour_logprobs_N if of_teacher else ()):
+                    teacher = of_teacher[n] if of_teacher else 0.0
+                    where = {"step": group.step, "group": group.group_id, "member": m}
+                    token = {"id": ids[n], "student": student, "teacher": teacher}
+                    found.append((abs(student - teacher), where | token | {"place": place + n}))
+                place += len(ids)
+    worst = [each for _, each in nlargest(_MOST, found, key=lambda pair: pair[0])]
+    for each in worst:
+        each["text"] = _text(each["id"], tokenizer)
+    return worst
+
+
+def largest_shares(
+    groups: Sequence[KeptGroup], tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any] | None:
+    """The tokens that have most of the KL of the newest step of which they were kept."""
+    newest = next((group for group in reversed(groups) if group.step_tokens), None)
+    if newest is None:
+        return None
+    rows = [each._asdict() | {"text": _text(each.id, tokenizer)} for each in newest.step_tokens]
+    return {"step": newest.step, "rows": rows}
+
+
+def _text(id_: int, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return None if tokenizer is None else str(tokenizer.decode([id_]))
