@@ -64,6 +64,8 @@ def exit_code(run: Callable[[Console], Any]) -> int:
 
 def complaint(error: BaseException) -> str:
     """An error as it is told to people: with its remedy, where it has one apart."""
+    if isinstance(error, Interrupted) and not error.trained:
+        return f"interrupted ({error}) before the first step; the same command starts again"
     if isinstance(error, Interrupted):
         return (
             f"interrupted ({error}); every step trained so far is in a checkpoint, and the same "

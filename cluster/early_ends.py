@@ -33,8 +33,13 @@ class Diverged(RunFailed):
 
 
 class Interrupted(Exception):
-    """The user (SIGINT) or the scheduler (SIGTERM) asked the run to end."""
+    """The user (SIGINT) or the scheduler (SIGTERM) asked the run to end.
+
+    Attributes:
+        trained: whether the run has a step to keep.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
+        self.trained = True

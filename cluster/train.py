@@ -136,6 +136,7 @@ def run_recipe(arguments: list[str], console: Console) -> None:
     config = make(recipe.config, settings)
     if said:
         console.print(said, markup=False, highlight=False)
+    console.print("checking models and data", highlight=False)  # seconds, of imports alone
     recipe.run(config, console)
 
 

@@ -201,6 +201,8 @@ def session(
             ):
                 error = failed_to_resume(raised, resume_from)
             interrupted = isinstance(error, Interrupted)
+            if isinstance(error, Interrupted):
+                error.trained = running.under_way or first_step > 0
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
                 error.exit_code = 1  # 2 promises that nothing was started
             running.summary = {

@@ -327,8 +327,8 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
             for member in row["trajectories"]
         ],
         step_tokens=[
-            TokenGap(int(id_), int(count), float(mean), float(share))
-            for id_, count, mean, share in row.get("step_tokens", ())
+            TokenGap(int(id_), int(times), float(mean), float(share))
+            for id_, times, mean, share in row.get("step_tokens", ())
         ],
     )
 

@@ -127,7 +127,7 @@ class TokenGap(NamedTuple):
     log p_T - log q_T, and its share of the step's sum of |log p_T - log q_T|."""
 
     id: int
-    count: int
+    times: int
     mean: float
     share: float
 

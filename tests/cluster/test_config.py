@@ -7,6 +7,7 @@ import importlib.metadata
 import math
 import pickle
 import re
+import signal
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +18,14 @@ import pytest
 
 from actors.config import EngineConfig
 from cluster.calibrate import CalibrateConfig
-from cluster.command import parse
+from cluster.command import complaint, parse
 from cluster.config.arguments import key_values
 from cluster.config.checks import check_rollout, check_sft
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.early_ends import Interrupted
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
@@ -266,8 +268,18 @@ def test_a_good_command_line_plans_and_starts_nothing(opd: NewOpd, capsys) -> No
     config = opd()
     assert main(arguments(config, "dry_run=True", "steps=3")) == 0
     shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("checking models and data opd: ")
     assert "T=0.7" in shown and "run 3 steps into" in shown
     assert not Path(config.out).exists()
+
+
+def test_an_interrupt_before_the_first_step_promises_no_checkpoint() -> None:
+    early = Interrupted(signal.SIGINT)
+    assert "every step trained so far is in a checkpoint" in complaint(early)
+    early.trained = False
+    assert complaint(early) == (
+        "interrupted (SIGINT) before the first step; the same command starts again"
+    )
 
 
 def test_the_plan_says_what_cannot_be_meant(opd: NewOpd, capsys) -> None:

@@ -103,7 +103,7 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
         assert {each.id for each in found.step_tokens} == gaps.keys()
         for each in found.step_tokens:
             expected = gaps[each.id]
-            assert each.count == len(expected)
+            assert each.times == len(expected)
             assert each.mean == pytest.approx(np.mean(expected), abs=1e-6)
             assert each.share == pytest.approx(np.abs(expected).sum() / total, abs=1e-6)
     whole = RolloutLog(tmp_path / "whole", 1, whole=True)

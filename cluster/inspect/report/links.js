@@ -56,7 +56,7 @@ function showShares() {
   fillTable("by-share", head, rows.map((token) => {
     const cells = [
       token.text === null ? "–" : JSON.stringify(token.text), String(token.id),
-      number(token.count, 6), fixed(token.mean), `${number(100 * token.share)} %`,
+      number(token.times, 6), fixed(token.mean), `${number(100 * token.share)} %`,
     ];
     return make("tr", {}, ...cells.map((cell) => make("td", {}, cell)));
   }));
