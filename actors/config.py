@@ -135,6 +135,12 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
         default=16384, doc="embedded: padded tokens per scoring forward"
     )
     gpu_share: float = chz.field(default=1.0, doc="sglang: part of a GPU that a server may fill")
+    gpu_beside: int = chz.field(
+        default=0, doc="sglang: bytes of that which are another's, a colocated learner's"
+    )
+    sleeps: bool = chz.field(
+        default=False, doc="sglang: it releases its GPU memory when told to, until weights arrive"
+    )
     log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
     request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
     stops: StopTokens | None = chz.field(
@@ -195,6 +201,8 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
             "in_flight": self.in_flight,
             "push_bucket_bytes": self.push_bucket_bytes,
             "gpu_share": self.gpu_share,
+            "gpu_beside": self.gpu_beside,
+            "sleeps": self.sleeps,
             "log_path": self.log_path,
             "start_deadline_s": self.start_deadline_s,
             "request_deadline_s": self.request_deadline_s,

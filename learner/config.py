@@ -238,6 +238,11 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
     stops: StopTokens | None = chz.field(
         default=None, doc="where responses end; saved with the model. None: as it was, no event"
     )
+    gpu_taken: int = chz.field(
+        default=0,
+        doc="bytes of its GPU that are another process's, a sleeping engine's; 0: what is free is "
+        "the learner's",
+    )
     reward_padding: int | None = chz.field(
         default=None,
         doc="the padding token of a reward model that is trained; None: a language model is",

@@ -189,6 +189,10 @@ class Learner:
         """Skips an update that the schedule counts: nothing but the lr changes."""
         self._on_all("skip_update")
 
+    def rest(self) -> None:
+        """Releases the memory of gradients, and of what was computed, until the next pass."""
+        self._on_all("rest")
+
     def _deal(self, part: Part) -> list[list[MicroBatch]]:
         """The part's micro-batches, by worker."""
         counts = StepCounts(

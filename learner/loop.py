@@ -1,6 +1,7 @@
 """The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
+    sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
 The loop is given a source of groups and a `publish` callable. It knows neither queue nor engine.
@@ -92,12 +93,15 @@ class PolicyLoop:
         push_dtype: torch.dtype | None = None,
         trace: Tracing = NO_TRACE,
         keep: Keep = keep_nothing,
+        sleep: Callable[[int], None] | None = None,
         resume_from: Checkpoint | None = None,
         background: bool | None = False,
     ) -> None:
         """
         Args:
             background: as `CheckpointWriter` takes it.
+            sleep: has engines that hold this version, and share the learner's GPUs, release them
+                until the next `publish`, before which the learner releases what it can.
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: is shown what each step trained on, once it has been.
@@ -106,7 +110,7 @@ class PolicyLoop:
         self._base_is_reference = base_is_reference
         self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
-        self._keep = keep
+        self._keep, self._sleep = keep, sleep
         self.learner = learner
         self._source = source
         self.publisher = publish
@@ -127,6 +131,8 @@ class PolicyLoop:
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
+        if self._sleep is not None:
+            self.learner.rest()
         pushed = self.publisher(
             self.learner.weights(self._push_dtype), self.step_count, self._trained
         )
@@ -154,6 +160,9 @@ class PolicyLoop:
         groups_P = taken.groups_P
         ids = [group.group_id for group in groups_P]
         accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
+        if self._sleep is not None:
+            with self._stages("sleep"):
+                self._sleep(self.step_count)
         if self._base_is_reference:
             with self._stages("reference"):
                 groups_P = with_reference(groups_P, self.learner.base_logprobs)

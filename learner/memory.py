@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from distill.errors import ConfigError
+from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes
 from distill.models.loading import load_config, tensor_shapes, vocab_size, weight_files
 from distill.models.logprobs import positions_per_chunk
 from learner.config import TOKEN_BUDGET, Precision
@@ -28,7 +29,9 @@ class Holding(NamedTuple):
     what: str
 
 
-TRAINED = Holding(4 + 4 + 8, "weights, gradients and AdamW in fp32")
+# Of those, AdamW's two moments.
+MOMENTS = 8
+TRAINED = Holding(4 + 4 + MOMENTS, "weights, gradients and AdamW in fp32")
 # The base of an adapter, which is small beside it.
 FROZEN = Holding(4, "frozen weights in fp32")
 
@@ -59,12 +62,17 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
     return MemoryEstimate(parameters=parameters, holding=holding)
 
 
-def check_fits(model: str, device: str, holding: Holding = TRAINED, share: float = 1.0) -> None:
-    """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`."""
+def check_fits(
+    model: str, device: str, holding: Holding = TRAINED, share: float = 1.0, beside: int = 0
+) -> None:
+    """Raises ConfigError if a share of the learner's `model` exceeds what is free on `device`.
+
+    `beside`: see `room_bytes`.
+    """
     estimate = estimate_memory(model, holding)
     if estimate is None:
         return
-    free, needed = free_bytes(device), int(estimate.bytes * share)
+    free, needed = room_bytes(device, beside), int(estimate.bytes * share)
     if needed > free:
         raise ConfigError(
             f"{model} in the learner needs {readable(needed)} here ({estimate}) and {device} "
@@ -171,6 +179,52 @@ def _mlp_widths(text: Any) -> tuple[int, int]:
     return visited * expert + shared, 2 * visited
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """Bytes that one learner worker takes of its GPU, besides passes (`PassMemory`).
+
+    Attributes:
+        weights, gradients, moments: its share of them.
+        offloads: the moments are there for the optimizer's own step only, when no pass is.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    offloads: bool
+
+    @classmethod
+    def of(cls, parameters: int, *, adapter: bool, workers: int, offloads: bool) -> WorkerMemory:
+        """An adapter's gradients and moments are small beside its frozen base."""
+        share = -(-4 * parameters // workers)
+        trained = 0 if adapter else share
+        return cls(weights=share, gradients=trained, moments=2 * trained, offloads=offloads)
+
+    @property
+    def resting(self) -> int:
+        """Between two steps: weights, and moments that are not in main memory."""
+        return CONTEXT_BYTES + self.weights + (0 if self.offloads else self.moments)
+
+    @property
+    def beside_passes(self) -> int:
+        """While a pass runs."""
+        return self.resting + self.gradients
+
+    @property
+    def updating(self) -> int:
+        """In the optimizer's step."""
+        return CONTEXT_BYTES + self.weights + self.gradients + self.moments
+
+    def require_room(self, room: int, what: str) -> None:
+        """Raises ConfigError if its largest moment, but for passes, does not fit into `room`."""
+        if self.updating > room:
+            raise ConfigError(
+                f"{what} in the learner does not fit: weights, gradients and moments take "
+                f"{gib(self.updating)} GiB of a GPU in an update, and {gib(room)} are there. Use "
+                "more learner_workers, an adapter (lora_rank), or a smaller model"
+            )
+
+
 class PassPlan(NamedTuple):
     """Token budget and gradient checkpointing with which passes fit into memory."""
 
@@ -226,6 +280,13 @@ def estimate_pass(model: str, *, dtype: Precision, device: str, workers: int) ->
         )
     except AttributeError:  # not attention and an MLP: a config of other names
         return None
+
+
+def room_bytes(device: str, beside: int) -> int:
+    """Memory that a learner may fill: what is free; or, of a GPU of which `beside` bytes are
+    another's, all the rest, whatever that other holds at the moment."""
+    total = gpu_bytes() if beside and device.startswith("cuda") else None
+    return free_bytes(device) if total is None else total - beside - CONTEXT_BYTES
 
 
 def free_bytes(device: str) -> int:

@@ -35,6 +35,7 @@ from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
     FROZEN,
+    MOMENTS,
     TRAINED,
     PassPlan,
     check_fits,
@@ -42,6 +43,7 @@ from learner.memory import (
     estimate_pass,
     fit_pass,
     free_bytes,
+    room_bytes,
 )
 from learner.optimizer import (
     UpdateCheck,
@@ -159,7 +161,7 @@ class LearnerWorker:
         self._config, self._group = config, group
         share = _share(group, self.device)
         holding = FROZEN if config.trains_adapter else TRAINED
-        check_fits(config.model, self.device, holding, share)
+        check_fits(config.model, self.device, holding, share, config.gpu_taken)
         self.passes = self._plan_passes(share)
         self.model = self._load()
         names = Names.of(self.model, config.model) if group.rank == 0 else None
@@ -218,9 +220,12 @@ class LearnerWorker:
         sharers = 1 if device.startswith("cuda") else self._group.workers_here()
         plan = asked
         if states is not None and memory is not None:
+            held = states.bytes
+            if config.offload_optimizer and not config.trains_adapter:
+                held -= states.parameters * MOMENTS  # elsewhere during a pass
             plan = fit_pass(
                 memory,
-                (free_bytes(device) - int(states.bytes * share)) // sharers,
+                (room_bytes(device, config.gpu_taken) - int(held * share)) // sharers,
                 device=device,
                 token_budget=config.token_budget,
                 gradient_checkpointing=config.gradient_checkpointing,
@@ -344,6 +349,12 @@ class LearnerWorker:
             if not bad and math.isfinite(grad_norm):
                 self._update()
         return UpdateShare(grad_norm=grad_norm, lr=lr, seconds=self._stages.take())
+
+    def rest(self, _: None) -> None:
+        """Leaves its device's memory to others, but for weights and moments that stay there."""
+        self.zero_grad(None)
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _update(self) -> None:
         """An update by gradients that are finite on every worker."""

@@ -282,6 +282,15 @@ class SglangEngine:
         await self._ready()
         return await self._session().load(weights, version)
 
+    async def sleep(self) -> None:
+        """Releases the server's GPU memory until weights are loaded; requests wait until then.
+
+        Raises:
+            EngineError: the server did not, or is not ours to change.
+        """
+        await self._ready()
+        await self._session().sleep()
+
     async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
         """Ranks of a weight group that this engine takes: its tensor parallelism.
 
@@ -351,9 +360,13 @@ class SglangEngine:
         """See `Engine.health`.
 
         SGLang answers only once its scheduler has put something out since it was asked: of what is
-        under way, or a token that it samples for the purpose. So each answer is progress.
+        under way, or a token that it samples for the purpose. So each answer is progress. So is
+        sleep: who is waited for then is the learner.
         """
         await self._ready()
+        if self._weights is not None and self._weights.asleep and not self._weights.loading:
+            self._beats += 1
+            return self._beats
         if self._weights is not None and self._weights.loading:
             return self._beats  # generation stands still
         try:

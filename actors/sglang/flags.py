@@ -39,7 +39,8 @@ def server_flags(
     device: str,
     max_running_requests: int,
     context_length: int,
-    gpu_share: float = 1,
+    cache_tokens: int | None = None,
+    sleeps: bool = False,
     extra: str = "",
 ) -> list[str]:
     """The server's flags. A flag in `extra` replaces the default of the same name.
@@ -47,7 +48,8 @@ def server_flags(
     Args:
         device: cpu or cuda.
         context_length: positions a request may take.
-        gpu_share: the part of a GPU that this engine may fill, in (0, 1].
+        cache_tokens: that its cache holds on a GPU; None: as many as SGLang finds room for.
+        sleeps: it releases a GPU's memory while others use it (actors/sglang/weights.py).
         extra: flags as you would write them on SGLang's own command line.
 
     Raises:
@@ -66,7 +68,7 @@ def server_flags(
         "--skip-server-warmup": [],
         "--log-level-http": ["warning"],
     }
-    flags |= _cpu_defaults() if device == "cpu" else _cuda_defaults(gpu_share)
+    flags |= _cpu_defaults() if device == "cpu" else _cuda_defaults(cache_tokens, sleeps)
     flags |= parse_flags(extra)
     return [part for name, values in flags.items() for part in (name, *values)]
 
@@ -82,12 +84,16 @@ def _cpu_defaults() -> Flags:
     }
 
 
-def _cuda_defaults(gpu_share: float) -> Flags:
+def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
     # The plugin scales logits outside of captured graphs only; prefill graphs gain little where
     # most of the time is decode.
     flags: Flags = {"--disable-prefill-cuda-graph": []}
-    if gpu_share < 1:
-        flags["--mem-fraction-static"] = [f"{0.85 * gpu_share:.2f}"]
+    if cache_tokens is not None:
+        flags["--max-total-tokens"] = [str(cache_tokens)]
+        # A bound on what is free when it starts, others included; the tokens are the bound here.
+        flags["--mem-fraction-static"] = ["0.99"]
+    if sleeps:
+        flags["--enable-memory-saver"] = []
     return flags
 
 
@@ -110,22 +116,6 @@ def parse_flags(text: str) -> Flags:
         else:
             flags[name].append(word)
     return flags
-
-
-def tensor_parallel_size(text: str) -> int:
-    """Number of GPUs over which a server with these flags spreads one copy of the model.
-
-    Raises:
-        ConfigError: the flag's value is not a number above 0.
-    """
-    flags = parse_flags(text)
-    for name in ("--tp-size", "--tp", "--tensor-parallel-size"):
-        if name in flags:
-            value = " ".join(flags[name])
-            if not value.isdecimal() or int(value) < 1:
-                raise ConfigError(f"server flag {name} {value!r} must be a number above 0")
-            return int(value)
-    return 1
 
 
 def _split(text: str) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,14 +14,18 @@ from actors.sglang.cuda_tools import find_cuda_tools
 from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import InFlight, server_flags
 from actors.sglang.installed import require_sglang
+from actors.sglang.memory import ServerMemory
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
+from distill.errors import ConfigError
+from distill.gpu import gpu_bytes
 from distill.models.checkpoint_names import pushed_shapes
 from distill.models.loading import (
     context_length,
     load_config,
     resolve_device,
     stop_token_ids,
+    tensor_shapes,
     vocab_size,
 )
 from distill.stops import StopTokens
@@ -49,6 +54,8 @@ class HostedSglangEngine(SglangEngine):
         in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
         push_bucket_bytes: most that a rank takes at once of weights that are pushed.
         gpu_share: the part of a GPU that the server may fill.
+        gpu_beside: bytes of that part which are another process's.
+        sleeps: it will be told to `sleep`.
         host: address to listen on; only this process speaks to the server.
         log_path: file for what the server prints; None makes one without a name.
         environment: variables added to the server's.
@@ -73,6 +80,8 @@ class HostedSglangEngine(SglangEngine):
         in_flight: InFlight = "continue",
         push_bucket_bytes: int = BUCKET_BYTES,
         gpu_share: float = 1,
+        gpu_beside: int = 0,
+        sleeps: bool = False,
         host: str = "127.0.0.1",
         log_path: str | None = None,
         environment: dict[str, str] | None = None,
@@ -87,13 +96,22 @@ class HostedSglangEngine(SglangEngine):
             for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
                 logger.warning("SGLang may not start on CUDA here: %s", problem)
         length = context_length(config)
+        cache_tokens = None
+        if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
+            parameters = sum(map(prod, tensor_shapes(model_path).values()))
+            memory = ServerMemory.of(
+                config, parameters, dtype=dtype, max_running=max_batch_rows, flags=flags
+            )
+            what = f"the server of {model_path}"
+            cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, length)
         all_flags = server_flags(
             model=model_path,
             dtype=dtype,
             device=device,
             max_running_requests=max_batch_rows,
             context_length=length + _SPARE_POSITIONS,
-            gpu_share=gpu_share,
+            cache_tokens=cache_tokens,
+            sleeps=sleeps,
             extra=flags,
         )
         server = SglangServer(
@@ -126,6 +144,21 @@ class HostedSglangEngine(SglangEngine):
             ),
             seeded="--enable-deterministic-inference" in all_flags,
         )
+
+
+def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, least: int) -> int:
+    """Tokens of the cache of a server that has a GPU not to itself.
+
+    Raises:
+        ConfigError: it does not fit, or no driver says how large the GPU is.
+    """
+    total = gpu_bytes()
+    if total is None:
+        raise ConfigError(
+            "nvidia-smi does not say how large the GPU is that this engine shares; install the "
+            "driver's tools, or use gpus_per_actor=1 without colocate"
+        )
+    return memory.tokens_in(int(total * share) - beside, what, least)
 
 
 def _environment(device: str, threads: int) -> dict[str, str]:

@@ -17,6 +17,15 @@ What becomes of samples under way is `in_flight`:
 
 Scoring that is under way ends first in each case: the requests of one call see the same weights.
 
+Where engine and learner share a GPU, the engine sleeps while the learner computes:
+
+    sleep   pause -> release weights, cache and captured graphs
+    load    take the weights' memory back -> begin -> load -> end -> take the rest back -> continue
+
+Between the two every request waits, here or in the server's queue: nothing is served by weights
+that are no longer there, nor by memory that holds none yet. `in_place` cannot sleep: its samples
+would need the cache.
+
 How the weights come is a matter of where the learner is:
 
     SharedTensors         in memory that this machine's processes share: this process opens it, and
@@ -76,6 +85,8 @@ _PAUSES: Mapping[InFlight, str] = {
 }
 # What a head that is not in a bundle shares its weights with.
 _TIED = "model.embed_tokens.weight"
+# What a sleeping server has released, in SGLang's words: taken back before a load, and after it.
+_WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
 # SGLang's word for a broadcast that broke off before anything was written.
 _NOT_RECEIVED = "Failed to receive weights"
 
@@ -172,6 +183,8 @@ class WeightSession:
         self._open.set()
         self._generations, self._scorings = _Traffic(), _Traffic()
         self._loads = 0
+        self._released: frozenset[str] = frozenset()
+        self._still_since = 0.0  # generation stands still
 
     @property
     def cache_namespace(self) -> dict[str, str]:
@@ -187,6 +200,11 @@ class WeightSession:
     def loading(self) -> bool:
         """True while new weights are on their way into the server."""
         return self._loading.locked()
+
+    @property
+    def asleep(self) -> bool:
+        """True from `sleep` until a load has taken all memory back."""
+        return bool(self._released)
 
     async def generate(self, send: Callable[[], Awaitable[list[Sample]]]) -> list[Sample]:
         """Runs a generation; under `restart`, again if a load has cut it short."""
@@ -235,13 +253,59 @@ class WeightSession:
                 await self._join(weights)
             self._open.clear()
             try:
-                await self._scorings.ended()
-                if self._in_flight == "finish":
-                    await self._generations.ended()
-                self._loads += 1
+                await self._quiet()
                 return await self._paused(weights, version)
             finally:
                 self._open.set()
+
+    async def sleep(self) -> None:
+        """Has the server release its GPU memory; requests wait until weights have been loaded.
+
+        Raises:
+            EngineError: it did not: it serves on, or, where it cannot be known, must be restarted.
+        """
+        async with self._loading:
+            if self._released:
+                return
+            self._open.clear()
+            try:
+                await self._quiet()
+                await self._pause()
+                await self._release()
+            except BaseException:
+                self._open.set()  # who waits learns of it
+                raise
+
+    async def _quiet(self) -> None:
+        """Waits for the requests under way that no load interrupts."""
+        await self._scorings.ended()
+        if self._in_flight == "finish":
+            await self._generations.ended()
+        self._loads += 1
+
+    async def _pause(self) -> None:
+        """Stops generation, if it does not stand still already."""
+        if self._released:
+            return
+        self._still_since = time.perf_counter()
+        await self._order("/pause_generation", {"mode": _PAUSES[self._in_flight]})
+
+    async def _release(self) -> None:
+        try:
+            await self._order("/release_memory_occupation", {"tags": [*_WEIGHTS, *_REST]})
+        except BaseException:
+            self._torn = (
+                "the server did not say whether it has released its weights: push whole ones, or "
+                "restart the engine"
+            )
+            raise
+        self._released = frozenset((*_WEIGHTS, *_REST))
+
+    async def _take_back(self, tags: Sequence[str]) -> None:
+        """Memory that was released; it holds nothing yet."""
+        if not self._released.isdisjoint(tags):
+            await self._order("/resume_memory_occupation", {"tags": list(tags)})
+            self._released -= frozenset(tags)
 
     async def _check(self, weights: WeightSource) -> None:
         """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
@@ -271,9 +335,10 @@ class WeightSession:
     async def _paused(self, weights: WeightSource, version: int) -> float:
         if isinstance(weights, PackedTensors):  # this copy needs no pause
             await asyncio.to_thread(self._block.write, HeldWeights(dict(weights.unpack())))
-        started = time.perf_counter()
-        await self._order("/pause_generation", {"mode": _PAUSES[self._in_flight]})
+        await self._pause()
+        slept = self.asleep
         try:
+            await self._take_back(_WEIGHTS)
             if isinstance(weights, CheckpointDirectory):
                 await self._from_disk(weights, version)
             elif isinstance(weights, CollectiveBroadcast):
@@ -283,14 +348,23 @@ class WeightSession:
                 # A server that could not open it would die; this process does not outlive it.
                 with shared.held() as held:
                     await self._from_memory(held, version)
+            await self._take_back(_REST)
             self._torn = None
+        except BaseException:
+            if slept and self._torn is None:
+                self._torn = (
+                    "the server has released its weights, and no others have arrived whole: push "
+                    "again, or restart the engine (a resumed run starts it anew)"
+                )
+            raise
         finally:
             try:
                 if self._torn is not None:
                     await self._order("/abort_request", {"rid": "", "abort_all": True})
             finally:
-                await self._order("/continue_generation", {})
-        return time.perf_counter() - started
+                if not self._released:
+                    await self._order("/continue_generation", {})
+        return time.perf_counter() - self._still_since
 
     async def _from_disk(self, weights: CheckpointDirectory, version: int) -> None:
         body = {

@@ -85,6 +85,11 @@ class PlacementSettings(DeviceSettings):
         doc="GPUs each engine and the learner take on cuda; a share packs several on one",
         metadata=MAY_CHANGE,
     )
+    gpu_memory_gib: float | None = chz.field(
+        default=None,
+        doc="memory of one GPU for the plan that dry_run=True prints, where this machine has none",
+        metadata=MAY_CHANGE,
+    )
     learner_workers: int = chz.field(
         default=1,
         doc="actors that share the learner's model, gradients and moments (FSDP), each with a GPU "
@@ -116,8 +121,8 @@ class PlacementSettings(DeviceSettings):
                 f"local=True with learner_workers={self.learner_workers}: one process holds one "
                 "learner; leave one of them out"
             )
-        for name in ("gpus_per_actor", "placement_deadline_s"):
-            if not getattr(self, name) > 0:
+        for name in ("gpus_per_actor", "placement_deadline_s", "gpu_memory_gib"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
 
 

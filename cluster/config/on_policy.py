@@ -11,7 +11,7 @@ import chz
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.sglang.address import is_url
-from actors.sglang.flags import parse_flags
+from actors.sglang.parallelism import check_hosted, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
@@ -251,6 +251,28 @@ class RolloutConfig(
                 f"keep_rollouts={self.keep_rollouts}; leave one of them out"
             )
         self._check_env()
+        self._check_sleep()
+
+    def _check_sleep(self) -> None:
+        """Raises ConfigError for engines that cannot sleep."""
+        shares = self.engines_sleep_on("cpu" if self.device == "cpu" else "cuda")
+        gpus = parallelism(self.policy_server_flags).gpus
+        if shares and self.colocate and gpus > 1:
+            raise ConfigError(
+                f"policy_server_flags={self.policy_server_flags} with colocate=True: an engine "
+                f"of {gpus} GPUs cannot share those of single learner workers; use engines of one "
+                "GPU, or leave colocate out"
+            )
+        if self.engines_sleep and choose_engine(self.engine) != "sglang":
+            raise ConfigError(
+                "engines_sleep=True needs engine=sglang: the embedded engine keeps its memory; "
+                "leave it out"
+            )
+        if shares and self.in_flight == "in_place":
+            raise ConfigError(
+                "in_flight=in_place with engines that sleep (engines_sleep, colocate): samples "
+                "under way would need the cache that sleep releases; use in_flight=continue"
+            )
 
     def _check_env(self) -> None:
         """Raises ConfigError for a setting that the environment does not read."""
@@ -301,7 +323,42 @@ class RolloutConfig(
     def policy_engine(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
+        engine = self.evaluation_engine(model, device, log_path, stops)
+        if not self.engines_sleep_on(device):
+            return engine
+        beside = self._learner_resting() if device.startswith("cuda") else 0
+        return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
+
+    def evaluation_engine(
+        self, model: str, device: str, log_path: str, stops: StopTokens | None = None
+    ) -> EngineConfig:
+        """The same on GPUs that it does not share with the learner."""
         return self.engine_of(model, device, log_path, self.policy_server_flags, stops)
+
+    def engines_sleep_on(self, device: str) -> bool:
+        """True if policy engines release their memory while the learner computes."""
+        if self.engines_sleep is not None:
+            return self.engines_sleep
+        shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
+        return shares and choose_engine(self.engine) == "sglang"
+
+    def _learner_resting(self) -> int:
+        """Bytes that a learner worker holds on its GPU while engines generate."""
+        from learner.memory import WorkerMemory, estimate_memory  # torch, which settings do without
+
+        estimate = estimate_memory(self.student)
+        if estimate is None:
+            raise ConfigError(
+                f"student={self.student} with colocate=True: its files are not on this machine, so "
+                "it cannot be worked out what the engines leave to the learner; give a directory"
+            )
+        memory = WorkerMemory.of(
+            estimate.parameters,
+            adapter=self.trains_adapter,
+            workers=self.learner_workers,
+            offloads=True,
+        )
+        return memory.resting
 
     def engine_of(
         self,
@@ -311,6 +368,7 @@ class RolloutConfig(
         server_flags: str,
         stops: StopTokens | None,
     ) -> EngineConfig:
+        gpus = parallelism(server_flags).gpus  # several are whole ones
         return EngineConfig(
             kind=choose_engine(self.engine),
             model=model,
@@ -320,7 +378,7 @@ class RolloutConfig(
             server_flags=server_flags,
             in_flight=self.in_flight,
             push_bucket_bytes=self.push_bucket_bytes,
-            gpu_share=min(1.0, self.gpus_per_actor),
+            gpu_share=min(1.0, self.gpus_per_actor) if gpus == 1 else 1.0,
             log_path=log_path,
             start_deadline_s=self.start_deadline_s,
             request_deadline_s=self.deadline_s,
@@ -388,7 +446,7 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
         if self.teacher_engines < 1:
             raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
         self.require_bounds("teacher_engines")
-        parse_flags(self.teacher_server_flags)
+        check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         if self.reward_coef > 0:
             require_comparison(self, self.group_size)

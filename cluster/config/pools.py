@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import chz
 
 from actors.config import EngineChoices, ServerSettings, choose_engine
-from actors.sglang.flags import parse_flags
+from actors.sglang.parallelism import check_hosted, check_pushed
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
@@ -47,7 +47,8 @@ class PolicySettings(EngineChoices, ServerSettings):
 
     @chz.validate
     def _push_in_range(self) -> None:
-        parse_flags(self.policy_server_flags)
+        check_hosted("policy_server_flags", self.policy_server_flags)
+        check_pushed("policy_server_flags", self.policy_server_flags)
         if self.probe_every < 0:
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
         if self.weights == "group" and choose_engine(self.engine) == "embedded":
@@ -84,6 +85,12 @@ class PoolSettings:
         default=False,
         doc="learner worker i and policy engine i in one place: they share GPUs "
         "(gpus_per_actor=0.5) and shared memory",
+        metadata=MAY_CHANGE,
+    )
+    engines_sleep: bool | None = chz.field(
+        default=None,
+        doc="policy engines release their GPU memory while the learner computes a step "
+        "(SGLang's --enable-memory-saver); unset: where colocate=True has them share GPUs",
         metadata=MAY_CHANGE,
     )
     scale_up_after_s: float = chz.field(

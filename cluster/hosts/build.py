@@ -17,6 +17,7 @@ from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.evaluator import Evaluator
 from actors.rollout.inside_file import problems_inside
+from actors.sglang.memory import ASLEEP_BYTES
 from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
@@ -34,6 +35,7 @@ from cluster.hosts.learner_actor import (
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
+    EVALUATION,
     EVALUATOR,
     LEARNER,
     POLICY,
@@ -227,7 +229,8 @@ class RolloutCast:
 
         def engine(log_path: str, attempt: int) -> EngineConfig:
             start = config.student if attempt else model
-            return config.policy_engine(start, self._device, log_path, stops)
+            settings = config.evaluation_engine if role == EVALUATION else config.policy_engine
+            return settings(start, self._device, log_path, stops)
 
         return self._engine_spec(role, engine)
 
@@ -305,6 +308,10 @@ class RolloutCast:
             updates_per_step=config.objective().num_substeps,
             stops=self._inputs.stops,
         )
+        if device.startswith("cuda") and config.engines_sleep_on(device):
+            learner_config = chz.replace(
+                learner_config, offload_optimizer=True, gpu_taken=ASLEEP_BYTES
+            )
         build = partial(
             build_policy_loop,
             config=config,

@@ -173,12 +173,14 @@ def build_policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = losses[0]
     assert isinstance(loss, PolicyObjectiveLoss)
+    publisher = Publisher(policies, queue, push, learner.logprobs)
     rollouts.rewind(resume_from.step if resume_from else 0)
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
         source=queue,
-        publish=Publisher(policies, queue, push, learner.logprobs),
+        publish=publisher,
+        sleep=publisher.sleep if config.engines_sleep_on(learner_config.device) else None,
         store=store,
         loss=loss,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},

@@ -7,11 +7,12 @@ import torch
 
 from actors.config import EngineConfig, choose_dtype
 from actors.sglang.address import is_url
-from actors.sglang.flags import tensor_parallel_size
+from actors.sglang.parallelism import parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
 from cluster.placement.connect import starts_here
+from cluster.placement.gpu_plan import GpuPlan, trained_model
 from cluster.placement.placement_groups import ResourceDemand
 from cluster.placement.resource_plan import (
     Layout,
@@ -80,7 +81,7 @@ def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
     if config.reference is not None:
         engines[REFERENCE] = config.reference_engine(device, "")
     if config.eval_engines:
-        engines[EVALUATION] = engines[POLICY]
+        engines[EVALUATION] = config.evaluation_engine(config.student, device, "")
     return engines
 
 
@@ -133,11 +134,7 @@ def resolve_device(config: CommonConfig) -> str:
                     f"{name}=True is for CUDA, and the learner is on a CPU; leave it out"
                 )
         return "cpu"
-    if config.learner_workers > 1 and config.gpus_per_actor < 1:
-        raise ConfigError(
-            f"gpus_per_actor={config.gpus_per_actor} with learner_workers="
-            f"{config.learner_workers}: NCCL needs a whole GPU a worker; use gpus_per_actor=1"
-        )
+    _require_gpus_of_their_own(config)
     return "cuda"
 
 
@@ -146,14 +143,36 @@ def _require_gpu(config: CommonConfig, gpus: float, where: str) -> None:
         raise ConfigError(f"device=cuda but {where} has no GPU; use device=cpu or add one")
 
 
+def _require_gpus_of_their_own(config: CommonConfig) -> None:
+    """Raises ConfigError if two learner workers could meet on one GPU: NCCL would refuse.
+
+    Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
+    """
+    workers, share = config.learner_workers, config.gpus_per_actor
+    if workers == 1 or share >= 1:
+        return
+    if isinstance(config, RolloutConfig) and config.colocate:
+        if share == 0.5 and config.policy_engines == workers:
+            return
+        raise ConfigError(
+            f"colocate=True gpus_per_actor={share} learner_workers={workers} policy_engines="
+            f"{config.policy_engines}: two workers could meet on one GPU, which NCCL refuses; use "
+            f"gpus_per_actor=0.5 and policy_engines={workers}"
+        )
+    raise ConfigError(
+        f"gpus_per_actor={share} with learner_workers={workers}: NCCL needs a GPU of its own for "
+        "each worker; use gpus_per_actor=1, or colocate=True with as many policy engines"
+    )
+
+
 def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
-    """A server somewhere else takes nothing here; a tensor-parallel one takes whole GPUs."""
+    """A server somewhere else takes nothing here; one of several GPUs takes them whole."""
     if engine.external:
         return {}
     resources = _compute(config, engine.device)
-    ranks = tensor_parallel_size(engine.server_flags)
-    if engine.kind == "sglang" and engine.device == "cuda" and ranks > 1:
-        resources["GPU"] = ranks
+    gpus = parallelism(engine.server_flags).gpus
+    if engine.kind == "sglang" and engine.device == "cuda" and gpus > 1:
+        resources["GPU"] = gpus
     return resources
 
 
@@ -165,9 +184,10 @@ def describe_layout(config: CommonConfig) -> str:
     """The plan that `dry_run` prints: who takes what, and what a push moves. Starts nothing.
 
     Raises:
-        ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU.
+        ConfigError: cuda was asked for, and this machine, where the run would start, has no GPU;
+            or a role does not fit onto its part of a GPU.
     """
-    if config.local or starts_here():
+    if (config.local or starts_here()) and config.gpu_memory_gib is None:
         _require_gpu(config, torch.cuda.device_count(), "this machine")
     device = device_here(config.device)
     largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
@@ -189,9 +209,14 @@ def describe_layout(config: CommonConfig) -> str:
     if isinstance(config, RolloutConfig):
         dtype = choose_dtype(config.dtype, device)
         push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
-    return render(
+    plan = render(
         Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
     )
+    if not device.startswith("cuda"):
+        return plan
+    engines = _engines(config, device) if isinstance(config, RolloutConfig) else {}
+    here = {role: engine for role, engine in engines.items() if not engine.external}
+    return "\n".join([plan, *GpuPlan(config, device, here).lines()])
 
 
 def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
@@ -220,7 +245,7 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
-        model, workers = _trained_model(config), config.learner_workers
+        model, workers = trained_model(config), config.learner_workers
         estimate = estimate_memory(model, FROZEN if config.trains_adapter else TRAINED)
         dtype = choose_dtype(config.learner_dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
@@ -235,12 +260,5 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
         return 0, ""
     if engine.external:
         return 0, "a server that runs elsewhere"
-    ranks = tensor_parallel_size(engine.server_flags) if device == "cuda" else 1
+    ranks = parallelism(engine.server_flags).split if device == "cuda" else 1
     return engine_memory(estimate_memory(engine.model), engine.dtype, ranks), "and caches"
-
-
-def _trained_model(config: CommonConfig) -> str:
-    if isinstance(config, RolloutConfig):
-        return config.student
-    assert isinstance(config, SupervisedConfig)
-    return config.model

@@ -7,6 +7,7 @@
     admit     the same to engines that join, with the present weights; no slot is freed
     lend      the same to engines that do not join: they hold these weights until they are lent
               others
+    sleep     engines that share the learner's GPUs release their memory until the next push
 
 Slots are freed only when every engine has acknowledged, so no rollout starts on weights older than
 the newest. A push that fails leaves an engine at its old weights, or says that it must be
@@ -97,6 +98,7 @@ class Publisher:
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
+        self._gap: float | None = None  # of a probe that was settled before the engines slept
 
     def describe(self) -> str:
         """Transport of each engine, for people to read."""
@@ -114,7 +116,9 @@ class Publisher:
             NonFiniteError: the weights hold a NaN or an infinity.
         """
         metrics = {}
-        if (gap := self.settle()) is not None:
+        found, gap = self.settle(), self._gap
+        self._gap = None
+        if (gap := gap if found is None else found) is not None:
             metrics["push/probe_gap"] = gap
         started = time.perf_counter()
         pauses = self._push(weights, version)
@@ -158,6 +162,25 @@ class Publisher:
         stays = not failures and any(transport.linked for transport in transports)
         self._lent = (dict(engines), transports) if stays else ({}, [])
         return failures
+
+    def sleep(self, version: int) -> None:
+        """Has every engine release its GPU memory until the next push; ends one that does not.
+
+        Args:
+            version: of the weights that they hold.
+
+        Raises:
+            CalibrationError: an engine does not hold that version.
+        """
+        self._gap = self.settle()  # a scoring that waits for the push would hold it up
+        pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
+        answers = collect(pending, self._settings.timeout_s)
+        if not answers.failures:
+            return
+        # What it holds on to, the learner would lack in the middle of a step.
+        logger.warning("after weights version %d: %s", version, answers.complaint())
+        self._end(list(answers.failures), "did not release its memory")
+        self._transports = None
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Drops engines: they get no more weights."""
@@ -219,8 +242,11 @@ class Publisher:
         return total
 
     def _drop(self, names: Sequence[str], version: int) -> None:
+        self._end(names, f"did not take weights version {version}")
+
+    def _end(self, names: Sequence[str], why: str) -> None:
         for name in names:
-            logger.warning("%s did not take weights version %d: it is ended", name, version)
+            logger.warning("%s %s: it is ended", name, why)
             calls.kill(self._engines.pop(name))
 
     def settle(self) -> float | None:

@@ -55,13 +55,13 @@ def test_every_setting_reaches_the_server() -> None:
     config = EngineConfig(
         kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_batch_rows=5,
         server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
-        start_deadline_s=7, request_deadline_s=8,
+        gpu_beside=9, sleeps=True, push_bucket_bytes=10, start_deadline_s=7, request_deadline_s=8,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
         "max_batch_rows": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
-        "stops": None,
+        "stops": None, "gpu_beside": 9, "sleeps": True, "push_bucket_bytes": 10,
     }  # fmt: skip
 
 

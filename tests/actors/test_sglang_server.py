@@ -21,7 +21,7 @@ import pytest
 
 from actors.sglang import installed as sglang_here
 from actors.sglang import server as sglang_server
-from actors.sglang.flags import parse_flags, server_flags, tensor_parallel_size
+from actors.sglang.flags import parse_flags, server_flags
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer
@@ -234,8 +234,6 @@ def test_your_flags_replace_ours() -> None:
     assert made.count("--max-total-tokens") == 1
     assert made[made.index("--max-total-tokens") + 1] == "99"
     assert parse_flags("--a 1 --b --c=2 3") == {"--a": ["1"], "--b": [], "--c": ["2", "3"]}
-    assert tensor_parallel_size("--tp-size 2") == tensor_parallel_size("--tp=2") == 2
-    assert tensor_parallel_size("") == 1
 
 
 @pytest.mark.parametrize(
@@ -251,12 +249,3 @@ def test_your_flags_replace_ours() -> None:
 def test_flags_that_cannot_be_set(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_flags(text)
-
-
-def test_a_gpu_share_bounds_the_servers_memory() -> None:
-    made = server_flags(
-        model="m", dtype="bfloat16", device="cuda", max_running_requests=8, context_length=64,
-        gpu_share=0.5,
-    )  # fmt: skip
-    assert made[made.index("--mem-fraction-static") + 1] == "0.42"
-    assert "--attention-backend" not in made, "SGLang knows best on a GPU"

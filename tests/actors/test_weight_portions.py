@@ -106,7 +106,7 @@ def test_files_are_not_loaded_into_another_draft(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
-    monkeypatch.setattr("actors.sglang.weights.tensor_shapes", lambda _: shapes)
+    monkeypatch.setattr("actors.sglang.weights.pushed_shapes", lambda _: shapes)
     server = WeightsServer(
         model(0.0), speculative_algorithm="EAGLE3", speculative_draft_model_path="other"
     )

@@ -45,6 +45,7 @@ MAY_CHANGE = {
     "policy_engines_max": 4, "teacher_engines_max": 4, "rollout_workers_max": 4,
     "rollout_cpus": 0.5, "colocate": True, "lease_s": 9.0, "max_group_failures": 2,
     "max_set_aside": 7, "stall_after_s": 9.0, "scale_up_after_s": 9.0, "scale_down_after_s": 9.0,
+    "engines_sleep": False, "gpu_memory_gib": 80.0, "push_bucket_bytes": 10, "router_aux_coef": 0.1,
     "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
     "background_checkpoints": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -190,6 +191,63 @@ def test_every_so_many_versions_are_probed(
         found += [version - 1] if "push/probe_gap" in metrics else []
     found += [4] if publish.settle() is not None else []
     assert found == asked
+
+
+class Sleeper(EmbeddedEngine):
+    """Sleeps as a server does: what is asked meanwhile waits for the next weights."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.awake = asyncio.Event()
+        self.awake.set()
+
+    async def sleep(self) -> None:
+        self.awake.clear()
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        seconds = await super().load_weights(weights, version)
+        self.awake.set()
+        return seconds
+
+    async def score(self, requests: Any) -> Any:
+        await self.awake.wait()
+        return await super().score(requests)
+
+    async def asleep(self) -> bool:
+        return not self.awake.is_set()
+
+
+class Restless(Sleeper):
+    async def sleep(self) -> None:
+        raise EngineError("it holds on to its memory")
+
+
+def test_engines_sleep_until_the_next_push_and_the_probe_is_settled_before(
+    engines, learner: Learner
+) -> None:
+    pair = engines(Sleeper, Sleeper)
+    publish = publisher(pair, learner, Queue())
+    sent(publish, learner.weights(), 0)
+    for version in (1, 2):
+        publish.sleep(version - 1)
+        assert [calls.get(engine.asleep.remote()) for engine in pair.values()] == [True, True]
+        learn(learner)
+        metrics = sent(publish, learner.weights(), version)
+        assert metrics["push/probe_gap"] < 1e-5 and versions(pair) == [version] * 2
+        assert [calls.get(engine.asleep.remote()) for engine in pair.values()] == [False, False]
+    assert publish.settle() is not None
+
+
+def test_an_engine_that_does_not_sleep_is_ended(engines, learner: Learner) -> None:
+    pair, queue = engines(Sleeper, Restless), Queue()
+    publish = publisher(pair, learner, queue)
+    sent(publish, learner.weights(), 0)
+    publish.sleep(0)
+    with pytest.raises(RayActorError):
+        calls.get(pair["policy engine 1"].info.remote())
+    learn(learner)
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 1
+    assert queue.published == [(0, 0), (1, 4)]
 
 
 def test_an_engine_that_does_not_hold_what_it_acknowledged(engines, learner: Learner) -> None:

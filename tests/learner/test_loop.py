@@ -31,6 +31,33 @@ def test_what_happens_in_which_order(new_loop: NewLoop) -> None:
     assert len({tuple(sent.items()) for _, sent in world.published}) == 3
 
 
+def test_engines_sleep_while_it_learns_and_the_learner_rests_while_they_load(
+    new_loop: NewLoop,
+) -> None:
+    world = World([group(i) for i in range(4)])
+    loop = new_loop(world, OBJECTIVE, sleep=lambda version: world.events.append(f"sleep {version}"))
+    model = loop.learner.model
+    gradients: list[bool] = []
+
+    def look(*sent):
+        gradients.append(any(p.grad is not None for p in model.parameters()))
+        return world.publish(*sent)
+
+    loop.publisher = look
+    loop.publish()
+    metrics = [loop.step(), loop.step()]
+    assert world.events == [
+        "publish 0", "take [0, 1]", "sleep 0", "publish 1", "take [2, 3]", "sleep 1", "publish 2",
+    ]  # fmt: skip
+    assert gradients == [False] * 3, "gradients are there while weights are pushed"
+    assert all(step["time/sleep"] > 0 and step["train/grad_norm"] > 0 for step in metrics)
+    awake = new_loop(World([group(i) for i in range(4)]), OBJECTIVE)
+    for step in metrics:
+        assert untimed(awake.step()) == {
+            k: v for k, v in untimed(step).items() if k != "time/sleep"
+        }
+
+
 def test_a_step_s_metrics(new_loop: NewLoop) -> None:
     groups = [group(0, version=0), group(1, members=3, version=0), group(2), group(3, version=1)]
     loop = new_loop(World(groups), OBJECTIVE)

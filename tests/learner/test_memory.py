@@ -177,7 +177,7 @@ def test_a_learner_short_of_memory_recomputes_and_comes_to_the_same(
     states = estimate_memory(tiny_pair.teacher)
     assert memory is not None and states is not None
     room = memory.bytes(2048, checkpointing=True)
-    monkeypatch.setattr("learner.worker.free_bytes", lambda device: states.bytes + room)
+    monkeypatch.setattr("learner.memory.free_bytes", lambda device: states.bytes + room)
     short = Learner(config, str(tmp_path))
     assert short._worker.passes == PassPlan(2048, gradient_checkpointing=True)
     assert any(getattr(m, "gradient_checkpointing", False) for m in short.model.modules())

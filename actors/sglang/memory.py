@@ -1,0 +1,143 @@
+"""GPU memory of an SGLang server by its model's config: how many tokens its cache may hold.
+
+    room = weights + working memory + cache of N tokens
+
+SGLang by itself takes a fraction of what is free when it starts, which among several processes on
+one GPU depends on who comes first. Here the room is given, and N follows: `--max-total-tokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from actors.sglang.flags import parse_flags
+from actors.sglang.parallelism import Parallelism, parallelism
+from distill.errors import ConfigError
+from distill.gpu import CONTEXT_BYTES, gib
+from distill.models.loading import vocab_size
+
+# What a server keeps of a GPU whose weights, cache and graphs it has released.
+ASLEEP_BYTES = CONTEXT_BYTES
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of a captured decode graph, by batch size: as SGLang reserves (arg_groups/memory_hook.py).
+_GRAPH_BYTES = 2 << 20
+# Rows whose log-probs SGLang computes at a time (SGLANG_LOGPROB_CHUNK_SIZE), and float32 numbers
+# that it, and the plugin, hold for each token of the vocabulary meanwhile.
+_LOGPROB_ROWS, _PER_LOGIT = 2048, 3
+# Tokens that run in one prefill, where the flags do not say.
+_PREFILL_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMemory:
+    """Bytes on each GPU of a server.
+
+    Attributes:
+        weights: this GPU's part.
+        working: context, captured graphs, activations of a prefill, log-probs of its rows.
+        token: of one token in the cache; None for a model whose state is no such cache.
+        fixed_tokens: that the cache holds in any case, by the flags.
+    """
+
+    weights: int
+    working: int
+    token: int | None
+    fixed_tokens: int | None
+
+    @classmethod
+    def of(
+        cls, config: Any, parameters: int, *, dtype: str, max_running: int, flags: str = ""
+    ) -> ServerMemory:
+        """Memory of a server of a decoder. `working` is an estimate, on the large side.
+
+        Args:
+            config: of the checkpoint.
+            parameters: of the model.
+            max_running: requests that are decoded together, at most.
+            flags: as they stand on SGLang's command line.
+        """
+        given, spread = parse_flags(flags), parallelism(flags)
+        text = config.get_text_config()
+        prefill = _int_flag(given, "--chunked-prefill-size", _PREFILL_TOKENS)
+        mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        activations = (
+            max(prefill, _PREFILL_TOKENS)
+            * _BYTES[dtype]
+            * (8 * text.hidden_size + 3 * mlp // spread.tensor)
+        )
+        logits = _LOGPROB_ROWS * vocab_size(config) * 4 * _PER_LOGIT
+        graphs = 0 if "--disable-cuda-graph" in given else _GRAPH_BYTES * max_running
+        number = 1 if "fp8" in "".join(given.get("--kv-cache-dtype", [])) else _BYTES[dtype]
+        fixed = _int_flag(given, "--max-total-tokens", 0)
+        return cls(
+            weights=parameters * _BYTES[dtype] // spread.split,
+            working=CONTEXT_BYTES + activations + logits + graphs,
+            token=cache_bytes_per_token(config, number, spread),
+            fixed_tokens=fixed or None,
+        )
+
+    def tokens_in(self, room: int, what: str, least: int) -> int:
+        """Tokens whose cache fits into `room` bytes of a GPU.
+
+        Args:
+            what: for the error.
+            least: tokens without which the server is of no use: one whole context.
+
+        Raises:
+            ConfigError: there are fewer, or it cannot be known how many.
+        """
+        if self.fixed_tokens is not None:
+            return self.fixed_tokens
+        if self.token is None:
+            raise ConfigError(
+                f"{what}: its layers keep a state that is not counted in tokens, so it cannot be "
+                "worked out what fits beside others on a GPU; give --max-total-tokens in its "
+                "server flags, or gpus_per_actor=1"
+            )
+        tokens = (room - self.weights - self.working) // self.token
+        if tokens < least:
+            raise ConfigError(
+                f"{what} does not fit: of {gib(room)} GiB of a GPU its weights take "
+                f"{gib(self.weights)}, working memory {gib(self.working)}, and what is left holds "
+                f"{max(0, tokens)} tokens of cache ({self.token} bytes each), less than one "
+                f"context of {least}. Use --tp-size, a larger gpus_per_actor, fewer others on the "
+                "GPU, or --context-length and --max-total-tokens of your own in its server flags"
+            )
+        return tokens
+
+    def bytes(self, tokens: int) -> int:
+        """In all, with a cache of so many tokens."""
+        return self.weights + self.working + (self.token or 0) * tokens
+
+
+def cache_bytes_per_token(config: Any, number: int, spread: Parallelism) -> int | None:
+    """Bytes that one token takes in the cache of each GPU; None if the model has other states.
+
+    Keys and values of each layer, heads shared out among tensor ranks (one head at least); or, of
+    latent attention (MLA), one compressed vector and its rotary part, on every rank. Layers with a
+    sliding window are counted like the others: an upper bound.
+
+    Args:
+        number: bytes of one number of the cache.
+    """
+    text = config.get_text_config()
+    if any("attention" not in kind or "linear" in kind for kind in _layer_types(text)):
+        return None
+    layers = -(-text.num_hidden_layers // spread.pipeline)
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:
+        return layers * (latent + text.qk_rope_head_dim) * number
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    ranks = spread.tensor // (spread.data if spread.data_attention else 1)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return layers * 2 * max(1, heads // max(1, ranks)) * head_dim * number
+
+
+def _layer_types(text: Any) -> list[str]:
+    return list(getattr(text, "layer_types", None) or [])
+
+
+def _int_flag(flags: dict[str, list[str]], name: str, default: int) -> int:
+    value = "".join(flags.get(name, []))
+    return int(value) if value.lstrip("-").isdecimal() else default

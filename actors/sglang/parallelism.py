@@ -1,0 +1,91 @@
+"""GPUs and nodes over which SGLang spreads one server, read off its flags."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from actors.sglang.flags import Flags, parse_flags
+from distill.errors import ConfigError
+
+_TENSOR = ("--tp-size", "--tp", "--tensor-parallel-size")
+_PIPELINE = ("--pp-size", "--pp", "--pipeline-parallel-size")
+_DATA = ("--dp-size", "--dp", "--data-parallel-size")
+
+
+class Parallelism(NamedTuple):
+    """Degrees of parallelism of one server.
+
+    Attributes:
+        tensor, pipeline: ranks over which one copy of the model is split.
+        data: copies; with `data_attention` those of attention alone, among the tensor ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    data_attention: bool = False
+    nodes: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.split * (1 if self.data_attention else self.data)
+
+    @property
+    def split(self) -> int:
+        """GPUs over which one copy of the weights is split."""
+        return self.tensor * self.pipeline
+
+
+def parallelism(text: str) -> Parallelism:
+    """Of a server with these flags.
+
+    Raises:
+        ConfigError: a value is not a number above 0.
+    """
+    flags = parse_flags(text)
+    return Parallelism(
+        tensor=_number(flags, *_TENSOR),
+        pipeline=_number(flags, *_PIPELINE),
+        data=_number(flags, *_DATA),
+        data_attention="--enable-dp-attention" in flags,
+        nodes=_number(flags, "--nnodes"),
+    )
+
+
+def _number(flags: Flags, *names: str) -> int:
+    for name in names:
+        if name in flags:
+            value = " ".join(flags[name])
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"server flag {name} {value!r} must be a number above 0")
+            return int(value)
+    return 1
+
+
+def check_hosted(setting: str, text: str) -> None:
+    """Raises ConfigError for a server that one actor cannot start: it starts one process."""
+    if (nodes := parallelism(text).nodes) > 1:
+        raise ConfigError(
+            f"{setting} --nnodes {nodes}: an engine is one process on one node. Use GPUs of one "
+            "node (--tp-size), a checkpoint that fits there (fp8), or, for a teacher, start the "
+            "server on its nodes yourself and give teacher=http://host:port"
+        )
+
+
+def check_pushed(setting: str, text: str) -> None:
+    """Raises ConfigError for a server that no weight push reaches whole.
+
+    SGLang numbers the ranks of a push by tensor parallelism alone, and refuses it where there are
+    replicas (managers/tokenizer_control_mixin.py: dp_size == 1, but for attention's).
+    """
+    found = parallelism(text)
+    if found.pipeline > 1:
+        raise ConfigError(
+            f"{setting} --pp-size {found.pipeline}: weights cannot be pushed into a pipeline; "
+            "use --tp-size instead"
+        )
+    if found.data > 1 and not found.data_attention:
+        raise ConfigError(
+            f"{setting} --dp-size {found.data}: weights cannot be pushed into a server of several "
+            f"replicas; use policy_engines={found.data} instead, or --enable-dp-attention"
+        )

@@ -1,0 +1,35 @@
+"""A GPU's memory, without touching the GPU: what there is, and what any process takes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+GIB = 1 << 30
+# Of a process on a GPU before it holds anything: CUDA's context, loaded kernels, NCCL's buffers.
+CONTEXT_BYTES = GIB
+# What the driver says there is, and CUDA does not hand out.
+_USABLE = 0.98
+_TIMEOUT_S = 20.0
+
+
+def gpu_bytes() -> int | None:
+    """Usable bytes of this process's first GPU; None where no driver answers.
+
+    Asked of the driver's tool: torch would open a context, which takes memory itself.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    command += [f"--id={first}"] if first else []
+    try:
+        listed = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        ).stdout.splitlines()
+        return int(float(listed[0]) * (1 << 20) * _USABLE)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, to one digit."""
+    return f"{size / GIB:.1f}"

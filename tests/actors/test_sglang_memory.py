@@ -1,0 +1,145 @@
+"""GPU memory of servers by their configs, worked out by hand; flags that spread one over GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3NextConfig
+
+from actors.sglang import hosted
+from actors.sglang.flags import server_flags
+from actors.sglang.memory import ServerMemory, cache_bytes_per_token
+from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
+from distill.errors import ConfigError
+from distill.gpu import GIB
+from tests.tiny import tiny_model_dir
+
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+PARAMETERS = 8_190_735_360
+
+
+@pytest.mark.parametrize(
+    "config, spread, number, expected",
+    [
+        (QWEN3_8B, Parallelism(), 2, 36 * 2 * 8 * 128 * 2),  # 147456
+        (QWEN3_8B, Parallelism(), 1, 73728),
+        (QWEN3_8B, Parallelism(tensor=4), 2, 36864),
+        (QWEN3_8B, Parallelism(tensor=16), 2, 18432),  # a head a rank at least
+        (QWEN3_8B, Parallelism(tensor=2, pipeline=2), 2, 36864),
+        (QWEN3_8B, Parallelism(tensor=8, data=8, data_attention=True), 2, 147456),
+        (DeepseekV3Config(), Parallelism(tensor=8), 2, 61 * (512 + 64) * 2),
+        (
+            Gemma3TextConfig(num_hidden_layers=6, num_key_value_heads=2, head_dim=64),
+            Parallelism(), 2, 6 * 2 * 2 * 64 * 2,
+        ),
+        (Qwen3NextConfig(num_hidden_layers=4), Parallelism(), 2, None),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_token(config, spread: Parallelism, number: int, expected: int | None) -> None:
+    assert cache_bytes_per_token(config, number, spread) == expected
+
+
+def memory(flags: str = "", config=QWEN3_8B) -> ServerMemory:
+    return ServerMemory.of(config, PARAMETERS, dtype="bfloat16", max_running=256, flags=flags)
+
+
+def test_the_cache_is_what_the_room_leaves() -> None:
+    found = memory()
+    assert found.weights == 2 * PARAMETERS and found.token == 147456
+    # Context; 8192 tokens of 8 hidden and 3 MLP widths; 2048 rows of logits, thrice; 256 graphs.
+    activations = 8192 * 2 * (8 * 4096 + 3 * 12288)
+    assert found.working == GIB + activations + 2048 * 151936 * 4 * 3 + 256 * (2 << 20)
+    tokens = found.tokens_in(40 * GIB, "policy", least=40960)
+    assert found.bytes(tokens) <= 40 * GIB < found.bytes(tokens + 1)
+    assert tokens == (40 * GIB - found.weights - found.working) // 147456
+
+
+def test_flags_change_what_is_held() -> None:
+    assert memory("--tp-size 2").weights == PARAMETERS
+    assert memory("--kv-cache-dtype fp8_e4m3").token == 73728
+    assert memory("--disable-cuda-graph").working == memory().working - (512 << 20)
+    assert memory("--chunked-prefill-size 16384").working > memory().working
+    assert memory("--max-total-tokens 5000").tokens_in(0, "policy", least=99999) == 5000
+
+
+def test_what_does_not_fit_is_refused_with_sizes_and_remedies() -> None:
+    with pytest.raises(ConfigError, match=r"policy does not fit: of 20\.0 GiB .* 15\.3, working"):
+        memory().tokens_in(20 * GIB, "policy", least=1)
+    with pytest.raises(ConfigError, match="less than one context of 99999999"):
+        memory().tokens_in(40 * GIB, "policy", least=99_999_999)
+    with pytest.raises(ConfigError, match="give --max-total-tokens"):
+        memory(config=Qwen3NextConfig(num_hidden_layers=4)).tokens_in(40 * GIB, "policy", least=1)
+
+
+def test_parallelism_is_read_off_the_flags() -> None:
+    assert parallelism("") == Parallelism() and Parallelism().gpus == 1
+    assert parallelism("--tp-size 2") == parallelism("--tp=2") == Parallelism(tensor=2)
+    everything = parallelism("--tensor-parallel-size 4 --pp-size 2 --dp 3 --nnodes 2")
+    assert everything == Parallelism(tensor=4, pipeline=2, data=3, nodes=2)
+    assert everything.gpus == 24 and everything.split == 8
+    assert parallelism("--tp 8 --dp 8 --enable-dp-attention").gpus == 8
+    with pytest.raises(ConfigError, match="--tp-size 'two' must be a number above 0"):
+        parallelism("--tp-size two")
+
+
+@pytest.mark.parametrize(
+    "check, flags, message",
+    [
+        (check_hosted, "--nnodes 2 --tp 16", "--nnodes 2: an engine is one process on one node"),
+        (check_pushed, "--pp-size 2", "cannot be pushed into a pipeline; use --tp-size"),
+        (check_pushed, "--dp-size 2", "use policy_engines=2 instead"),
+    ],
+)
+def test_what_no_engine_or_push_can_do_is_refused(check, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy_server_flags .*{message}"):
+        check("policy_server_flags", flags)
+    check("policy_server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
+
+
+def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
+    def flags(**changes: object) -> list[str]:
+        return server_flags(
+            model="m", dtype="bfloat16", max_running_requests=8, context_length=64,
+            **{"device": "cuda"} | changes,
+        )  # fmt: skip
+
+    plain = flags()
+    assert "--max-total-tokens" not in plain and "--enable-memory-saver" not in plain
+    assert "--attention-backend" not in plain, "SGLang knows best on a GPU"
+    shared = flags(cache_tokens=1234, sleeps=True)
+    assert shared[shared.index("--max-total-tokens") + 1] == "1234"
+    assert "--enable-memory-saver" in shared
+    assert "--enable-memory-saver" not in flags(device="cpu", sleeps=True)
+
+
+def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    class Server:
+        url, api_key, admin_api_key, obituary = "", "", "", str
+
+        def __init__(self, flags: list[str], **_: object) -> None:
+            started.append(flags)
+
+    monkeypatch.setattr(hosted, "require_sglang", lambda: None)
+    monkeypatch.setattr(hosted, "SglangServer", Server)
+    monkeypatch.setattr(hosted, "gpu_bytes", lambda: 80 * GIB)
+    model = tiny_model_dir(tmp_path, seed=1)
+    shared = {"model_path": model, "device": "cuda", "dtype": "bfloat16", "max_batch_rows": 8}
+    hosted.HostedSglangEngine(**shared)
+    hosted.HostedSglangEngine(**shared, gpu_share=0.5)
+    hosted.HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
+    alone, half, beside = started
+    assert "--max-total-tokens" not in alone, "a GPU of its own is SGLang's to fill"
+    tokens = [int(flags[flags.index("--max-total-tokens") + 1]) for flags in (half, beside)]
+    # Two layers of one head of 64, twice, in bfloat16: ten GiB are so many tokens fewer.
+    assert tokens[0] - tokens[1] == pytest.approx(10 * GIB / (2 * 2 * 64 * 2), abs=1)
+    monkeypatch.setattr(hosted, "gpu_bytes", lambda: None)
+    with pytest.raises(ConfigError, match="nvidia-smi does not say how large the GPU is"):
+        hosted.HostedSglangEngine(**shared, gpu_share=0.5)

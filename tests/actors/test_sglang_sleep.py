@@ -1,0 +1,211 @@
+"""Engines that sleep: a server that releases its memory serves nothing until it is whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.sglang.flags import InFlight
+from actors.sglang.weights import WeightSession
+from distill.engine import CheckpointDirectory, Sample
+from distill.errors import EngineError, EngineLost
+from distill.models.loading import tensor_shapes
+from distill.types import StopReason
+from tests.tiny import tiny_model_dir
+
+ALL = {"weights", "kv_cache", "cuda_graph"}
+
+
+class Server:
+    """SGLang's memory: what it holds, and whether its requests may run.
+
+    It dies, as a GPU would, of work on memory that is not there, and of weights that it releases
+    or loads while something runs.
+    """
+
+    def __init__(self, mode: InFlight, fails: str = "") -> None:
+        self.released: set[str] = set()
+        self.paused, self.holds_weights, self.version = False, True, 0
+        self.orders: list[str] = []
+        self.running = 0
+        self._mode, self._fails = mode, fails
+        self._going = asyncio.Event()
+        self._going.set()
+
+    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
+        self.orders.append(path)
+        await asyncio.sleep(0)
+        if path == self._fails:
+            self._fails = ""
+            return {"success": False, "message": "on purpose"}
+        getattr(self, "_on_" + path[1:])(body)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        assert path == "/server_info"
+        return {"tp_size": 1}
+
+    def _on_pause_generation(self, _body: Mapping[str, Any]) -> None:
+        assert not self.paused, "paused twice"
+        self.paused = True
+        self._going.clear()
+
+    def _on_continue_generation(self, _body: Mapping[str, Any]) -> None:
+        assert not self.released, f"it goes on without {self.released}"
+        self.paused = False
+        self._going.set()
+
+    def _on_release_memory_occupation(self, body: Mapping[str, Any]) -> None:
+        assert self.paused and not self.released
+        self.released, self.holds_weights = set(body["tags"]), False
+
+    def _on_resume_memory_occupation(self, body: Mapping[str, Any]) -> None:
+        assert set(body["tags"]) <= self.released
+        assert "kv_cache" not in body["tags"] or self.holds_weights, "the cache comes last"
+        self.released -= set(body["tags"])
+
+    def _on_update_weights_from_disk(self, body: Mapping[str, Any]) -> None:
+        assert self.paused and "weights" not in self.released, "a load into no memory"
+        self.holds_weights, self.version = True, int(body["weight_version"])
+
+    def _on_begin_weight_update(self, _body: Mapping[str, Any]) -> None:
+        assert self.paused and "weights" not in self.released
+
+    _on_end_weight_update = _on_begin_weight_update
+
+    def _on_abort_request(self, _body: Mapping[str, Any]) -> None:
+        pass
+
+    async def generate(self, tokens: int = 3) -> list[Sample]:
+        versions = []
+        for _ in range(tokens):
+            if self.paused and self._mode == "restart":
+                return [sample(versions, StopReason.ABORTED)]
+            await self._going.wait()
+            assert not self.released and self.holds_weights, "a token of released weights"
+            versions.append(self.version)
+            await asyncio.sleep(0)
+        return [sample(versions, StopReason.LENGTH)]
+
+    async def score(self) -> int:
+        assert not self.paused and not self.released and self.holds_weights
+        self.running += 1
+        await asyncio.sleep(0.001)
+        assert not self.released and self.holds_weights, "released under a scoring"
+        self.running -= 1
+        return self.version
+
+
+def sample(versions: list[int], reason: StopReason) -> Sample:
+    versions_T = np.asarray(versions, np.int32)
+    return Sample(
+        tokens_T=np.ones_like(versions_T),
+        logprobs_T=np.zeros(len(versions), np.float32),
+        versions_T=versions_T,
+        stop_reason=reason,
+    )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), seed=1)
+
+
+def session_of(server: Server, mode: InFlight, directory: str) -> WeightSession:
+    client: Any = server
+    return WeightSession(client, mode, lambda: tensor_shapes(directory))
+
+
+@pytest.mark.parametrize("mode", ["continue", "restart", "finish"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_request_is_served_by_released_weights(
+    mode: InFlight, seed: int, directory: str
+) -> None:
+    server, draw = Server(mode), random.Random(seed)
+    session = session_of(server, mode, directory)
+
+    async def client(number: int) -> list[int]:
+        await asyncio.sleep(draw.random() * 0.02)
+        if number % 4 == 0:
+            return [await session.score(server.score)]
+        [made] = await session.generate(lambda: server.generate(draw.randrange(1, 30)))
+        assert made.stop_reason is StopReason.LENGTH, "a sample was cut short"
+        return made.versions_T.tolist()
+
+    async def learner() -> None:
+        for version in (1, 2, 3):
+            await session.sleep()
+            assert session.asleep and server.released == ALL and server.running == 0
+            await session.sleep()  # once more changes nothing
+            await asyncio.sleep(0.004)  # the step
+            seconds = await session.load(CheckpointDirectory(path=directory), version)
+            assert seconds >= 0.004, "the pause began with the sleep"
+            assert not session.asleep and not server.paused
+            await asyncio.sleep(0.002)
+
+    async def all_of_it() -> list[list[int]]:
+        made = await asyncio.gather(*(client(i) for i in range(40)), learner())
+        return made[:-1]
+
+    for versions in asyncio.run(asyncio.wait_for(all_of_it(), 60)):
+        assert versions == sorted(versions)
+        if mode != "continue":
+            assert len(set(versions)) == 1
+    once = [
+        "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation",
+        "/update_weights_from_disk", "/resume_memory_occupation", "/continue_generation",
+    ]  # fmt: skip
+    assert server.orders == once * 3
+
+
+@pytest.mark.parametrize(
+    "fails, first",
+    [
+        ("/release_memory_occupation", "did not say whether"),
+        ("/resume_memory_occupation", "no others have arrived whole"),
+        ("/update_weights_from_disk", "parts of two versions"),
+    ],
+)
+def test_a_sleep_that_fails_serves_nothing_until_whole_weights_come(
+    fails: str, first: str, directory: str
+) -> None:
+    server = Server("continue", fails)
+    session = session_of(server, "continue", directory)
+    source = CheckpointDirectory(path=directory)
+
+    async def all_of_it() -> None:
+        with pytest.raises(EngineError, match="on purpose"):
+            await session.sleep()
+            waiting = asyncio.create_task(session.generate(server.generate))
+            await session.load(source, 1)
+        with pytest.raises(EngineLost, match=first):
+            await session.generate(server.generate)
+        if fails != "/release_memory_occupation":
+            with pytest.raises(EngineLost, match=first):
+                await waiting
+            await session.load(source, 2)
+            [made] = await session.generate(server.generate)
+            assert made.versions_T.tolist() == [2, 2, 2]
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))
+
+
+def test_weights_that_do_not_fit_leave_it_asleep(directory: str, tmp_path: Any) -> None:
+    server = Server("continue")
+    session = session_of(server, "continue", directory)
+
+    async def all_of_it() -> None:
+        await session.sleep()
+        waiting = asyncio.create_task(session.generate(server.generate))
+        with pytest.raises(EngineError, match="no safetensors"):
+            await session.load(CheckpointDirectory(path=str(tmp_path)), 1)
+        assert session.asleep and server.released == ALL and not waiting.done()
+        await session.load(CheckpointDirectory(path=directory), 1)
+        [made] = await waiting
+        assert made.versions_T.tolist() == [1, 1, 1]
+
+    asyncio.run(asyncio.wait_for(all_of_it(), 60))

@@ -1,0 +1,178 @@
+"""The plan in GiB of a GPU: a student of 8 B and a teacher of 32 B, whose files are hollow."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from cluster.config.on_policy import OpdConfig
+from cluster.placement import roles
+from cluster.placement.roles import describe_layout, placed_roles
+from distill.errors import ConfigError
+from distill.gpu import GIB
+
+Opd = Callable[..., OpdConfig]
+
+
+def hollow(directory: Path, **shape: int) -> str:
+    """A checkpoint with true config, names and shapes, and files without contents (sparse)."""
+    config = Qwen3Config(
+        vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40960,
+        **shape,
+    )  # fmt: skip
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    directory.mkdir()
+    config.save_pretrained(directory)
+    for i, names in enumerate(batched(state, 32)):
+        header, end = {}, 0
+        for name in names:
+            offsets = [end, end := end + state[name].numel() * 2]
+            header[name] = {
+                "dtype": "BF16", "shape": list(state[name].shape), "data_offsets": offsets,
+            }  # fmt: skip
+        text = json.dumps(header).encode()
+        with open(directory / f"model-{i}.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + end)
+    return str(directory)
+
+
+def batched(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    listed = list(names)
+    return (listed[i : i + size] for i in range(0, len(listed), size))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("hollow")
+    return {
+        "student": hollow(
+            root / "8b", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+            num_attention_heads=32,
+        ),
+        "teacher": hollow(
+            root / "32b", hidden_size=5120, intermediate_size=25600, num_hidden_layers=64,
+            num_attention_heads=64,
+        ),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def eight(opd: Opd, pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Opd:
+    """eight(**changes): eight GPUs that learner and policy share, a teacher on four others."""
+    monkeypatch.setattr("actors.config.sglang_installed", lambda: True)
+    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
+
+    def settings(**changes: object) -> OpdConfig:
+        return opd(
+            **pair
+            | {
+                "device": "cuda", "gpu_memory_gib": 79.0, "engine": "sglang", "learner_workers": 8,
+                "policy_engines": 8, "colocate": True, "gpus_per_actor": 0.5,
+                "teacher_server_flags": "--tp-size 4",
+            }
+            | changes
+        )  # fmt: skip
+
+    return settings
+
+
+def line(config: OpdConfig, role: str) -> str:
+    lines = describe_layout(config).splitlines()
+    [found] = [line for line in lines if line.startswith(f"  {role} ")]
+    return found
+
+
+def numbers(text: str, *names: str) -> list[float]:
+    return [float(re.search(rf"{name} (\d+\.\d)", text)[1]) for name in names]  # pyright: ignore
+
+
+def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
+    config = eight()
+    learner, policy = line(config, "learner"), line(config, "policy")
+    # 8.19 B parameters: 4 bytes each of weights and gradients on eight GPUs, 8 of moments.
+    assert numbers(learner, "weights", "gradients", "moments") == [3.8, 3.8, 7.6]
+    assert "in main memory but for their step" in learner and learner.endswith("of 78.0")
+    assert numbers(policy, "weights") == [15.3] and policy.endswith("; 1.0 asleep")
+    # What the learner does not hold at rest: weights and a context.
+    assert " of 74.2" in policy
+    tokens = int(re.search(r"\((\d+) tokens\)", policy)[1])  # pyright: ignore
+    assert 300_000 < tokens < 400_000
+    engine = config.policy_engine(config.student, "cuda", "")
+    assert engine.sleeps and engine.gpu_share == 1 and engine.gpu_beside > 4 * GIB
+    assert not config.evaluation_engine(config.student, "cuda", "").sleeps
+
+
+def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
+    teacher = line(eight(), "teacher")
+    assert numbers(teacher, "weights") == [15.3]  # 32.8 B in bfloat16, on four
+    assert teacher.endswith(" of 79.0")
+    demand = {role.name: role.needed for role in placed_roles(eight(), "cuda")}
+    assert demand["teacher"]["GPU"] == 4 and demand["policy"]["GPU"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"teacher_server_flags": ""}, r"teacher \(.*32b\) does not fit"),
+        ({"gpu_memory_gib": 24.0}, r"policy \(.*8b\) does not fit: of 19\.\d GiB"),
+        (
+            {"learner_workers": 1, "policy_engines": 1},
+            "in the learner does not fit: .* 123.1 GiB of a GPU",
+        ),
+        (
+            {"token_budget": 1 << 20, "gradient_checkpointing": True},
+            "token_budget=1048576 needs .* for a pass",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(eight: Opd, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        describe_layout(eight(**changes))
+
+
+def test_without_a_gpu_and_its_size_the_plan_says_what_is_known(
+    eight: Opd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.placement.gpu_plan.gpu_bytes", lambda: None)
+    monkeypatch.setattr(roles, "starts_here", lambda: False)  # it joins a cluster elsewhere
+    config = eight(gpu_memory_gib=None)
+    assert "memory   of a GPU unknown" in describe_layout(config)
+    assert "cache (147456 bytes a token)" in line(config, "policy")
+
+
+def test_shared_gpus_need_bundles_that_are_whole(
+    eight: Opd, opd: Opd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles.ray, "cluster_resources", lambda: {"GPU": 8.0})
+    assert roles.resolve_device(eight()) == "cuda"
+    for changes, message in (
+        ({"policy_engines": 4}, "use gpus_per_actor=0.5 and policy_engines=8"),
+        ({"gpus_per_actor": 0.25}, "use gpus_per_actor=0.5 and policy_engines=8"),
+        ({"colocate": False}, "use gpus_per_actor=1, or colocate=True"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            roles.resolve_device(eight(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"policy_server_flags": "--tp-size 2"}, "an engine of 2 GPUs cannot share"),
+        ({"in_flight": "in_place"}, "use in_flight=continue"),
+        ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
+        ({"teacher_server_flags": "--nnodes 2"}, "give teacher=http://host:port"),
+        ({"engine": "embedded", "engines_sleep": True}, "engines_sleep=True needs engine=sglang"),
+    ],
+)
+def test_sharing_that_cannot_be_is_refused(eight: Opd, changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eight(**changes)
