@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Literal
 
+from actors.sglang.installed import knows_flag
 from distill.errors import ConfigError
 
 # Flags that the engine itself depends on; another value would break it, not tune it.
@@ -28,6 +29,7 @@ InFlight = Literal["continue", "restart", "finish", "in_place"]
 # Each flag with its values.
 Flags = dict[str, list[str]]
 
+_FLOAT32_HEAD = "--enable-fp32-lm-head"
 # Without a bound the scheduler takes 16 GB of a CPU machine for its KV cache.
 _CPU_KV_TOKENS = 16384
 
@@ -85,15 +87,19 @@ def _cpu_defaults() -> Flags:
 
 
 def _cuda_defaults(cache_tokens: int | None, sleeps: bool) -> Flags:
-    # The plugin scales logits outside of captured graphs only; prefill graphs gain little where
-    # most of the time is decode.
-    flags: Flags = {"--disable-prefill-cuda-graph": []}
+    flags: Flags = {}
+    if knows_flag(_FLOAT32_HEAD):
+        # bfloat16 keeps 8 bits of a logit: 0.1 at 20, which would be noise in every log-prob.
+        flags[_FLOAT32_HEAD] = []
     if cache_tokens is not None:
         flags["--max-total-tokens"] = [str(cache_tokens)]
         # A bound on what is free when it starts, others included; the tokens are the bound here.
         flags["--mem-fraction-static"] = ["0.99"]
     if sleeps:
         flags["--enable-memory-saver"] = []
+        # Graphs whose memory comes and goes: those of decode alone. (Where prefill is captured, the
+        # logits, which the plugin divides, are made outside.)
+        flags["--disable-prefill-cuda-graph"] = []
     return flags
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 from distill.errors import ConfigError
@@ -33,3 +34,17 @@ def require_sglang() -> None:
             "engine=sglang but SGLang is not installed here; `pip install 'isotherm[sglang]'` on a "
             "CUDA machine, `make install-sglang` without one, or engine=embedded"
         )
+
+
+def knows_flag(name: str) -> bool:
+    """True if SGLang is here and declares the command-line flag; read in its source."""
+    spec = importlib.util.find_spec("sglang")
+    field = name.removeprefix("--").replace("-", "_")
+    for root in (spec and spec.submodule_search_locations) or ():
+        for file in (
+            Path(root) / "srt" / "server_args.py",
+            *(Path(root) / "srt" / "arg_groups" / "fields").glob("*.py"),
+        ):
+            if file.is_file() and re.search(rf"^\s+{field}\s*:", file.read_text(), re.MULTILINE):
+                return True
+    return False

@@ -9,6 +9,7 @@ from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3N
 
 from actors.sglang import hosted
 from actors.sglang.flags import server_flags
+from actors.sglang.installed import knows_flag, sglang_installed
 from actors.sglang.memory import ServerMemory, cache_bytes_per_token
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
@@ -108,11 +109,12 @@ def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
         )  # fmt: skip
 
     plain = flags()
+    assert "--disable-prefill-cuda-graph" not in plain
     assert "--max-total-tokens" not in plain and "--enable-memory-saver" not in plain
     assert "--attention-backend" not in plain, "SGLang knows best on a GPU"
     shared = flags(cache_tokens=1234, sleeps=True)
     assert shared[shared.index("--max-total-tokens") + 1] == "1234"
-    assert "--enable-memory-saver" in shared
+    assert "--enable-memory-saver" in shared and "--disable-prefill-cuda-graph" in shared
     assert "--enable-memory-saver" not in flags(device="cpu", sleeps=True)
 
 
@@ -143,3 +145,21 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     monkeypatch.setattr(hosted, "gpu_bytes", lambda: None)
     with pytest.raises(ConfigError, match="nvidia-smi does not say how large the GPU is"):
         hosted.HostedSglangEngine(**shared, gpu_share=0.5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_logits_are_float32_where_the_server_can(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.sglang.flags.knows_flag", lambda name: known)
+    for device in ("cpu", "cuda"):
+        made = server_flags(
+            model="m", dtype="bfloat16", device=device, max_running_requests=8, context_length=64
+        )
+        assert ("--enable-fp32-lm-head" in made) == (known and device == "cuda")
+
+
+@pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+def test_flags_are_read_in_the_source_of_sglang() -> None:
+    assert knows_flag("--enable-fp32-lm-head") and knows_flag("--tp-size")
+    assert not knows_flag("--enable-fp32") and not knows_flag("--no-such-flag")
