@@ -10,7 +10,7 @@ ENGINE ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench clean
+.PHONY: help install install-sglang demo show opd-vs-rl tutorials test test-all chaos lint bench gpu clean
 
 help:
 	@echo "make demo    train a tiny teacher, then distil it into a student at T = 0.7 (minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test    lint, types and the tests; make test-all adds the slow ones (chaos, clusters)"
 	@echo "make chaos   kills every kind of actor at random; shows that nothing is lost (long)"
 	@echo "make bench   tokens per second of every stage, and of TRL side by side"
+	@echo "make gpu     checks a machine with a CUDA GPU in ten minutes (elsewhere: says what it would do)"
 	@echo "make install only set up $(VENV); make install-sglang adds SGLang, on a CPU or with CUDA"
 
 install: $(STAMP)
@@ -79,6 +80,10 @@ chaos: $(SGLANG)
 
 bench: $(STAMP) .venv-peer/.installed
 	$(BIN)/python -m tests.bench out=outputs/bench
+
+# With SGLang where it is installed; device=cpu size=tiny runs the same checks without a GPU.
+gpu: $(STAMP)
+	$(BIN)/python -m tests.gpu out=outputs/gpu
 
 # The peer lives apart: its dependencies are its own.
 .venv-peer/.installed: tests/bench/peer-requirements.txt

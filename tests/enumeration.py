@@ -194,21 +194,27 @@ def error(made: Tensor, truth: Tensor) -> float:
 class World:
     """Student and teacher, and copies of both in the hands of the learner."""
 
-    def __init__(self, directory: Path, stops: tuple[int, ...] = (EOS,)) -> None:
-        """`directory` receives the teacher's checkpoint; several `stops` are one event."""
+    def __init__(
+        self, directory: Path, stops: tuple[int, ...] = (EOS,), device: str = "cpu"
+    ) -> None:
+        """`directory` receives the teacher's checkpoint; several `stops` are one event.
+
+        On another `device` is what trains; truths are computed on the CPU.
+        """
         self.stops = stops
         self._event = event = stops if len(stops) > 1 else ()
         self.student, self.teacher = tiny(0), tiny(1)
         self.teacher.requires_grad_(False)
-        self.learning, self.current = tiny(0), tiny(0)
+        self.learning, self.current = tiny(0).to(device), tiny(0)
+        self._device = device
         self._forward = Forward(self.learning, event=event)
         self._probabilities: dict[float, Tensor] = {}
         self._segments: dict[tuple[float, float, TopKFrom], list[Segment]] = {}
         for plain, own in zip(self.current.parameters(), self.learning.parameters(), strict=True):
-            plain.data = own.data  # the same weights, for plain calls
+            plain.data = own.data.cpu()  # on a CPU the same memory, for plain calls
         path = str(directory / "teacher")
         self.teacher.save_pretrained(path)
-        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device="cpu", event=event)
+        self._teachers = LocalTeachers({"": path}, dtype=torch.float32, device=device, event=event)
 
     @torch.no_grad()
     def move_learner(self, away: float) -> None:
@@ -311,16 +317,17 @@ class World:
     ) -> Tensor:
         """What infinitely many rollouts give: one batch of all responses, weighted by p_T."""
         batch = self.rollouts(objective, T, teacher_T)
-        return flat_gradient(self.expected_loss(objective, batch), self.learning)
+        return flat_gradient(self.expected_loss(objective, batch), self.learning).cpu()
 
     def rollouts(
         self, objective: ObjectiveConfig, T: float, teacher_T: float | None = None
     ) -> Batch:
-        return collate(self.rows(objective, T, teacher_T or T))
+        return collate(self.rows(objective, T, teacher_T or T), self._device)
 
     def expected_loss(self, objective: ObjectiveConfig, batch: Batch) -> Tensor:
         """One whose gradient is the mean over `rollouts`; its value is nothing."""
-        probability_N = self.probabilities(batch.rows[0].temperature).float()[batch.row_N]
+        probability_R = self.probabilities(batch.rows[0].temperature).float()
+        probability_N = probability_R.to(self._device)[batch.row_N]
 
         def weighted(batch: Batch, **wanted: Any) -> TokenStats:
             stats = self._forward(batch, **wanted)

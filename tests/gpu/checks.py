@@ -1,0 +1,33 @@
+"""The checks by name, in the order in which they run: what each looks at, and how long it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.gpu import learner_checks, push_check
+from tests.gpu.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Returns numbers for the report; raises `Failed`."""
+
+    run: Callable[[Setting], dict[str, float]]
+    deadline_s: float = 90.0
+
+    @property
+    def what(self) -> str:
+        """The first line of its docstring."""
+        return (self.run.__doc__ or "").splitlines()[0]
+
+
+CHECKS = {
+    "gradient_truth": Check(learner_checks.gradient_truth),
+    "full_divergence": Check(learner_checks.full_divergence),
+    "bfloat16_step": Check(learner_checks.bfloat16_step),
+    "long_attention": Check(learner_checks.long_attention),
+    "planned_memory": Check(learner_checks.planned_memory),
+    "utilisation": Check(learner_checks.utilisation),
+    "push": Check(push_check.push, 180.0),
+}
