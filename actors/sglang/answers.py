@@ -16,6 +16,9 @@ from distill.errors import DataError, EngineError
 from distill.stops import hits
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
+# The likeliest tokens at each position: a field, or the beginning of the names of several.
+_TOP = "input_top_logprobs"
+
 
 def answers_of(content: Any, expected: int) -> list[Mapping[str, Any]]:
     """The list of answers of a batch request. Raises EngineError if it is anything else."""
@@ -196,22 +199,9 @@ def read_top(
         return _read_listed(answer, request.given_NK, k, event)
     if k == 0:
         return None
-    rows = answer["meta_info"].get("input_top_logprobs")
-    expected = len(request.tokens_T) - request.start
-    # As of the scored tokens, the first entry is the context's last token's: null.
-    if not isinstance(rows, list) or len(rows) != expected + 1:
-        found = len(rows) - 1 if isinstance(rows, list) else "no"
-        raise EngineError(f"the server returned {found} rows of input_top_logprobs for {expected}")
-    try:
-        values_NK = [
-            [np.nan if logprob is None else logprob for logprob, *_ in row] for row in rows[1:]
-        ]
-        logprobs_NK = np.asarray(values_NK, np.float32)
-        ids_NK = np.asarray([[token for _, token, *_ in row] for row in rows[1:]], np.int32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EngineError(
-            f"the server's input_top_logprobs cannot be read: {str(rows)[:200]}"
-        ) from error
+    meta, expected = answer["meta_info"], len(request.tokens_T) - request.start
+    read = _top_blocks if _TOP + "_shape" in meta else _top_rows
+    ids_NK, logprobs_NK = read(meta, expected)
     asked = k + merged(event)
     if logprobs_NK.shape != (expected, asked):
         raise EngineError(
@@ -224,7 +214,6 @@ def read_top(
             f"of {vocab_size}"
         )
     if event:
-        meta = answer["meta_info"]
         together_N = _together(meta, "input_token_ids_logprobs", expected, event)
         ids_NK, logprobs_NK = _with_event(ids_NK, logprobs_NK, together_N, k, event)
     try:
@@ -271,6 +260,47 @@ def _read_listed(
         )
     except DataError as error:
         raise EngineError(f"the server's {LISTED_KEY} are no distribution: {error}") from error
+
+
+def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
+    """(ids, log-probs) of the likeliest tokens, from blocks of a K each position, (expected, K)."""
+    try:
+        shape, before = meta[_TOP + "_shape"], int(meta[_TOP + "_null_prefix"])
+        ids_NK, logprobs_NK = (
+            np.frombuffer(
+                base64.b64decode(meta[f"{_TOP}_{name}_flat_b64"], validate=True),
+                np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"]).newbyteorder("<"),
+            )
+            .reshape(shape)
+            .astype(dtype)
+            for name, dtype in (("idx", np.int32), ("val", np.float32))
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the server's blocks of {_TOP} cannot be read: {error!r}") from error
+    _check_top_rows(len(ids_NK) + before - 1, expected)
+    return ids_NK, logprobs_NK
+
+
+def _top_rows(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:
+    """The same from a list of [log-prob, id, text] each position."""
+    rows = meta.get(_TOP)
+    # As of the scored tokens, the first entry is the context's last token's: null.
+    _check_top_rows(len(rows) - 1 if isinstance(rows, list) else "no", expected)
+    assert isinstance(rows, list)
+    try:
+        values_NK = [
+            [np.nan if logprob is None else logprob for logprob, *_ in row] for row in rows[1:]
+        ]
+        logprobs_NK = np.asarray(values_NK, np.float32)
+        ids_NK = np.asarray([[token for _, token, *_ in row] for row in rows[1:]], np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the server's {_TOP} cannot be read: {str(rows)[:200]}") from error
+    return ids_NK, logprobs_NK
+
+
+def _check_top_rows(found: int | str, expected: int) -> None:
+    if found != expected:
+        raise EngineError(f"the server returned {found} rows of {_TOP} for {expected}")
 
 
 def _with_event(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -243,6 +244,51 @@ TOP_ROW = [[-1.0, 20, None], [-2.0, 21, None]]
 def test_what_no_top_can_be_made_of(rows: Any, message: str) -> None:
     server = MisbehavingServer()
     server.spoil = in_meta(input_top_logprobs=rows)
+    with pytest.raises(EngineError, match=message):
+        ask(server, lambda engine: engine.score([SCORE_TOP]))
+
+
+def in_blocks(
+    ids_NK: np.ndarray, logprobs_NK: np.ndarray, **changes: Any
+) -> Callable[[list[dict]], list[dict]]:
+    """Likeliest tokens as SGLang 0.5.23 answers a request for blocks."""
+    fields: dict[str, Any] = {"input_top_logprobs": None}
+    for name, values_NK in (("idx", ids_NK), ("val", logprobs_NK)):
+        encoded = base64.b64encode(values_NK.tobytes()).decode()
+        fields[f"input_top_logprobs_{name}_flat_b64"] = encoded
+        fields[f"input_top_logprobs_{name}_flat_b64_dtype"] = str(values_NK.dtype)
+    shape = {"shape": list(ids_NK.shape), "null_prefix": 1}
+    fields |= {f"input_top_logprobs_{name}": value for name, value in shape.items()}
+    return in_meta(**fields | {f"input_top_logprobs_{n}": value for n, value in changes.items()})
+
+
+IDS_NK = np.array([[20, 21], [3, 4], [0, VOCAB_SIZE - 1], [8, 9], [11, 10]], np.int32)
+LOGPROBS_NK = np.array([[-1, -2], [-0.1, -3], [-5, -6], [-2, -2], [-1.25, -1.5]], np.float32)
+
+
+def test_blocks_of_the_likeliest_are_read_bit_for_bit() -> None:
+    server = MisbehavingServer()
+    server.spoil = in_blocks(IDS_NK, LOGPROBS_NK / np.float32(0.7))
+    [score] = ask(server, lambda engine: engine.score([SCORE_TOP]))
+    np.testing.assert_array_equal(score.top.ids_NK, IDS_NK)
+    np.testing.assert_array_equal(score.top.logprobs_NK, LOGPROBS_NK / np.float32(0.7))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"shape": [4, 2]}, "blocks of input_top_logprobs cannot be read"),
+        ({"shape": [10, 1]}, "returned 10 rows of input_top_logprobs for 5"),
+        ({"null_prefix": 2}, "returned 6 rows of input_top_logprobs for 5"),
+        ({"null_prefix": None}, "cannot be read"),
+        ({"val_flat_b64": "no base64 !"}, "cannot be read"),
+        ({"idx_flat_b64_dtype": "no type"}, "cannot be read"),
+        ({"idx_flat_b64": None}, "cannot be read"),
+    ],
+)
+def test_blocks_that_are_damaged_are_refused(changes: dict[str, Any], message: str) -> None:
+    server = MisbehavingServer()
+    server.spoil = in_blocks(IDS_NK, LOGPROBS_NK, **changes)
     with pytest.raises(EngineError, match=message):
         ask(server, lambda engine: engine.score([SCORE_TOP]))
 

@@ -91,6 +91,8 @@ def test_the_likeliest_are_asked_for_at_the_first_temperature_alone() -> None:
     assert body["input_ids"] == [[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6]]
     assert body["logprob_start_len"] == [1, 1, 0]
     assert body["top_logprobs_num"] == [3, 0, 0]
+    assert body["return_flat_raw_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
+    assert not any("flat" in name for name in scoring_body([(plain, 0.7)]))
     assert [params["temperature"] for params in body["sampling_params"]] == [0.7, 0.5, 0.7]
     switches = [params["custom_params"] for params in body["sampling_params"]]
     assert [list(switch.values()) for switch in switches] == [[False], [False], [True]]
