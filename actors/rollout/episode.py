@@ -16,7 +16,7 @@ from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
 from distill.rewards.registry import LARGEST_REWARD
 from distill.sampling import Sampling, TrainSampling
-from distill.types import StopReason, TokenArray, Trajectory, TrajectoryGroup
+from distill.types import Segment, StopReason, TokenArray, Trajectory, TrajectoryGroup
 
 # Entered before an environment's or a reward's code runs, and left after it. Several of a group may
 # be in it at once.
@@ -35,15 +35,27 @@ async def rollout_group(
     seed: int,
     models: Mapping[str, Sampler] | None = None,
     user_code: UserCode = nullcontext,
+    ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
 ) -> TrajectoryGroup:
     """The group's G episodes as trajectories to train on.
 
     What the builder says of its teacher, tag, answer and privileged context goes on the group.
     Members that never had a turn are left out.
 
+    Args:
+        ended: is shown the segments of each trajectory as soon as it has ended; they are those that
+            the group will have.
+
     Raises:
         EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
     """
+    segments_G: dict[int, tuple[Segment, ...]] = {}
+
+    def note(member: int, episode: Episode) -> None:
+        if episode.turns:
+            segments_G[member] = _segments(episode, sampling.temperature, builder.teacher_tokens_T)
+            ended(segments_G[member])
+
     episodes_G = await play_group(
         policy,
         builder,
@@ -52,10 +64,16 @@ async def rollout_group(
         seed=seed,
         models=models,
         user_code=user_code,
+        ended=note,
     )
     trajectories_G = tuple(
-        _trajectory(episode, sampling.temperature, builder.teacher_tokens_T)
-        for episode in episodes_G
+        Trajectory(
+            segments=segments_G[member],
+            reward=episode.reward,
+            stop_reason=episode.stop_reason,
+            metrics=episode.metrics,
+        )
+        for member, episode in enumerate(episodes_G)
         if episode.turns
     )
     return TrajectoryGroup(
@@ -71,18 +89,13 @@ async def rollout_group(
     )
 
 
-def _trajectory(
+def _segments(
     episode: Episode, temperature: float, teacher_context_T: TokenArray | None
-) -> Trajectory:
+) -> tuple[Segment, ...]:
     segments = SegmentBuilder(temperature, teacher_context_T)
     for turn in episode.turns:
         segments.append(turn.observation_T, turn.sample, turn.bonuses_T, trained=turn.trained)
-    return Trajectory(
-        segments=segments.build(),
-        reward=episode.reward,
-        stop_reason=episode.stop_reason,
-        metrics=episode.metrics,
-    )
+    return segments.build()
 
 
 def _cached(episodes_G: Sequence[Episode]) -> dict[str, float]:
@@ -110,6 +123,7 @@ async def play_group(
     seed: int,
     models: Mapping[str, Sampler] | None = None,
     user_code: UserCode = nullcontext,
+    ended: Callable[[int, Episode], None] = lambda member, episode: None,
 ) -> list[Episode]:
     """Plays the group's G episodes at the same time.
 
@@ -119,6 +133,7 @@ async def play_group(
     Args:
         models: what environments may ask besides the policy; see `EnvGroupBuilder.make_envs`.
         user_code: is entered around whatever the environments do, but for their `close`.
+        ended: is shown each member's episode when it has ended, before the group's rewards.
 
     Raises:
         EngineError: the engine aborted a sample.
@@ -129,14 +144,18 @@ async def play_group(
         envs_G = builder.make_envs({**(models or {}), "policy": policy})
     seeds_G = [_mix(seed, group_id, member) for member in range(len(envs_G))]
     session = f"{seed}-{group_id}"
+
+    async def play(member: int, first: tuple[TokenArray, Sample] | None) -> Episode:
+        env, its_seed = envs_G[member], seeds_G[member]
+        episode = await _play(policy, env, first, sampling, its_seed, session, user_code)
+        ended(member, episode)
+        return episode
+
     try:
         first_G = await _first_turns(policy, envs_G, sampling, seeds_G, session, user_code)
         async with asyncio.TaskGroup() as tasks:
             playing = [
-                tasks.create_task(
-                    _play(policy, env, first, sampling, member_seed, session, user_code)
-                )
-                for env, first, member_seed in zip(envs_G, first_G, seeds_G, strict=True)
+                tasks.create_task(play(member, first)) for member, first in enumerate(first_G)
             ]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the others were cancelled by the first

@@ -1,4 +1,4 @@
-"""Scoring of a sampled group by other models: its teacher, and a reference policy.
+"""Scoring of sampled trajectories by other models: their group's teacher, and a reference policy.
 
     teacher      log q_T of each token, q_1's for the bias meter, and of others at each action: the
                  policy's likeliest where they are known, its own if wanted;
@@ -6,12 +6,14 @@
     reference    log-probs of each token; after what the policy itself saw
 
 Each segment is scored at the segment's own temperature; there is no other place to take it from.
+`Scorer` scores a trajectory as soon as it has ended, while others of its group go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,10 @@ from distill.lookup import known_names
 from distill.privileged import in_context
 from distill.sampling import UNSCALED
 from distill.types import FloatArray, Segment, TokenArray, TopLogprobs, TrajectoryGroup
+
+# Trajectories that end within so short a time, in seconds, are scored together: a model computes
+# the prompt that they share once.
+_TOGETHER_S = 0.02
 
 # What a model adds to one segment: fields of `Segment` by name.
 _Fields = Mapping[str, Any]
@@ -58,42 +64,78 @@ async def score_group(
     Raises:
         EngineError: the teacher answered with the wrong number of log-probs.
     """
-    return _filled(group, await _by_teacher(teacher, group, top_k))
+    return _filled(group, await _by_teacher(teacher, list(group.segments()), top_k))
 
 
-async def score_rollout(
-    group: TrajectoryGroup,
-    *,
-    teachers: Mapping[str, Engine],
-    reference: Engine | None,
-    top_k: int,
-) -> TrajectoryGroup:
-    """`score_group` by the group's own teacher, and `reference_logprobs_T`, both at the same time.
-
-    Without teachers the first is left out, without a reference the second.
-
-    Raises:
-        ConfigError: see `teacher_of`.
-        EngineError: of whichever failed first; the other is cancelled.
-    """
+async def _score(
+    segments: Sequence[Segment], teacher: Engine | None, reference: Engine | None, top_k: int
+) -> list[_Fields]:
+    """What both say of each segment, in order; at the same time."""
     wanted: list[Coroutine[Any, Any, list[_Fields]]] = []
-    if teachers:
-        wanted.append(_by_teacher(teacher_of(teachers, group.teacher), group, top_k))
+    if teacher is not None:
+        wanted.append(_by_teacher(teacher, segments, top_k))
     if reference is not None:
-        wanted.append(_by_reference(reference, group))
+        wanted.append(_by_reference(reference, segments))
     try:
         async with asyncio.TaskGroup() as tasks:
             found = [tasks.create_task(one) for one in wanted]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the other was cancelled by the first
+    made: list[dict[str, Any]] = [{} for _ in segments]
     for task in found:
-        group = _filled(group, task.result())
-    return group
+        for fields, more in zip(made, task.result(), strict=True):
+            fields |= more
+    return list(made)
 
 
-async def _by_teacher(teacher: Engine, group: TrajectoryGroup, top_k: int) -> list[_Fields]:
-    """The teacher's fields of each of the group's segments, in order."""
-    segments = list(group.segments())
+class Scorer:
+    """Scores a group's trajectories as they end; those that end together by one request.
+
+    Fills in what `score_group` does and `reference_logprobs_T`, both at the same time; without a
+    teacher the first is left out, without a reference the second. Runs in the `tasks` of whoever
+    rolls the group out: an error of either ends the other.
+    """
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        teacher: Engine | None,
+        reference: Engine | None,
+        top_k: int,
+    ) -> None:
+        self._tasks = tasks
+        self._teacher, self._reference, self._top_k = teacher, reference, top_k
+        self._waiting: list[Segment] = []
+        self._all_ended = asyncio.Event()
+        self._fields: dict[int, _Fields] = {}
+
+    def ended(self, segments: Sequence[Segment]) -> None:
+        """A trajectory, by its segments, has ended."""
+        if self._teacher is None and self._reference is None:
+            return
+        if not self._waiting:
+            self._tasks.create_task(self._score_waiting())
+        self._waiting += segments
+
+    async def _score_waiting(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_ended.wait(), _TOGETHER_S)
+        segments, self._waiting = self._waiting, []
+        scored = await _score(segments, self._teacher, self._reference, self._top_k)
+        self._fields |= {id(s): fields for s, fields in zip(segments, scored, strict=True)}
+
+    def no_more(self) -> None:
+        """All have ended: those that wait for others wait no longer."""
+        self._all_ended.set()
+
+    def filled(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group of those trajectories, scored; once the tasks have ended."""
+        return _filled(group, [self._fields.get(id(segment), {}) for segment in group.segments()])
+
+
+async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) -> list[_Fields]:
+    """The teacher's fields of each segment, in order."""
     requests = [_for_teacher(segment, top_k) for segment in segments]
     fields: list[_Fields] = []
     for segment, request, score in zip(
@@ -137,9 +179,8 @@ def _at_every_position(segment: Segment) -> TokenArray | None:
     return given_NK
 
 
-async def _by_reference(reference: Engine, group: TrajectoryGroup) -> list[_Fields]:
-    """The reference policy's fields of each of the group's segments, in order."""
-    segments = list(group.segments())
+async def _by_reference(reference: Engine, segments: Sequence[Segment]) -> list[_Fields]:
+    """The reference policy's fields of each segment, in order."""
     requests = [
         ScoreRequest(
             tokens_T=segment.tokens_T,
@@ -160,7 +201,10 @@ def _filled(group: TrajectoryGroup, fields: Sequence[_Fields]) -> TrajectoryGrou
     trajectories_G = tuple(
         replace(
             trajectory,
-            segments=tuple(replace(segment, **next(of_segment)) for segment in trajectory.segments),
+            segments=tuple(
+                replace(segment, **found) if (found := next(of_segment)) else segment
+                for segment in trajectory.segments
+            ),
         )
         for trajectory in group.trajectories_G
     )

@@ -2,7 +2,8 @@
 
     lease     waits for: credit (slots)        unblocked by: the learner's publish
     rollout   waits for: the policy engine
-    score     waits for: the group's teacher and the reference, where there are any
+    score     waits for: the group's teacher and the reference, where there are any; each member
+                         as soon as it has ended
     put       waits for: room in the queue     unblocked by: the learner's take
 
 Many groups are under way at once; each is a task of its own. A group that fails is reported with
@@ -21,7 +22,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
-from actors.rollout.teacher import score_rollout
+from actors.rollout.teacher import Scorer, teacher_of
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvStream
@@ -186,28 +187,33 @@ class RolloutWorker:
         under_way.problem = self._dataset.describe(group_id)
         async with self._user_code(under_way):
             builder = self._dataset.builder(group_id)
-        group = await rollout_group(
-            _Sampled(self._policy, under_way, self._policy_top_k),
-            builder,
-            self._sampling,
-            group_id=group_id,
-            seed=self._seed,
-            models=self._models,
-            user_code=partial(self._user_code, under_way),
-        )
-        sampled = time.perf_counter()
+        teacher = teacher_of(self._teachers, builder.teacher) if self._teachers else None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                scorer = Scorer(
+                    tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
+                )
+                group = await rollout_group(
+                    _Sampled(self._policy, under_way, self._policy_top_k),
+                    builder,
+                    self._sampling,
+                    group_id=group_id,
+                    seed=self._seed,
+                    models=self._models,
+                    user_code=partial(self._user_code, under_way),
+                    ended=scorer.ended,
+                )
+                sampled = time.perf_counter()
+                under_way.enter("scoring")
+                scorer.no_more()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled by the first
         timings = {"time/rollout": sampled - started}
-        if self._teachers or self._reference is not None:
-            under_way.enter("scoring")
-            group = await score_rollout(
-                group,
-                teachers=self._teachers,
-                reference=self._reference,
-                top_k=self._teacher_top_k,
-            )
+        if teacher is not None or self._reference is not None:
             timings["time/teacher"] = time.perf_counter() - sampled
         source = self._dataset.source(group_id)
-        return replace(group, source=source, metrics={**group.metrics, **timings})
+        scored = scorer.filled(group)
+        return replace(scored, source=source, metrics={**scored.metrics, **timings})
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:

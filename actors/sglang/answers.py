@@ -266,19 +266,19 @@ def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, Flo
     """(ids, log-probs) of the likeliest tokens, from blocks of a K each position, (expected, K)."""
     try:
         shape, before = meta[_TOP + "_shape"], int(meta[_TOP + "_null_prefix"])
-        ids_NK, logprobs_NK = (
-            np.frombuffer(
-                base64.b64decode(meta[f"{_TOP}_{name}_flat_b64"], validate=True),
-                np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"]).newbyteorder("<"),
-            )
-            .reshape(shape)
-            .astype(dtype)
-            for name, dtype in (("idx", np.int32), ("val", np.float32))
-        )
+        ids_NK = _block(meta, "idx").reshape(shape).astype(np.int32)
+        logprobs_NK = _block(meta, "val").reshape(shape).astype(np.float32)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the server's blocks of {_TOP} cannot be read: {error!r}") from error
     _check_top_rows(len(ids_NK) + before - 1, expected)
     return ids_NK, logprobs_NK
+
+
+def _block(meta: Mapping[str, Any], name: str) -> np.ndarray:
+    """Numbers, from base64 of their little-endian bytes."""
+    content = base64.b64decode(meta[f"{_TOP}_{name}_flat_b64"], validate=True)
+    dtype = np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"])
+    return np.frombuffer(content, dtype.newbyteorder("<"))
 
 
 def _top_rows(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, FloatArray]:

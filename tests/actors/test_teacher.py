@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actors.rollout.teacher import score_group, score_rollout, teacher_of
+from actors.rollout.teacher import Scorer, score_group, teacher_of
 from distill.chat.segments import SegmentBuilder
 from distill.engine import Engine, Sample, Score, ScoreRequest
 from distill.errors import ConfigError, EngineError
@@ -23,6 +23,26 @@ from tests.tiny import VOCAB_SIZE
 TEACHER, OTHER, REFERENCE = PrefixEngine(1), PrefixEngine(2), PrefixEngine(3)
 TOP_K = 4
 HINT_T = ids(90, 91, 92, 93, 94, 95)
+
+
+async def score_rollout(
+    group: TrajectoryGroup,
+    *,
+    teachers: Mapping[str, Engine],
+    reference: Engine | None,
+    top_k: int,
+) -> TrajectoryGroup:
+    """Of trajectories that ended together, as a worker has them scored."""
+    teacher = teacher_of(teachers, group.teacher) if teachers else None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            scorer = Scorer(tasks, teacher=teacher, reference=reference, top_k=top_k)
+            for member in group.trajectories_G:
+                scorer.ended(member.segments)
+            scorer.no_more()
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return scorer.filled(group)
 
 
 def unscored(**changes: Any) -> TrajectoryGroup:

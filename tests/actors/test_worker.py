@@ -169,6 +169,55 @@ def test_a_reference_alone_takes_the_teachers_time() -> None:
     assert "time/teacher" in group.metrics
 
 
+@dataclass(frozen=True)
+class Turns(Env):
+    """So many turns, each after the same observation."""
+
+    prompt_T: TokenArray
+    turns: list[int]
+
+    async def initial_observation(self) -> TokenArray:
+        return self.prompt_T
+
+    async def step(self, sample: Sample) -> StepResult:
+        self.turns.pop()
+        return StepResult(reward=0.0, observation_T=self.prompt_T if self.turns else None)
+
+
+class OneAndTwo(Pairs):
+    """The first member has one turn, the second two."""
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [Turns(self.prompt_T, [0] * turns) for turns in (1, 2)]
+
+
+def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
+    teacher, first_scored = PrefixEngine(1), asyncio.Event()
+
+    class Telling(PrefixEngine):
+        async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+            first_scored.set()
+            return await super().score(requests)
+
+    class Waiting(PrefixEngine):
+        """Samples second turns once a member was scored: a worker that scores groups would hang."""
+
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            if request.num_samples == 1:
+                await first_scored.wait()
+            return await super().generate(request)
+
+    class Groups(Dataset):
+        def builder(self, group_id: int) -> EnvGroupBuilder:
+            return OneAndTwo(prompt_T=ids(3, 4, 5))
+
+    [group] = run(
+        Sink(groups=1), policy=Waiting(0), teachers={"": Telling(1)}, dataset=Groups()
+    ).values()
+    assert [len(member.segments) for member in group.trajectories_G] == [1, 2]
+    expect_scored_by(teacher, group, "teacher_logprobs_T")
+
+
 def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:
     sink = Sink(groups=4)
     run(sink, teachers={"even": PrefixEngine(1), "maths": PrefixEngine(2)}, max_groups=1)
