@@ -134,14 +134,14 @@ def opened(
             lost[group_id] = str(error).split("\n", 1)[0]
             continue
         tops = [
-            TopElsewhere(Place(group_id, member), segment, shape, parcel.tops[member])
+            TopElsewhere(Place(group_id, member), segment, shape, timeout_s, parcel.tops[member])
             for member, segment, shape in columns.tops
         ]
         groups.append(unpack(columns, tops))
     return groups, lost
 
 
-def _fetched(part: Any, timeout_s: float | None) -> Any:
+def _fetched(part: Any, timeout_s: float) -> Any:
     return calls.get(part, timeout_s) if isinstance(part, ray.ObjectRef) else part
 
 
@@ -168,19 +168,26 @@ class TopElsewhere:
     """
 
     def __init__(
-        self, place: Place, segment: int, shape: tuple[int, int], source: Any = None
+        self,
+        place: Place,
+        segment: int,
+        shape: tuple[int, int],
+        timeout_s: float,
+        source: Any = None,
     ) -> None:
         """
         Args:
             segment: its number within the trajectory.
             shape: (positions, K).
+            timeout_s: longest that the node which has them may take.
             source: the trajectory's `Tops`, or a reference to them; None: ask the queue.
         """
-        self._place, self._segment, self._shape, self._source = place, segment, shape, source
+        self._place, self._segment, self._shape = place, segment, shape
+        self._timeout_s, self._source = timeout_s, source
         self._found: LikeliestTokens | None = None
 
     def __reduce__(self) -> Any:
-        return TopElsewhere, (self._place, self._segment, self._shape)
+        return TopElsewhere, (self._place, self._segment, self._shape, self._timeout_s)
 
     def __len__(self) -> int:
         return self._shape[0]
@@ -203,7 +210,7 @@ class TopElsewhere:
             if source is None:
                 assert _SOURCES, "nobody has said where this process finds what is in the queue"
                 source = _SOURCES[-1].tops(self._place)
-            tops: Tops = _fetched(source, None)
+            tops: Tops = _fetched(source, self._timeout_s)
             found = tops[self._segment]
             assert found is not None and found.ids_NK.shape == self._shape
             self._found = found

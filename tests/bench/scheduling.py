@@ -30,7 +30,7 @@ import selectors
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Self
 
@@ -342,7 +342,10 @@ class Simulation:
         groups_per_step: int,
         engines: int,
         steps: int,
+        barrier: bool = False,
     ) -> None:
+        """`barrier`: the first turns of a group are one request, answered when all have ended."""
+        self._barrier = barrier
         self._workload, self._per_step, self._steps = workload, groups_per_step, steps
         self.engines = [Engine(schedule.in_place) for _ in range(engines)]
         window = 0
@@ -406,32 +409,43 @@ class Simulation:
 
     async def _make(self, pool: EnginePool, lease: Lease, worker: str) -> None:
         episodes = self._workload.group(lease.group_id)
+        names = [(lease.group_id, number) for number in range(len(episodes))]
         if self._workload.agents:
-            made = await asyncio.gather(
-                *(
-                    self._play(pool, (lease.group_id, number), turns)
-                    for number, turns in enumerate(episodes)
+            firsts: list[Any] = [None] * len(episodes)
+            if self._barrier:
+                turns = [episode[0] for episode in episodes]
+                request: Any = Request(
+                    str(lease.group_id),
+                    names,
+                    [turn.length for turn in turns],
+                    [turn.observed for turn in turns],
                 )
-            )
+                firsts = await pool.generate(request)
+            made = await asyncio.gather(*map(partial(self._play, pool), names, episodes, firsts))
         else:
             lengths = [turns[0].length for turns in episodes]
-            names = [(lease.group_id, number) for number in range(len(episodes))]
-            request: Any = Request(str(lease.group_id), names, lengths, [0] * len(lengths))
+            request = Request(str(lease.group_id), names, lengths, [0] * len(lengths))
             made = await pool.generate(request)
         self._made[lease.group_id] = made  # type: ignore[assignment]
         async with self._changed:
             self.ledger.deliver(lease, worker)
             self._changed.notify_all()
 
-    async def _play(self, pool: EnginePool, name: tuple[int, ...], turns: list[Turn]) -> Sampled:
+    async def _play(
+        self, pool: EnginePool, name: tuple[int, ...], turns: list[Turn], first: Sampled | None
+    ) -> Sampled:
+        """An episode from its first turn, or from what that sampled."""
         sampled: Counter[int] = Counter()
         context = 0
         for turn in turns:
             context += turn.observed
-            session = str(name[0]) if self._sticky else ""
-            request: Any = Request(session, [name], [turn.length], [context])
-            answers: Any = await pool.generate(request)
-            sampled.update(answers[0])
+            if first is None:
+                session = str(name[0]) if self._sticky else ""
+                request: Any = Request(session, [name], [turn.length], [context])
+                answers: Any = await pool.generate(request)
+                first = answers[0]
+            sampled.update(first)
+            first = None
             context += turn.length
             await asyncio.sleep(turn.tool_s)
         return dict(sampled)
@@ -547,6 +561,9 @@ class SchedulingConfig:
     steps: int = chz.field(default=40, doc="steps, the first ten of which settle")
     seeds: int = chz.field(default=2, doc="runs whose mean is shown")
     agents: bool = chz.field(default=False, doc="episodes of several turns with tools")
+    barrier: bool = chz.field(
+        default=False, doc="agents: a group's first turns are one request, as in a run"
+    )
     sigma: float = chz.field(default=0.974, doc="of the logarithm of lengths; 0.2: nearly alike")
 
 
@@ -578,6 +595,7 @@ def _outcome(config: SchedulingConfig, schedule: Schedule, samples: int, seed: i
         groups_per_step=samples // config.group_size,
         engines=config.engines,
         steps=config.steps,
+        barrier=config.barrier,
     ).run()
 
 
