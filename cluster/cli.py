@@ -17,6 +17,7 @@ _COMMANDS = {
         "cluster.inspect.report.command",
         "a run's curves, events and rollouts, token by token, on one HTML page",
     ),
+    "replay": ("cluster.replay", "a step of a run, done again; what if; who is to blame"),
     "rollouts_to_sft": ("cluster.rollouts_to_sft", "a run's best rollouts as data for recipe=sft"),
     "sample_to_sft": (
         "cluster.sample_to_sft",

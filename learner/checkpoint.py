@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,15 +73,16 @@ class Best:
 class CheckpointStore:
     """The checkpoints of one run: the newest, the best, and some of those between."""
 
-    def __init__(self, root: str | Path, keep: int, keep_every: int = 0) -> None:
+    def __init__(self, root: str | Path, keep: int, keep_every: int = 0, window: int = 0) -> None:
         """
         Args:
             keep: how many of the newest stay.
             keep_every: so do those of steps that it divides; 0: none of them.
+            window: so do those from which any of the newest so many steps can be done again.
         """
         assert keep >= 1 and keep_every >= 0
         self.root = Path(root)
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._window = keep, keep_every, window
         self._intact: list[Checkpoint] = []  # written or read by this object
 
     def save(
@@ -132,13 +133,23 @@ class CheckpointStore:
     def _superseded(self) -> list[Checkpoint]:
         held = self._held()  # before the best, which it may become
         best = self.best()
+        complete = self.complete()
+        first = self._first_needed(complete)
         return [
             old
-            for old in self.complete()[: -self._keep]
-            if not (self._keep_every and old.step % self._keep_every == 0)
+            for old in complete[: -self._keep]
+            if old.step < first
+            and not (self._keep_every and old.step % self._keep_every == 0)
             and not (best and best.step == old.step)
             and old.step != held
         ]
+
+    def _first_needed(self, complete: Sequence[Checkpoint]) -> float:
+        """The step of the oldest checkpoint that the window needs."""
+        if not self._window or not complete:
+            return float("inf")
+        before = complete[-1].step - self._window
+        return max((each.step for each in complete if each.step <= before), default=before)
 
     def hold(self, step: int) -> None:
         """Keeps the checkpoint of a step, written or not yet, until `release`, or another is held.

@@ -98,6 +98,10 @@ class Learner:
         return self._worker.device
 
     @property
+    def workers(self) -> int:
+        return self._group.size
+
+    @property
     def model(self) -> PreTrainedModel:
         """The model as this process holds it: all of it, or its share."""
         return self._worker.model

@@ -67,6 +67,20 @@ def keep_nothing(
     """A `Keep` that drops the rollouts."""
 
 
+class Record(Protocol):
+    """Keeps what steps need to be done again."""
+
+    def taken(self, step: int, taken: Taken) -> None:
+        """What `step` is about to train on."""
+        ...
+
+    def trained(
+        self, step: int, metrics: Mapping[str, float], model: torch.nn.Module | None
+    ) -> None:
+        """What became of it; `model` holds its gradient still. None: this process has a share."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedMix:
     """Supervised rows beside the rollouts: a batch in every update, its loss times `coef`."""
@@ -94,6 +108,7 @@ class PolicyLoop:
         trace: Tracing = NO_TRACE,
         keep: Keep = keep_nothing,
         sleep: Callable[[int], None] | None = None,
+        record: Record | None = None,
         resume_from: Checkpoint | None = None,
         background: bool | None = False,
     ) -> None:
@@ -105,17 +120,18 @@ class PolicyLoop:
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: is shown what each step trained on, once it has been.
+            record: is told of each step before it and after it; None: nobody is.
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
         self._push_dtype = push_dtype
         self._trace, self._stages = trace, Stages()
-        self._keep, self._sleep = keep, sleep
+        self._keep, self._sleep, self._record = keep, sleep, record
         self.learner = learner
         self._source = source
         self.publisher = publish
         self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
-        self._loss = loss
+        self.loss = loss
         self._teacher_weights = teacher_weights
         self._supervised = supervised
         self._trained = TrainedGroups()
@@ -127,7 +143,7 @@ class PolicyLoop:
     @property
     def teachers(self) -> LocalTeachers | None:
         """The teachers in this process, if the objective needs any here."""
-        return self._loss.teachers
+        return self.loss.teachers
 
     def publish(self) -> Mapping[str, float]:
         """Hands the present weights to the engines, as version `step_count`."""
@@ -157,6 +173,8 @@ class PolicyLoop:
         started = time.perf_counter() - waited_s
         with self._stages("wait"):
             taken = self._source.take(self._trained)
+        if self._record is not None:
+            self._record.taken(self.step_count + 1, taken)
         groups_P = taken.groups_P
         ids = [group.group_id for group in groups_P]
         accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
@@ -170,6 +188,9 @@ class PolicyLoop:
             metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
         self._trained = accounted
         self.step_count += 1
+        if self._record is not None:
+            model = self.learner.model if self.learner.workers == 1 else None
+            self._record.trained(self.step_count, metrics, model)
         with self._stages("push"):
             metrics |= self.publish()
         seconds = time.perf_counter() - started
@@ -197,22 +218,17 @@ class PolicyLoop:
         One that has neither groups (filtered out, or fewer than updates) nor supervised rows is
         skipped: the weights stay, and the schedule goes on.
         """
-        objective = self._loss.objective
-        if objective.remove_constant_reward_groups:
-            groups_P = [group for group in groups_P if group.constant_reward is None]
-        all_rows_D: list[TrainingRow] = []
+        objective = self.loss.objective
+        groups_P, all_rows_D = self.rows_of(groups_P)
         metrics: dict[str, float] = {"train/groups": len(groups_P)}
         if groups_P:
-            all_rows_D = policy_rows(
-                groups_P, objective, self._teacher_weights, self._loss.stop_event
-            )
             metrics |= advantage_metrics(all_rows_D)
         updates = []
         for i, rows_D in enumerate(self._split(all_rows_D, groups_P)):
             update = []
             if rows_D:
                 rows_D = with_other_rows(rows_D, objective, self.learner.logprobs)
-                update.append(Part(rows_D=rows_D, loss=self._loss))
+                update.append(Part(rows_D=rows_D, loss=self.loss))
             if mix := self._supervised:
                 batch = mix.stream.batch(self.step_count * objective.num_substeps + i)
                 update.append(Part(rows_D=batch, loss=mixed_loss, coef=mix.coef))
@@ -223,11 +239,24 @@ class PolicyLoop:
         self._keep(self.step_count + 1, groups_P, all_rows_D)
         return metrics | merge_updates(updates)
 
+    def rows_of(
+        self, groups_P: Sequence[TrajectoryGroup]
+    ) -> tuple[Sequence[TrajectoryGroup], list[TrainingRow]]:
+        """The groups that a step trains on, and their rows; none where all are filtered out."""
+        objective = self.loss.objective
+        if objective.remove_constant_reward_groups:
+            groups_P = [group for group in groups_P if group.constant_reward is None]
+        if not groups_P:
+            return [], []
+        return groups_P, policy_rows(
+            groups_P, objective, self._teacher_weights, self.loss.stop_event
+        )
+
     def _split(
         self, rows_D: list[TrainingRow], groups_P: Sequence[TrajectoryGroup]
     ) -> list[list[TrainingRow]]:
         """The rows of each update, split by group, with the log-probs that ratios need."""
-        objective = self._loss.objective
+        objective = self.loss.objective
         parts = np.array_split(np.arange(len(groups_P)), objective.num_substeps)
         if objective.correction != "none" and sum(map(bool, map(len, parts))) > 1:
             rows_D = [

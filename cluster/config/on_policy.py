@@ -218,6 +218,19 @@ class RolloutConfig(
         metadata=MAY_CHANGE,
     )
 
+    replay_keep: int = chz.field(
+        default=0,
+        doc="for cluster.replay: keep what the newest so many steps trained on, in out/replay, at "
+        "least those since the last checkpoint; 0 keeps nothing, and costs nothing",
+        metadata=MAY_CHANGE,
+    )
+    replay_if: float | None = chz.field(
+        default=None,
+        doc="of those, steps with a gradient norm above it stay for good, with the checkpoint "
+        "before them; so does a step that is not finite",
+        metadata=MAY_CHANGE,
+    )
+
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for what a run without Ray cannot have."""
         for name in ("policy_engines_max", "teacher_engines_max", "rollout_workers_max"):
@@ -250,6 +263,7 @@ class RolloutConfig(
                 f"keep_rollouts_every={every} changes nothing with "
                 f"keep_rollouts={self.keep_rollouts}; leave one of them out"
             )
+        self._check_replay()
         self._check_env()
         self._check_sleep()
 
@@ -273,6 +287,19 @@ class RolloutConfig(
                 "in_flight=in_place with engines that sleep (engines_sleep, colocate): samples "
                 "under way would need the cache that sleep releases; use in_flight=continue"
             )
+
+    def _check_replay(self) -> None:
+        if self.replay_keep and self.replay_keep < self.checkpoint_every:
+            raise ConfigError(
+                f"replay_keep={self.replay_keep} must be 0, or at least checkpoint_every="
+                f"{self.checkpoint_every}: a step is done again from the checkpoint before it"
+            )
+        if self.replay_if is not None and not self.replay_keep:
+            raise ConfigError(
+                f"replay_if={self.replay_if} changes nothing without replay_keep; give both"
+            )
+        if self.replay_if is not None and not self.replay_if > 0:
+            raise ConfigError(f"replay_if={self.replay_if} must be above 0: a gradient norm")
 
     def _check_env(self) -> None:
         """Raises ConfigError for a setting that the environment does not read."""

@@ -51,6 +51,7 @@ from cluster.placement.shared_storage import this_node
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
+from cluster.run_files.replay_log import ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -336,6 +337,7 @@ class RolloutCast:
             dump_dir=str(directory.path / "failed"),
             trace_path=directory.trace,
             rollouts=_rollout_log(config, directory),
+            record=_replay_log(config, directory),
         )
         losses = partial(policy_losses, config, device, self._inputs.stops)
         return make_learners(
@@ -347,6 +349,12 @@ def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
     every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
     whole = config.keep_rollouts == "all"
     return RolloutLog(directory.rollouts, every, whole=whole, last=config.steps)
+
+
+def _replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
+    if not config.replay_keep:
+        return None
+    return ReplayLog(directory.path, directory.store, config.replay_keep, config.replay_if)
 
 
 def _anywhere(_index: int) -> bool:

@@ -17,6 +17,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.parcels import fetch_from
+from cluster.run_files.replay_log import ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
@@ -29,12 +30,21 @@ from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Learner
-from learner.loop import PolicyLoop, SupervisedMix, mixed_loss
+from learner.loop import (
+    GroupSource,
+    Keep,
+    PolicyLoop,
+    Publish,
+    Record,
+    SupervisedMix,
+    keep_nothing,
+    mixed_loss,
+)
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss, reward_model_loss
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
-from learner.trace import Tracing
+from learner.trace import NO_TRACE, Tracing
 from learner.worker import LearnerWorker, LossFunction, follow
 
 # Of supervised rows beside rollouts.
@@ -157,9 +167,43 @@ def build_policy_loop(
     dump_dir: str,
     trace_path: Path,
     rollouts: RolloutLog,
+    record: ReplayLog | None,
     membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
+    rollouts.rewind(resume_from.step if resume_from else 0)
+    return policy_loop(
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        source=queue,
+        publish=lambda learner: Publisher(policies, queue, push, learner.logprobs),
+        store=store,
+        resume_from=resume_from,
+        dump_dir=dump_dir,
+        trace=Tracing(step=config.trace_step, path=trace_path),
+        keep=rollouts.keep,
+        record=record,
+        membership=membership,
+    )
+
+
+def policy_loop(
+    *,
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    source: GroupSource,
+    publish: Callable[[Learner], Publish],
+    store: CheckpointStore,
+    resume_from: Checkpoint | None,
+    dump_dir: str,
+    trace: Tracing = NO_TRACE,
+    keep: Keep = keep_nothing,
+    record: Record | None = None,
+    membership: Membership | None = None,
+) -> PolicyLoop:
+    """The loop of an opd or rl run, whoever gives it groups and takes its weights."""
     losses = policy_losses(config, learner_config.device, inputs.stops)
     learner = Learner(learner_config, dump_dir, losses=losses, membership=membership)
     supervised = None
@@ -173,26 +217,34 @@ def build_policy_loop(
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
     loss = losses[0]
     assert isinstance(loss, PolicyObjectiveLoss)
-    publisher = Publisher(policies, queue, push, learner.logprobs)
-    rollouts.rewind(resume_from.step if resume_from else 0)
+    publisher = publish(learner)
+    sleep = None  # of engines that take turns with the learner, where there are any
+    if isinstance(publisher, Publisher) and config.engines_sleep_on(learner_config.device):
+        sleep = publisher.sleep
     return PolicyLoop(
         learner=learner,
         tokenizer=inputs.tokenizer,
-        source=queue,
+        source=source,
         publish=publisher,
-        sleep=publisher.sleep if config.engines_sleep_on(learner_config.device) else None,
+        sleep=sleep,
         store=store,
         loss=loss,
         teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
         supervised=supervised,
         # What an engine holds: rounding to it here is the same, and half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
-        trace=Tracing(step=config.trace_step, path=trace_path),
-        keep=rollouts.keep,
-        base_is_reference=config.objective().reference_kl_coef > 0 and config.reference is None,
+        trace=trace,
+        keep=keep,
+        record=record,
+        base_is_reference=base_is_reference(config),
         resume_from=resume_from,
         background=config.background_checkpoints,
     )
+
+
+def base_is_reference(config: RolloutConfig) -> bool:
+    """True if the learner's model without its adapter is the reference policy."""
+    return config.objective().reference_kl_coef > 0 and config.reference is None
 
 
 def policy_losses(

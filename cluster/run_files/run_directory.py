@@ -7,6 +7,7 @@ out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, res
 out/rollouts.jsonl   groups that are kept        (written by the learner;
                      cluster/run_files/rollouts.py)
 out/evaluations.jsonl responses of evaluations that are kept
+out/replay/          steps that can be done again; see replay_log.py
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import chz
 
 from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
 from distill.errors import CheckpointError, ConfigError, DataError
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a run writes into its directory.
-_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs")
+_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay")
 _FILES = (
     "config.json", "summary.json", "calibration.json", "metrics.jsonl", "events.jsonl",
     "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
@@ -72,8 +74,9 @@ class RunDirectory:
         self._attempt = secrets.token_hex(3)
         self._config = config
         self._data = dict(digests or {})
+        window = config.replay_keep if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
-            self.path / "checkpoints", config.keep_checkpoints, config.keep_every
+            self.path / "checkpoints", config.keep_checkpoints, config.keep_every, window
         )
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")

@@ -1,0 +1,147 @@
+"""What is asked of a step that is done again: another learning rate, and who made its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.objective.batching import TrainingRow
+from distill.objective.rows import rows_by_group, with_other_rows
+from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
+from learner.learner import Part
+
+if TYPE_CHECKING:
+    from learner.checkpoint import Checkpoint
+    from learner.loop import PolicyLoop
+
+# The text of some tokens.
+Decode = Callable[[TokenArray], str]
+# Of the worst responses, so many are taken apart token by token: a backward pass for each.
+_TAKEN_APART = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A share of the step's gradient, and whose it is."""
+
+    share: float
+    where: str
+    text: str
+
+
+def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
+    """The checkpoint, whose schedule is changed in place, with another peak rate."""
+    path = checkpoint.path / "trainer.pt"
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if was != now and state["schedule"] is not None:
+        for name in ("base_lrs", "_last_lr"):
+            state["schedule"][name] = [rate / was * now for rate in state["schedule"][name]]
+        torch.save(state, path)
+    return checkpoint
+
+
+def blame(
+    loop: PolicyLoop, groups_P: Sequence[TrajectoryGroup], decode: Decode, number: int
+) -> dict[str, list[Blamed]]:
+    """The prompts, responses and tokens with the largest shares of the step's gradient G.
+
+    The share of a part g of it is g . G / |G|^2: shares add up to 1, and one below 0 pulls the
+    other way. Tokens are told where each has its own term of the loss. `loop` stands before the
+    step; of several substeps all groups are taken at once.
+    """
+    groups_P, rows_D = loop.rows_of(groups_P)
+    if not rows_D:
+        return {}
+    rows_D = with_other_rows(rows_D, loop.loss.objective, loop.learner.logprobs)
+    shares = _Shares(loop, rows_D)
+    of_prompts, of_responses = [], []
+    for group, rows in rows_by_group(groups_P, rows_D):
+        rest, total = iter(rows), 0.0
+        for g, member in enumerate(group.trajectories_G):
+            own = [next(rest) for _ in member.segments]
+            share = shares.of(own)
+            total += share
+            said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own]))
+            where = f"group {group.group_id}, trajectory {g + 1}"
+            of_responses.append((Blamed(share, where, said), own))
+        first = group.trajectories_G[0].segments[0]
+        prompt = decode(first.tokens_T[: first.first_action])
+        of_prompts.append(Blamed(total, f"group {group.group_id}", prompt))
+    of_responses.sort(key=lambda pair: -abs(pair[0].share))
+    found = {
+        "prompts": _worst(of_prompts, number),
+        "responses": [blamed for blamed, _ in of_responses[:number]],
+    }
+    if _by_token(loop):
+        apart = of_responses[:_TAKEN_APART]
+        tokens = [each for blamed, rows in apart for each in shares.of_tokens(blamed, rows, decode)]
+        found[f"tokens of the first {len(apart)} responses"] = _worst(tokens, number)
+    return found
+
+
+def _by_token(loop: PolicyLoop) -> bool:
+    objective = loop.loss.objective
+    return objective.loss != "gspo" and not objective.kl_discount_factor
+
+
+def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:
+    return sorted(blamed, key=lambda each: -abs(each.share))[:number]
+
+
+class _Shares:
+    """Shares of the gradient of some rows' loss."""
+
+    def __init__(self, loop: PolicyLoop, rows_D: Sequence[TrainingRow]) -> None:
+        self._loop = loop
+        self._tokens = sum(row.num_trained for row in rows_D)
+        self._whole = self._gradient(rows_D)
+        self._squared = max(_product(self._whole, self._whole), 1e-30)
+
+    def of(self, rows_D: Sequence[TrainingRow]) -> float:
+        return _product(self._gradient(rows_D), self._whole) / self._squared
+
+    def of_tokens(
+        self, blamed: Blamed, rows_D: Sequence[TrainingRow], decode: Decode
+    ) -> list[Blamed]:
+        places = [(row, int(t)) for row in rows_D for t in np.flatnonzero(row.loss_mask_T)]
+        return [
+            Blamed(
+                self.of([_of_one_token(row, t)]),
+                f"{blamed.where}, token {n}",
+                decode(row.tokens_T[t : t + 1]),
+            )
+            for n, (row, t) in enumerate(places)
+        ]
+
+    def _gradient(self, rows_D: Sequence[TrainingRow]) -> dict[str, Tensor]:
+        """Of the rows' part of the step's loss, which is a mean over the step's tokens."""
+        learner = self._loop.learner
+        coef = sum(row.num_trained for row in rows_D) / self._tokens
+        learner.forward_backward(Part(rows_D=rows_D, loss=self._loop.loss, coef=coef))
+        made = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in learner.model.named_parameters()
+            if parameter.grad is not None
+        }
+        learner.zero_grad()
+        return made
+
+
+def _product(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return float(sum((first[name].double() * second[name].double()).sum() for name in first))
+
+
+def _of_one_token(row: TrainingRow, t: int) -> TrainingRow:
+    """The row with token `t` alone to train."""
+    only_T = np.zeros(len(row), bool)
+    only_T[t] = True
+    top = row.teacher_top
+    if top is not None:
+        one_N = np.flatnonzero(row.loss_mask_T) == t
+        top = TopLogprobs(ids_NK=top.ids_NK[one_N], logprobs_NK=top.logprobs_NK[one_N])
+    return replace(row, loss_mask_T=only_T, teacher_top=top)

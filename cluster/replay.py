@@ -1,0 +1,240 @@
+"""`python -m cluster.replay out=DIR step=N [key=value ...]`: a step of a run, done again.
+
+    as it was    from the checkpoint before it, in one process: the steps between, and then the step
+                 itself, on the groups that the run kept (replay_keep=). Bit-equal, or the first
+                 tensor that differs. Equal bits need the same machine, the same number of threads,
+                 and a learner of one worker.
+    what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
+                 its metrics beside those of the run's own
+    blame=20     the prompts, responses and tokens that have the largest shares of its gradient
+
+Kept groups are pickles: replay the runs that you trust.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.command import exit_code
+from cluster.config.arguments import HELP, Arguments, HelpAsked, make
+from cluster.config.on_policy import RolloutConfig
+from cluster.early_ends import RunFailed
+from cluster.train import RECIPES
+from distill.delivery import Taken, TrainedGroups
+from distill.errors import ConfigError, NonFiniteError
+from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from distill.weights.model_weights import Weights
+
+_USAGE = f"""{__doc__}
+  out=DIR      the run's directory
+  step=N       the step that is done again
+  blame=N      rank so many; 0
+  others       settings of the run's recipe (python -m cluster.train recipe=NAME --help)
+"""
+# What a step measures of itself is the same only on the machine that measured; these are no part of
+# what is computed.
+_MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s")
+# Characters of a text that are shown.
+_SHOWN = 60
+
+
+def replay(arguments: list[str], console: Console) -> None:
+    """Does the step again; prints what became of it.
+
+    Raises:
+        ConfigError: the step, or one between, was not kept; or a setting is wrong.
+        RunFailed: the step is not as it was.
+    """
+    if HELP in arguments:
+        raise HelpAsked(_USAGE)
+    out, given = Arguments.of(arguments).take("out")
+    number, given = given.take("step")
+    blamed, given = given.take("blame")
+    if out is None or number is None:
+        raise ConfigError("give out=DIR, a run's directory, and step=N")
+    step, blame = _whole("step", number, 1), _whole("blame", blamed or "0", 0)
+    what_if = _config(out, given.texts) if given.texts else None
+    Replay(Path(out), step, console).run(what_if, blame)
+
+
+def _whole(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name}={text} must be a whole number, {least} or more")
+    return int(text)
+
+
+def _config(out: str, changes: Mapping[str, str]) -> RolloutConfig:
+    """The run's settings, with some changed."""
+    recipe, given = Arguments.of([f"config={out}"]).take("recipe")
+    if recipe not in RECIPES or not issubclass(RECIPES[recipe].config, RolloutConfig):
+        raise ConfigError(f"out={out} holds a run of recipe={recipe}; opd and rl are replayed")
+    kind = RECIPES[recipe].config
+    settings = given.settings(kind)
+    return make(kind, settings | {"out": out, **changes})  # type: ignore[return-value]
+
+
+class Replay:
+    """One step of one run."""
+
+    def __init__(self, out: Path, step: int, console: Console) -> None:
+        from cluster.config.checks import check_rollout
+        from cluster.run_files.replay_log import KeptSteps
+
+        self._step, self._console = step, console
+        self.config = _config(str(out), {})
+        self._kept = KeptSteps(out)
+        self._start = self._kept.start_of(step)
+        self._inputs = check_rollout(self.config)
+
+    def run(self, what_if: RolloutConfig | None, blame: int) -> None:
+        at = self._start.step if self._start else 0
+        self._say(f"from {self._start.path if self._start else 'the first weights'} (step {at})")
+        with tempfile.TemporaryDirectory() as scratch:
+            loop = self.loop(self.config, self._start, scratch)
+            for between in range(at + 1, self._step):
+                loop.step()
+                self._compare(between, loop)
+            before = loop.save() if what_if is not None or blame else None
+            try:
+                metrics = loop.step()
+            except NonFiniteError as error:
+                metrics = None
+                as_it_was = ", as it was" if self._kept.outcome(self._step) is None else ""
+                self._say(f"step {self._step} is not finite{as_it_was}: {error}")
+            else:
+                self._compare(self._step, loop, final=True)
+            if what_if is not None and before is not None:
+                self._what_if(what_if, before, scratch, metrics or {})
+            if blame and before is not None:
+                self._blame(self.loop(self.config, before, scratch), blame)
+
+    def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
+        """The learner's loop, whose groups are those that were kept and whose pushes go nowhere."""
+        from cluster.hosts.learner_actor import policy_loop
+        from distill.models.loading import resolve_device
+        from learner.checkpoint import CheckpointStore
+
+        device = resolve_device(config.device)
+        learner_config = config.learner(
+            config.student,
+            device,
+            resume_from=start,
+            updates_per_step=config.objective().num_substeps,
+            stops=self._inputs.stops,
+        )
+        return policy_loop(
+            config=config,
+            learner_config=learner_config,
+            inputs=self._inputs,
+            source=_KeptGroups(self._kept, start.step if start else 0),
+            publish=lambda _learner: _push_nowhere,
+            store=CheckpointStore(Path(scratch) / "checkpoints", keep=1 << 30),
+            resume_from=start,
+            dump_dir=str(Path(scratch) / "failed"),
+        )
+
+    def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:
+        """Raises RunFailed if the weights after `step` are not those of the run."""
+        from cluster.run_files.replay_log import fingerprints
+
+        was = self._kept.outcome(step)
+        if was is None:
+            if final:
+                self._say(f"step {step} never ended in the run; here it does")
+            return
+        if "weights" not in was:
+            if final:
+                self._say(
+                    "the run's learner had several workers, of which no fingerprints are kept: "
+                    "compare the metrics"
+                )
+            return
+        for what in ("gradient", "weights"):
+            now = fingerprints(loop.learner.model, of_gradient=what == "gradient")
+            for name, (bits, norm) in was[what].items():
+                if now.get(name, (None, 0.0))[0] != bits:
+                    there = now.get(name, (0, float("nan")))[1]
+                    raise RunFailed(
+                        f"step {step} is not as it was: the first tensor that differs is the "
+                        f"{what} of {name}, of norm {there!r} here and {norm!r} in the run (a gap "
+                        f"of {abs(there - norm):.2g})"
+                    )
+        if final:
+            self._say(
+                f"step {step} is bit-equal: gradient and weights of {len(was['weights'])} tensors"
+            )
+
+    def _what_if(
+        self, config: RolloutConfig, before: Any, scratch: str, metrics: Mapping[str, float]
+    ) -> None:
+        from cluster.inspect.replayed import with_lr
+
+        changed = with_lr(before, self.config.lr, config.lr)
+        other = self.loop(config, changed, scratch).step()
+        table = Table(title=f"step {self._step}, as it was and what if")
+        for header in ("metric", "as it was", "what if"):
+            table.add_column(header, justify="left" if header == "metric" else "right")
+        for name in dict.fromkeys([*metrics, *other]):
+            if not name.startswith(_MEASURED) and metrics.get(name) != other.get(name):
+                values = (metrics.get(name), other.get(name))
+                table.add_row(name, *("-" if each is None else f"{each:.6g}" for each in values))
+        self._console.print(table)
+        self._say("metrics that are the same are left out")
+
+    def _blame(self, loop: Any, number: int) -> None:
+        from cluster.hosts.learner_actor import base_is_reference
+        from cluster.inspect.replayed import blame
+        from distill.objective.rows import with_reference
+
+        groups_P = self._kept.taken(self._step).groups_P
+        if base_is_reference(self.config):
+            groups_P = with_reference(groups_P, loop.learner.base_logprobs)
+        for title, rows in blame(loop, groups_P, self._text, number).items():
+            table = Table(title=f"{title}: share of the gradient")
+            for header in ("share", "where", "text"):
+                table.add_column(header, justify="right" if header == "share" else "left")
+            for row in rows:
+                table.add_row(f"{row.share:+.1%}", row.where, escape(row.text))
+            self._console.print(table)
+
+    def _text(self, tokens_T: TokenArray) -> str:
+        text = str(self._inputs.tokenizer.decode(tokens_T.tolist()))
+        return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+
+class _KeptGroups:
+    """The `GroupSource` of a step that is done again."""
+
+    def __init__(self, kept: Any, step: int) -> None:
+        self._kept, self._step = kept, step
+
+    def take(self, trained: TrainedGroups) -> Taken:
+        self._step += 1
+        return self._kept.taken(self._step)
+
+
+def _push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
+    return {}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda console: replay(arguments, console))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

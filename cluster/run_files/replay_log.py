@@ -1,0 +1,223 @@
+"""What a step needs to be done again, in out/replay: its groups, and what became of it.
+
+    out/replay/step-000012.groups    the groups as they were taken; written before the step
+    out/replay/step-000012.json      its metrics and fingerprints of gradient and weights; after it
+    out/replay/checkpoints/          those that steps which stay begin from: links to the run's own,
+                                     which drops them in time
+
+The newest `keep` steps are there, and for good those whose gradient norm was above `above` with
+those in the window before them, and a step that never ended: one that was not finite. Fingerprints
+are those of a learner of one worker; the parts of several are not put together for one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distill.delivery import Taken
+from distill.errors import ConfigError
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from learner.checkpoint import Checkpoint, CheckpointStore
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
+# (sum of its bits as 32-bit numbers, norm) of a tensor.
+Fingerprint = tuple[int, float]
+
+
+class ReplayLog:
+    """Keeps steps of a run, as `learner.loop.Record` is told of them.
+
+    Args:
+        keep: at least 1.
+        store: of the run's checkpoints.
+        above: see the module.
+    """
+
+    def __init__(self, out: Path, store: CheckpointStore, keep: int, above: float | None) -> None:
+        self._root, self._store = out / "replay", store
+        self._keep, self._above = keep, above
+        self._failed = False
+
+    def taken(self, step: int, taken: Taken) -> None:
+        """The groups that `step` is about to train on."""
+        with self._going_on(step):
+            self._write_taken(step, taken)
+
+    def trained(self, step: int, metrics: Mapping[str, float], model: nn.Module | None) -> None:
+        """What became of it. `model` is None where this process holds a share of it only."""
+        with self._going_on(step):
+            self._write_trained(step, metrics, model)
+
+    @contextmanager
+    def _going_on(self, step: int) -> Iterator[None]:
+        """A disk that is full is named once, and costs the step its replay; training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("step %d and others cannot be replayed: %s", step, error)
+
+    def _write_taken(self, step: int, taken: Taken) -> None:
+        self._root.mkdir(exist_ok=True)
+        self._path(step, "json").unlink(missing_ok=True)  # of this step as it was done before
+        state = {
+            "groups": [_whole(group) for group in taken.groups_P],
+            "set_aside": dict(taken.set_aside),
+            "replaced": dict(taken.replaced),
+            "overdue": taken.overdue,
+        }
+        _replace(self._path(step, "groups"), pickle.dumps(state, protocol=5))
+
+    def _write_trained(
+        self, step: int, metrics: Mapping[str, float], model: nn.Module | None
+    ) -> None:
+        norm = metrics.get("train/grad_norm", 0.0)
+        stays = self._above is not None and norm > self._above
+        line = {"step": step, "metrics": dict(metrics), "stays": stays}
+        if model is not None:
+            line |= {"gradient": fingerprints(model, of_gradient=True)}
+            line |= {"weights": fingerprints(model, of_gradient=False)}
+        _replace(self._path(step, "json"), json.dumps(line).encode())
+        self._drop(step)
+
+    def _keep_checkpoint_before(self, step: int) -> None:
+        """Links the newest checkpoint, which costs no room while the run keeps it as well."""
+        if not (found := [each for each in self._store.complete() if each.step < step]):
+            return
+        kept = self._root / "checkpoints" / found[-1].path.name
+        if not kept.exists():
+            partial = kept.with_name(f".{kept.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(found[-1].path, partial, copy_function=_link)
+            partial.rename(kept)
+
+    def _drop(self, newest: int) -> None:
+        """Drops steps that have left the window, but for those that stay, what these begin from,
+        and those that never ended."""
+        ended = [step for step in steps_in(self._root) if self._path(step, "json").exists()]
+        staying = [step for step in ended if self._stays(step)]
+        for step in staying:
+            if newest - step < self._keep:  # its checkpoint may be written by now
+                self._keep_checkpoint_before(step)
+        for step in ended:
+            needed = any(0 <= stays - step < self._keep for stays in staying)
+            if step <= newest - self._keep and not needed:
+                for kind in ("groups", "json"):
+                    self._path(step, kind).unlink(missing_ok=True)
+
+    def _stays(self, step: int) -> bool:
+        return bool(json.loads(self._path(step, "json").read_bytes())["stays"])
+
+    def _path(self, step: int, kind: str) -> Path:
+        return self._root / f"step-{step:06d}.{kind}"
+
+
+class KeptSteps:
+    """The steps that a run has kept."""
+
+    def __init__(self, out: Path) -> None:
+        self._root = out / "replay"
+        self._stores = [
+            CheckpointStore(root, keep=1 << 30)
+            for root in (out / "checkpoints", self._root / "checkpoints")
+        ]
+        self.steps = steps_in(self._root)
+
+    def start_of(self, step: int) -> Checkpoint | None:
+        """The newest checkpoint from which `step` can be done again; None: the run's beginning.
+
+        Raises:
+            ConfigError: it, or a step between, is not kept; with those that can be done.
+        """
+        checkpoints = {each.step: each for store in self._stores for each in store.complete()}
+        starts = {0: None, **checkpoints}
+
+        def start(of: int) -> int | None:
+            found = [
+                at for at in starts if at < of and set(range(at + 1, of + 1)) <= set(self.steps)
+            ]
+            return max(found, default=None)
+
+        if (at := start(step)) is not None:
+            return starts[at]
+        can = [each for each in self.steps if start(each) is not None]
+        raise ConfigError(
+            f"step={step} cannot be done again: it, or a step between it and the checkpoint before "
+            f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (replay_keep=)"
+        )
+
+    def taken(self, step: int) -> Taken:
+        """What `step` trained on."""
+        state = pickle.loads((self._root / f"step-{step:06d}.groups").read_bytes())
+        return Taken(groups_P=state.pop("groups"), **state)
+
+    def outcome(self, step: int) -> dict[str, Any] | None:
+        """Metrics and fingerprints after `step`; None of a step that never ended."""
+        path = self._root / f"step-{step:06d}.json"
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with its likeliest tokens, wherever they are."""
+    return replace(
+        group,
+        trajectories_G=tuple(
+            replace(member, segments=tuple(map(_with_top, member.segments)))
+            for member in group.trajectories_G
+        ),
+    )
+
+
+def _with_top(segment: Segment) -> Segment:
+    if (top := segment.teacher_top) is None or isinstance(top, TopLogprobs):
+        return segment
+    here = TopLogprobs(ids_NK=top.ids_NK, logprobs_NK=top.logprobs_NK)
+    return replace(segment, teacher_top=here)
+
+
+def steps_in(root: Path) -> list[int]:
+    """The steps whose groups are kept, in order."""
+    names = (_NAME.match(path.name) for path in root.glob("step-*.groups"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def fingerprints(model: nn.Module, *, of_gradient: bool) -> dict[str, Fingerprint]:
+    """Of each trained tensor, or of its gradient, in the model's order."""
+    import torch
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if of_gradient else parameter
+        if tensor is not None and parameter.requires_grad:
+            bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
+            found[name] = (int(bits), float(tensor.detach().double().norm()))
+    return found
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)

@@ -1,0 +1,239 @@
+"""Steps done again: to the bit, under other settings, and with blame."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from cluster.config.on_policy import OpdConfig
+from cluster.hosts.build import _replay_log
+from cluster.inspect.replayed import blame
+from cluster.recipes.on_policy import run_on_policy
+from cluster.replay import Replay, main
+from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
+from cluster.run_files.run_directory import RunDirectory
+from distill.delivery import Taken, TrainedGroups
+from distill.errors import ConfigError
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from learner.checkpoint import CheckpointStore
+from tests.conftest import TinyPair
+from tests.samples import group
+
+Printed = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def out(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 7 steps with checkpoints after 3, 6 and 7, that has kept the last 4 steps."""
+    path = tmp_path_factory.mktemp("replay") / "run"
+    run_on_policy(
+        OpdConfig(
+            student=tiny_pair.student, teacher=tiny_pair.teacher, prompts=tiny_pair.prompts,
+            out=str(path), temperature=0.7, steps=7, prompts_per_step=3, group_size=2,
+            max_new_tokens=5, eval_size=0, engine="embedded", local=True, lr=3e-3,
+            estimator="top_k", checkpoint_every=3, keep_checkpoints=1, replay_keep=4,
+        ),
+        Console(quiet=True),
+    )  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    """printed(*arguments): exit code, and everything said, on one line."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        code = main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return code, " ".join((told.out + told.err).split())
+
+    return run
+
+
+@pytest.mark.parametrize(("step", "start"), [(5, 3), (7, 6)])
+def test_a_step_is_done_again_to_the_bit(
+    out: Path, printed: Printed, step: int, start: int
+) -> None:
+    code, told = printed(f"out={out}", f"step={step}")
+    assert code == 0, told
+    assert f"(step {start})" in told and f"step {step} is bit-equal" in told
+
+
+def test_a_step_that_was_not_kept_says_which_were(out: Path, printed: Printed) -> None:
+    code, told = printed(f"out={out}", "step=2")
+    assert code == 2 and "These can: 4, 5, 6, 7" in told
+
+
+def test_what_differs_is_named(out: Path, printed: Printed) -> None:
+    path = out / "replay" / "step-000006.json"
+    written = path.read_bytes()
+    outcome = json.loads(written)
+    name = list(outcome["weights"])[2]
+    outcome["weights"][name][0] += 1
+    path.write_text(json.dumps(outcome))
+    try:
+        code, told = printed(f"out={out}", "step=6")
+    finally:
+        path.write_bytes(written)
+    assert code == 1
+    assert f"the first tensor that differs is the weights of {name}" in told
+
+
+def test_a_step_that_was_not_finite_is_not_again(out: Path, printed: Printed) -> None:
+    groups, outcome = (out / "replay" / f"step-000007.{kind}" for kind in ("groups", "json"))
+    written = groups.read_bytes(), outcome.read_bytes()
+    state = pickle.loads(written[0])
+    state["groups"] = [unlikely(group) for group in state["groups"]]
+    groups.write_bytes(pickle.dumps(state))
+    outcome.unlink()
+    try:
+        code, told = printed(f"out={out}", "step=7")
+    finally:
+        groups.write_bytes(written[0])
+        outcome.write_bytes(written[1])
+    assert code == 0 and "step 7 is not finite, as it was" in told, told
+
+
+def unlikely(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group with likeliest tokens of the teacher that are impossible all but in name."""
+
+    def with_top(segment: Segment) -> Segment:
+        top = segment.teacher_top
+        assert top is not None
+        never = TopLogprobs(ids_NK=top.ids_NK, logprobs_NK=np.full_like(top.logprobs_NK, -3e38))
+        return replace(segment, teacher_top=never)
+
+    return replace(
+        group,
+        trajectories_G=tuple(
+            replace(member, segments=tuple(map(with_top, member.segments)))
+            for member in group.trajectories_G
+        ),
+    )
+
+
+def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "replay").write_text("in the way")
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    keep_steps(ReplayLog(tmp_path, store, 2, None), [1.0, 2.0], torch.nn.Linear(1, 1))
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "step 1 and others cannot be replayed" in said
+
+
+def test_what_if_the_step_had_been_another(out: Path, printed: Printed) -> None:
+    code, told = printed(f"out={out}", "step=5", "lr=1e-3", "loss=ppo", "estimator=sampled")
+    assert code == 0, told
+    assert "step 5 is bit-equal" in told and "as it was and what if" in told
+    [rates] = [line for line in told.split("│") if "train/lr" in line] or [""]
+    assert rates and "0.001" in told and "0.003" in told
+    assert "train/loss" in told and "staleness/mean" not in told, "what is the same is left out"
+
+
+def test_settings_that_are_none_are_refused(out: Path, printed: Printed) -> None:
+    for argument, complaint in (
+        ("los=ppo", "did you mean 'loss'"), ("step=0", "whole number"), ("blame=x", "whole number"),
+    ):  # fmt: skip
+        code, told = printed(f"out={out}", "step=5", argument)
+        assert code == 2 and complaint in told
+    assert printed("step=5")[0] == 2
+
+
+def test_shares_of_the_gradient_add_up(out: Path, tmp_path: Path, printed: Printed) -> None:
+    replay = Replay(out, 4, Console(quiet=True))
+    kept = KeptSteps(out)
+    loop = replay.loop(replay.config, kept.start_of(4), str(tmp_path))
+    found = blame(loop, kept.taken(4).groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
+    assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
+    for rows in (found["prompts"], found["responses"]):
+        assert sum(row.share for row in rows) == pytest.approx(1, abs=1e-3)
+        assert rows == sorted(rows, key=lambda row: -abs(row.share))
+    [tokens] = [rows for title, rows in found.items() if title.startswith("tokens")]
+    for response in found["responses"][:4]:
+        of_it = [row.share for row in tokens if row.where.startswith(f"{response.where}, token ")]
+        assert sum(of_it) == pytest.approx(response.share, abs=1e-3) and len(of_it) > 1
+    code, told = printed(f"out={out}", "step=4", "blame=2")
+    assert code == 0 and "responses: share of the gradient" in told
+
+
+def taken(step: int) -> Taken:
+    return Taken(groups_P=[group(step)], set_aside={})
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    def write(path: Path) -> None:
+        (path / "file").write_text(str(step))
+
+    store.save(step=step, write=write, delivery=TrainedGroups().to_json())
+
+
+def keep_steps(log: ReplayLog, norms: list[float], model: torch.nn.Module) -> None:
+    for step, norm in enumerate(norms, 1):
+        log.taken(step, taken(step))
+        log.trained(step, {"train/grad_norm": norm}, model)
+
+
+def test_a_step_above_the_threshold_stays_with_what_it_needs(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    save(store, 2)
+    model = torch.nn.Linear(2, 2)
+    keep_steps(ReplayLog(tmp_path, store, 2, 5.0), [1, 1, 1, 9, 1, 1, 1, 1], model)
+    assert steps_in(tmp_path / "replay") == [3, 4, 7, 8]
+    save(store, 6)
+    kept = KeptSteps(tmp_path)
+    start = kept.start_of(4)
+    assert start is not None and start.step == 2 and (start.path / "file").read_text() == "2"
+    assert [each.group_id for each in kept.taken(4).groups_P] == [4]
+    with pytest.raises(ConfigError, match="These can: 3, 4, 7, 8"):
+        kept.start_of(5)
+
+
+def test_checkpoints_stay_as_long_as_a_step_begins_from_them(tmp_path: Path) -> None:
+    for window, kept in ((0, [[3], [6], [9], [12]]), (3, [[3], [3, 6], [6, 9], [9, 12]])):
+        store = CheckpointStore(tmp_path / f"{window}", keep=1, window=window)
+        for step, there in zip((3, 6, 9, 12), kept, strict=True):
+            save(store, step)
+            assert [each.step for each in store.complete()] == there
+
+
+def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    log = ReplayLog(tmp_path, store, 1, None)
+    log.taken(1, taken(1))  # was not finite
+    log.taken(2, taken(2))
+    log.trained(2, {}, torch.nn.Linear(1, 1))
+    log.taken(3, taken(3))
+    log.trained(3, {}, None)
+    kept = KeptSteps(tmp_path)
+    assert kept.steps == [1, 3] and kept.outcome(1) is None
+    assert kept.outcome(3) == {"step": 3, "metrics": {}, "stays": False}
+
+
+def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
+    config = opd()
+    assert _replay_log(config, RunDirectory("opd", config)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"replay_keep": 3}, "checkpoint_every=10"),
+        ({"replay_keep": -1}, "replay_keep=-1"),
+        ({"replay_if": 5.0}, "replay_keep"),
+        ({"replay_keep": 10, "replay_if": 0.0}, "replay_if=0.0"),
+    ],
+)
+def test_settings_that_keep_what_is_of_no_use_are_refused(
+    tiny_pair: TinyPair, settings: dict, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        OpdConfig(student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings)
