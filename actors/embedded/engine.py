@@ -225,6 +225,11 @@ class EmbeddedEngine:
         """Raises EngineError: this engine joins no weight group."""
         raise _no_group()
 
+    async def weight_checksums(self) -> list[dict[str, str]]:
+        """Digests of the parameters that each rank holds, by name (distill/weights/digests.py)."""
+        self._check_health()
+        return [await self._compute(self._model.digests)]
+
     async def info(self) -> EngineInfo:
         """See `Engine.info`."""
         self._check_health()

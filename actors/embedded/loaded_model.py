@@ -24,6 +24,7 @@ from distill.models.logprobs import VocabularyHead
 from distill.models.shared_prefix import SharedPrefixModel
 from distill.stops import StopTokens
 from distill.tokenizer import TokenizerProbe, load_tokenizer, probe_tokenizer
+from distill.weights.digests import digest
 from distill.weights.tensors import PackedTensors
 
 
@@ -64,6 +65,10 @@ class LoadedModel:
         if isinstance(self.forward, SharedPrefixModel):
             return CachedDecoder(self.forward, token_budget)
         return RecomputingDecoder(self.forward, token_budget)
+
+    def digests(self) -> dict[str, str]:
+        """Digest of each parameter, by name; a tied head's is its embedding's."""
+        return {name: digest(parameter) for name, parameter in self._lm.named_parameters()}
 
     def copy_weights(self, weights: PackedTensors) -> None:
         """Copies a bundle into the model, all of it or nothing. Its names are a checkpoint's.

@@ -300,6 +300,11 @@ class SglangEngine:
         await self._ready()
         return await self._session().ranks(layout)
 
+    async def weight_checksums(self) -> list[dict[str, str]]:
+        """See `EmbeddedEngine.weight_checksums`; by the server's weights checker, rank by rank."""
+        await self._ready()
+        return await self._session().checksums()
+
     def _session(self) -> WeightSession:
         if self._weights is None:
             raise EngineError(f"{self._model} is served elsewhere: its weights cannot be replaced")

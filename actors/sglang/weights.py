@@ -238,6 +238,22 @@ class WeightSession:
         _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
         return (await self._facts()).ranks
 
+    async def checksums(self) -> list[dict[str, str]]:
+        """Digests of the parameters of each rank, by name, of weights that are whole.
+
+        Raises:
+            EngineError: the server has no weights checker, or its weights are torn.
+        """
+        async with self._loading:
+            self._check_whole()
+            answer = await self._order(
+                "/weights_checker", {"action": "checksum", "selector": "target"}
+            )
+        ranks = answer.get("ranks") if isinstance(answer, dict) else None
+        if not ranks:
+            raise EngineError(f"/weights_checker answered without checksums: {answer}")
+        return [rank["checksums"] for rank in ranks]
+
     async def load(self, weights: WeightSource, version: int) -> float:
         """Returns once the server holds the weights, and uses no prefix that others have cached.
 
@@ -486,14 +502,15 @@ class WeightSession:
         except RuntimeError as error:
             raise EngineError(f"{_NOT_RECEIVED}: the learner's store is gone ({error})") from error
 
-    async def _order(self, path: str, body: Mapping[str, Any]) -> None:
-        """An administrative request. Raises EngineError if the server refuses it."""
+    async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Answer to an administrative request. Raises EngineError if the server refuses it."""
         try:
             answer = await self._client.admin(path, body)
         except DataError as error:  # status 400: a refusal with its reason
             raise EngineError(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
+        return answer
 
     async def _facts(self) -> _ServerFacts:
         if self._server is None:

@@ -35,8 +35,8 @@ class PolicySettings(EngineChoices, ServerSettings):
     )
     probe_every: int = chz.field(
         default=1,
-        doc="weight versions between two that are probed: do the policy engines hold what the "
-        "learner sent? 0 trusts them",
+        doc="weight versions between two that are probed, by log-probs and by checksums: do the "
+        "policy engines hold what the learner sent? 0 trusts them",
         metadata=MAY_CHANGE,
     )
     require_handshake: bool = chz.field(

@@ -1,7 +1,7 @@
 """The learner's `publish`: every policy engine holds the weights, and only then are slots freed.
 
     learner   Transport.start -> every engine acknowledges -> (again, to those that failed)
-              -> Transport.finish -> free slots -> probe
+              -> Transport.finish -> free slots -> probe and proof
     engine    load_weights: pause, load, drop every cached prefix, new version, continue,
               acknowledge with the pause in seconds
     admit     the same to engines that join, with the present weights; no slot is freed
@@ -13,8 +13,9 @@ Slots are freed only when every engine has acknowledged, so no rollout starts on
 the newest. A push that fails leaves an engine at its old weights, or says that it must be
 restarted; it always ends generation's pause. An engine that does not take the weights twice is
 ended before any slot is freed; its owner restarts it (cluster/supervision/supervise.py). Whether an
-engine holds what it acknowledged is not believed but asked (cluster/weights/weight_probe.py). The
-ways there: cluster/weights/transports.py.
+engine holds what it acknowledged is not believed but asked: what it makes of it
+(cluster/weights/weight_probe.py), and its bits (cluster/weights/proof.py). The ways there:
+cluster/weights/transports.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ray.exceptions import GetTimeoutError, RayError
@@ -31,11 +33,11 @@ from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
 from cluster.weights.gather import GatherResult, collect, values
+from cluster.weights.proof import PushProof
 from cluster.weights.transport import Transport
 from cluster.weights.transports import choose_transports
 from cluster.weights.weight_probe import WeightProbe
 from distill.delivery import TrainedGroups
-from distill.engine import Score
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
 from distill.types import FloatArray
@@ -59,7 +61,7 @@ class PushSettings:
     Attributes:
         temperature: the run's; the probe scores at it.
         learner_dtype: what the learner computes in; how far it may be from an engine.
-        probe_every: versions between two that are probed; 0 probes none.
+        probe_every: versions between two that are probed and proven; 0: none is.
         bucket_bytes: most that a collective sends at once.
         timeout_s: longest a push may take.
     """
@@ -98,7 +100,12 @@ class Publisher:
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
-        self._gap: float | None = None  # of a probe that was settled before the engines slept
+        self._found: dict[str, float] = {}  # what was settled before the engines slept
+        self._proof = PushProof[Any, Any](
+            engines=self._engines,
+            submit=lambda engine: engine.weight_checksums.remote(),
+            collect=partial(self._collect, "say the checksums of its weights"),
+        )
 
     def describe(self) -> str:
         """Transport of each engine, for people to read."""
@@ -108,18 +115,16 @@ class Publisher:
         )
 
     def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
-        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause, the probe's gap.
+        """Returns `push/*` metrics: bytes, seconds, the engines' longest pause.
+
+        Of the version before: the probe's gap, and the share of parameters that are proven.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
             EngineError: not one engine took the weights, though they live.
             NonFiniteError: the weights hold a NaN or an infinity.
         """
-        metrics = {}
-        found, gap = self.settle(), self._gap
-        self._gap = None
-        if (gap := gap if found is None else found) is not None:
-            metrics["push/probe_gap"] = gap
+        metrics, self._found = self._found | self._settled(), {}
         started = time.perf_counter()
         pauses = self._push(weights, version)
         metrics |= {
@@ -132,6 +137,7 @@ class Publisher:
         every = self._settings.probe_every
         if every and version % every == 0:
             self._ask(version)
+            self._proof.ask(version, weights)
         return metrics
 
     def admit(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
@@ -172,7 +178,7 @@ class Publisher:
         Raises:
             CalibrationError: an engine does not hold that version.
         """
-        self._gap = self.settle()  # a scoring that waits for the push would hold it up
+        self._found = self._settled()  # a scoring that waits for the push would hold it up
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
         answers = collect(pending, self._settings.timeout_s)
         if not answers.failures:
@@ -250,12 +256,21 @@ class Publisher:
             calls.kill(self._engines.pop(name))
 
     def settle(self) -> float | None:
-        """Collects what the engines answered to the probe; call once more at the end of a run.
+        """Collects what the engines answered to probe and proof; call once more at a run's end.
+
+        Returns the probe's gap.
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
         """
-        return None if self._probe is None else self._probe.settle()
+        return self._settled().get("push/probe_gap")
+
+    def _settled(self) -> dict[str, float]:
+        found = {
+            "push/probe_gap": None if self._probe is None else self._probe.settle(),
+            "push/proven": self._proof.settle(),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def _ask(self, version: int) -> None:
         if not self._engines:
@@ -272,16 +287,17 @@ class Publisher:
                 temperature=self._settings.temperature,
                 learner=self._learner_logprobs,
                 submit=lambda engine, requests: engine.score.remote(requests),
-                collect=self._collect,
+                collect=partial(self._collect, "answer the weight probe"),
                 learner_dtype=self._settings.learner_dtype,
             )
         self._probe.ask(version)
 
-    def _collect(self, reference: Any) -> list[Score] | None:
+    def _collect(self, what: str, reference: Any) -> Any:
+        """What the engine answered; None if it did not."""
         try:
             return calls.get(reference, timeout=self._settings.timeout_s)
         except (GetTimeoutError, RayError, EngineError) as error:
-            logger.warning("a policy engine did not answer the weight probe: %s", error)
+            logger.warning("a policy engine did not %s: %s", what, error)
             return None
 
     def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:

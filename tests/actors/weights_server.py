@@ -7,17 +7,16 @@ a device of its own: whatever a load brings there is counted until nothing holds
 from __future__ import annotations
 
 import base64
-import hashlib
 import pickle
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from aiohttp import web
 from torch import Tensor
 
 from actors.sglang.plugin.weight_loader import LOADER, load
+from distill.weights.digests import digest
 from tests.actors.misbehaving_server import MisbehavingServer
 
 _SESSION = ("/update_weights_from_tensor", "/update_weights_from_distributed", "/end_weight_update")
@@ -59,11 +58,7 @@ class RankModel:
                 self.parameters[name].copy_(self._part(tensor))
 
     def checksums(self) -> dict[str, str]:
-        """SGLang's: the first eight bytes of the SHA-256 of each parameter's bytes (on a CPU)."""
-        return {
-            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
-            for name, tensor in self.parameters.items()
-        }
+        return {name: digest(tensor) for name, tensor in self.parameters.items()}
 
 
 class WeightsServer(MisbehavingServer):

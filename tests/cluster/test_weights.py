@@ -46,6 +46,7 @@ from distill.errors import (
 from distill.models.loading import load_causal_lm, read_weights
 from distill.sampling import TrainSampling
 from distill.weights.model_weights import HeldWeights, Weights, gather_all, plan_buckets
+from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner
@@ -175,6 +176,7 @@ def test_a_push_reaches_every_engine_and_then_frees_slots(ray_engines, learner: 
         assert metrics["push/bytes"] == sum(p.nbytes for p in learner.model.parameters())
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert 0 <= metrics["push/probe_gap"] < 1e-5
+        assert metrics["push/proven"] == 1
     gap = publish.settle()
     assert gap is not None and gap < 1e-5
     assert publish.settle() is None
@@ -520,10 +522,36 @@ def test_every_transport_into_a_server(
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
                    for sample in samples(server))  # fmt: skip
+    assert metrics["push/proven"] == 1  # every parameter, fused ones too
     gap = publish.settle()
     assert gap is not None and gap < 1e-4
     for transport in publish._transports or []:
         transport.abort()
+
+
+def test_a_tensor_that_was_skipped_is_found_in_a_server(
+    server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One float of a fused matrix differs in its last bit: no log-prob shows that."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    publish = publisher({"policy engine 0": server}, learner, Queue(), served=True)
+    sent(publish, learner.weights(), 0)
+    old = dict(learner.model.named_parameters())[name].detach().clone()
+    write = SharedBlock.write
+
+    def skip(block: SharedBlock, weights: Weights) -> None:
+        write(block, HeldWeights(gather_all(weights) | {name: old}))
+
+    monkeypatch.setattr(SharedBlock, "write", skip)
+    bits = dict(learner.model.named_parameters())[name].detach().view(torch.int32)
+    bits[3, 4] += 1
+    sent(publish, learner.weights(), 1)
+    fused = name.replace("k_proj", "qkv_proj")
+    with pytest.raises(
+        CalibrationError,
+        match=f"policy engine 0 does not hold weights version 1: {fused} of rank 0 is not what was",
+    ):
+        publish.settle()
 
 
 def test_a_group_sends_several_buckets_again_and_again(by_group, learner, server: Any) -> None:

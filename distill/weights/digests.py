@@ -1,0 +1,69 @@
+"""Digests of tensors as SGLang's weights checker takes them, so that both sides can be compared.
+
+On a CPU the first eight bytes of SHA-256; on a GPU a sum of hashed words, for which SGLang has a
+Triton kernel and this file the same sum in torch (`word_sum`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
+# Words of a tile, each hashed by its own; tiles at a time, which bounds the memory that it takes.
+_TILE = 8192
+_TILES = 256
+_SEED = 0x243F6A88
+_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
+_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # a factor and a rotation for each half
+
+
+def digest(tensor: Tensor) -> str:
+    """Sixteen hexadecimal digits of the tensor's bytes; of what kind, its device decides."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if tensor.is_cuda:
+        return f"{word_sum(data):016x}"
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()[:16]
+
+
+def word_sum(data: Tensor) -> int:
+    """SGLang's `gpu_tensor_hash` of these bytes."""
+    if not data.numel():
+        return 0
+    words = pad(data, (0, -data.numel() % 4)).view(torch.int32)
+    total = 0
+    for start in range(0, len(words), _TILE * _TILES):
+        total += _tiles(words[start : start + _TILE * _TILES].long() & _WORD, start, len(words))
+    return _finish(total & _LONG)
+
+
+def _tiles(words: Tensor, start: int, num_words: int) -> int:
+    """The sum over tiles of two 32-bit hashes, one above the other."""
+    positions = torch.arange(start, start + len(words), device=words.device) & _WORD
+    halves = []
+    for (factor, rotation), seed in zip(_POSITIONS, _SEEDS, strict=True):
+        turned = (positions << rotation | positions >> (32 - rotation)) & _WORD
+        mixed = _mix(words ^ ((positions * factor + seed) & _WORD) ^ turned)
+        per_tile = pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE).sum(dim=1) & _WORD
+        halves.append(_mix(per_tile ^ (4 * num_words & _WORD)))
+    high, low = (int(half.sum()) for half in halves)
+    return (high << 32) + low
+
+
+def _mix(x: Tensor) -> Tensor:
+    """murmur3's finaliser, on words that are held in int64, whose products wrap as they should."""
+    x = x ^ x >> 16
+    x = x * 0x85EBCA6B & _WORD
+    x = x ^ x >> 13
+    x = x * 0xC2B2AE35 & _WORD
+    return x ^ x >> 16
+
+
+def _finish(x: int) -> int:
+    """splitmix64's finaliser."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _LONG
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _LONG
+    return x ^ x >> 31

@@ -1,0 +1,174 @@
+"""How a server makes its parameters of the tensors that it is sent: fused, and cut among ranks.
+
+A server says digests of its own parameters, rank by rank; the learner knows checkpoints' tensors.
+`find_recipes` finds for each parameter the one way of making it of those that gives its digests.
+What no way gives (weights that a server quantises or packs) stays unproven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distill.weights.digests import digest
+from distill.weights.model_weights import COPY_BYTES, Weights
+
+# By rank: the digest of each parameter, by name.
+Digests = Sequence[Mapping[str, str]]
+Cut = Literal["whole", "rows", "columns", "vocabulary"]
+
+# What servers hold as one, by the names of its parts.
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+# SGLang rounds a vocabulary up to a multiple of it, with rows of zeros.
+_VOCABULARY_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One parameter of a server's rank, of tensors that are sent.
+
+    Attributes:
+        sources: names of the tensors, which lie one after the other.
+        cut: what a rank gets of each.
+        sharers: ranks that hold the same rows of all sources but the first (keys and values, of
+            which there may be fewer heads than ranks).
+    """
+
+    sources: tuple[str, ...]
+    cut: Cut
+    sharers: int = 1
+
+    def make(self, tensors: Mapping[str, Tensor], rank: int, ranks: int) -> Tensor | None:
+        """The parameter of a rank; None if it cannot be cut so."""
+        parts = []
+        for i, name in enumerate(self.sources):
+            sharers = self.sharers if i else 1
+            part = _cut(tensors[name], self.cut, rank // sharers, ranks // sharers)
+            if part is None:
+                return None
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _cut(tensor: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor | None:
+    if cut == "whole":
+        return tensor
+    dim = 1 if cut == "columns" else 0
+    if tensor.dim() <= dim:
+        return None
+    if cut == "vocabulary":
+        missing = -len(tensor) % _VOCABULARY_MULTIPLE
+        tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+    if tensor.shape[dim] % ranks:
+        return None
+    return tensor.chunk(ranks, dim)[rank]
+
+
+def candidates(parameter: str, sent: set[str], ranks: int) -> list[Recipe]:
+    """The ways in which the parameter may be made of tensors by these names, the likely first."""
+    sources = _sources(parameter, sent)
+    if sources is None:
+        return []
+    cuts: list[Cut] = ["whole", "vocabulary"] if ranks == 1 else ["rows", "columns"]
+    cuts += [] if ranks == 1 else ["whole", "vocabulary"]
+    if len(sources) > 1:
+        cuts = ["whole"] if ranks == 1 else ["rows"]
+    made = [Recipe(sources=sources, cut=cut) for cut in cuts]
+    if len(sources) == 3:
+        made += [replace(made[0], sharers=n) for n in range(2, ranks + 1) if ranks % n == 0]
+    return made
+
+
+def _sources(parameter: str, sent: set[str]) -> tuple[str, ...] | None:
+    if parameter in sent:
+        return (parameter,)
+    for fused, parts in _FUSED.items():
+        names = tuple(parameter.replace(f".{fused}.", f".{part}.") for part in parts)
+        if f".{fused}." in parameter and sent.issuperset(names):
+            return names
+    return None
+
+
+def find_recipes(served: Digests, weights: Weights) -> dict[str, Recipe]:
+    """The recipe of each parameter for which one is found.
+
+    Where one gives the digests of more than half of a kind (the same parameter of all layers), it
+    is that of all of the kind: those that it does not give hold other weights.
+    """
+    sent = {layout.name for layout in weights.layouts}
+    ways = {name: candidates(name, sent, len(served)) for name in served[0]}
+    found: dict[str, Recipe] = {}
+    for names, tensors in _gathered({n: w[0].sources for n, w in ways.items() if w}, weights):
+        for name in names:
+            for recipe in ways[name]:
+                if all(_gives(recipe, tensors, name, served, rank) for rank in range(len(served))):
+                    found[name] = recipe
+                    break
+    return found | _by_kind(found, ways)
+
+
+def _gives(
+    recipe: Recipe, tensors: Mapping[str, Tensor], name: str, served: Digests, rank: int
+) -> bool:
+    made = recipe.make(tensors, rank, len(served))
+    return made is not None and digest(made) == served[rank].get(name)
+
+
+def _by_kind(
+    found: Mapping[str, Recipe], ways: Mapping[str, Sequence[Recipe]]
+) -> dict[str, Recipe]:
+    kinds = Counter(map(_kind, ways))
+    cuts = Counter((_kind(name), recipe.cut, recipe.sharers) for name, recipe in found.items())
+    usual = {
+        kind: (cut, sharers)
+        for (kind, cut, sharers), times in cuts.items()
+        if 2 * times > kinds[kind]
+    }
+    return {
+        name: replace(ways[name][0], cut=usual[_kind(name)][0], sharers=usual[_kind(name)][1])
+        for name in ways
+        if name not in found and ways[name] and _kind(name) in usual
+    }
+
+
+def _kind(parameter: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", parameter)
+
+
+def expected_digests(recipes: Mapping[str, Recipe], weights: Weights, ranks: int) -> Digests:
+    """Digests of these parameters, rank by rank, of a server that holds these weights."""
+    made: list[dict[str, str]] = [{} for _ in range(ranks)]
+    for names, tensors in _gathered({n: r.sources for n, r in recipes.items()}, weights):
+        for name in names:
+            for rank in range(ranks):
+                part = recipes[name].make(tensors, rank, ranks)
+                assert part is not None, f"{name} was cut so before"
+                made[rank][name] = digest(part)
+    return made
+
+
+def _gathered(
+    sources: Mapping[str, Sequence[str]], weights: Weights
+) -> Iterator[tuple[list[str], dict[str, Tensor]]]:
+    """Parameters whose sources make a portion, and those sources, whole; until all are through."""
+    sizes = {layout.name: layout.nbytes for layout in weights.layouts}
+    names: list[str] = []
+    room = COPY_BYTES
+    for name, needed in sources.items():
+        size = sum(sizes[source] for source in needed)
+        if names and size > room:
+            yield names, weights.gather([s for n in names for s in sources[n]])
+            names, room = [], COPY_BYTES
+        names.append(name)
+        room -= size
+    if names:
+        yield names, weights.gather([s for n in names for s in sources[n]])

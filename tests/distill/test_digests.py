@@ -1,0 +1,65 @@
+"""Digests are SGLang's: those of its Triton kernel, and of its fall-back on a CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import pytest
+import torch
+
+from distill.weights.digests import digest, word_sum
+
+
+def slow(data: bytes) -> int:
+    """The kernel's sum a word at a time: tiles of 8192 words, two hashes each."""
+    word, long = 2**32 - 1, 2**64 - 1
+    words = struct.unpack(f"<{-(-len(data) // 4)}I", data + bytes(-len(data) % 4))
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x85EBCA6B & word
+        x ^= x >> 13
+        x = x * 0xC2B2AE35 & word
+        return x ^ x >> 16
+
+    total = 0
+    for tile in range(0, len(words), 8192):
+        high = low = 0
+        for i in range(tile, min(tile + 8192, len(words))):
+            left = (i * 0x27D4EB2D + 0x243F6A88) & word ^ ((i << 15 | i >> 17) & word)
+            seed = (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & word
+            right = (i * 0x165667B1 + seed) & word ^ ((i << 13 | i >> 19) & word)
+            high, low = high + mix(words[i] ^ left) & word, low + mix(words[i] ^ right) & word
+        total += mix(high ^ 4 * len(words)) << 32 | mix(low ^ 4 * len(words))
+    x = total & long
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & long
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & long
+    return x ^ x >> 31
+
+
+@pytest.mark.parametrize(
+    "size, dtype, kernel",  # what SGLang 0.5.23's kernel gives, run by Triton's interpreter
+    [
+        (3, torch.bfloat16, 0x9331854FCB107F49),
+        (8192, torch.float32, 0xBD3BF69E6AE40122),
+        (40001, torch.bfloat16, 0xE8E44FA3D138D270),
+        (2_200_000, torch.float32, 0x50728384DCB1B760),  # more than one portion of tiles
+    ],
+)
+def test_a_sum_of_words_is_that_of_the_kernel(size: int, dtype: torch.dtype, kernel: int) -> None:
+    data = torch.arange(size).to(dtype).view(torch.uint8)
+    assert word_sum(data) == kernel
+    if size < 100_000:
+        assert slow(data.numpy().tobytes()) == kernel
+
+
+def test_nothing_has_a_sum() -> None:
+    assert word_sum(torch.zeros(0, dtype=torch.uint8)) == 0
+
+
+def test_on_a_cpu_it_is_sha_256() -> None:
+    matrix = torch.randn(6, 4).to(torch.bfloat16).T
+    data = matrix.contiguous().view(torch.uint8).numpy().tobytes()
+    assert digest(matrix) == hashlib.sha256(data).hexdigest()[:16]
+    assert digest(torch.zeros(0)) == hashlib.sha256(b"").hexdigest()[:16]
