@@ -15,7 +15,7 @@ from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
     from distill.weights.shared_memory import SharedTensors
-    from distill.weights.tensors import PackedTensors, TensorLayout
+    from distill.weights.tensors import PackedTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,6 +139,9 @@ class CheckpointDirectory:
     path: str
 
 
+SENDS, GIVES_UP = "sends", "gives up"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveBroadcast:
     """Weights that rank 0 of a torch.distributed group sends; see cluster/weights/collective.py.
@@ -148,8 +151,11 @@ class CollectiveBroadcast:
         group: the group's name; a new one for every group that is formed.
         backend: what torch calls it.
         rank_offset: this engine's first rank; its tensor-parallel ranks follow.
-        buckets: what is sent, in order: one broadcast a bucket, of its tensors end to end.
+        layout: digest of what is sent, which the engine was told when the group was formed.
+        bucket_bytes: both sides plan the same buckets (`plan_buckets`): one broadcast each, of its
+            tensors end to end.
         join_deadline_s: longest that forming the group may take.
+        timeout_s: longest that rank 0 may wait for the other engines.
     """
 
     address: str
@@ -158,12 +164,18 @@ class CollectiveBroadcast:
     backend: Literal["gloo", "nccl"]
     world_size: int
     rank_offset: int
-    buckets: tuple[tuple[TensorLayout, ...], ...]
+    layout: str
+    bucket_bytes: int
     join_deadline_s: float
+    timeout_s: float
 
     def ready_key(self, version: int) -> str:
         """Set in the store by an engine that is about to receive; rank 0 waits for all of them."""
         return f"isotherm/{self.group}/{version}/{self.rank_offset}"
+
+    def word_key(self, version: int) -> str:
+        """Set by rank 0 when all are ready: `SENDS`, or `GIVES_UP` if one of them refuses."""
+        return f"isotherm/{self.group}/{version}/word"
 
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the

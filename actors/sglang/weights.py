@@ -60,6 +60,7 @@ from actors.sglang.client import SglangClient
 from actors.sglang.flags import InFlight
 from actors.sglang.plugin.weight_loader import LOADER, serialized_order
 from distill.engine import (
+    SENDS,
     CheckpointDirectory,
     CollectiveBroadcast,
     Sample,
@@ -68,9 +69,9 @@ from distill.engine import (
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.models.checkpoint_names import pushed_shapes
 from distill.types import StopReason
-from distill.weights.model_weights import BUCKET_BYTES, HeldWeights
+from distill.weights.model_weights import BUCKET_BYTES, HeldWeights, plan_buckets
 from distill.weights.shared_memory import SharedBlock, SharedTensors
-from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite
+from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite, layout_digest
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class WeightSession:
         self._block = SharedBlock()
         self._server: _ServerFacts | None = None
         self._group: str | None = None
+        self._layout: tuple[TensorLayout, ...] = ()  # of what groups send, told when one is formed
         self._store: TCPStore | None = None
         # Why the server's weights are of no single version; None while they are.
         self._torn: str | None = None
@@ -236,6 +238,7 @@ class WeightSession:
     async def ranks(self, layout: Sequence[TensorLayout]) -> int:
         """The server's tensor parallelism. Raises EngineError if these are not its tensors."""
         _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
+        self._layout = tuple(layout)
         return (await self._facts()).ranks
 
     async def checksums(self) -> list[dict[str, str]]:
@@ -326,7 +329,10 @@ class WeightSession:
     async def _check(self, weights: WeightSource) -> None:
         """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
         if isinstance(weights, CollectiveBroadcast):
-            await self.ranks([tensor for bucket in weights.buckets for tensor in bucket])
+            if layout_digest(self._layout) != weights.layout:
+                raise EngineError(
+                    "the group sends other tensors than this engine was told of when it was formed"
+                )
         elif isinstance(weights, CheckpointDirectory):
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
@@ -422,8 +428,9 @@ class WeightSession:
         with self._writing(version) as written:
             try:
                 await asyncio.to_thread(self._announce, weights, version)
-                for i, bucket in enumerate(weights.buckets):
-                    last = i == len(weights.buckets) - 1
+                buckets = plan_buckets(self._layout, weights.bucket_bytes)
+                for i, bucket in enumerate(buckets):
+                    last = i == len(buckets) - 1
                     body = _bucket_body(weights.group, bucket) | selector
                     body |= self._ending(version, last=last)
                     await self._order("/update_weights_from_distributed", body)
@@ -491,7 +498,10 @@ class WeightSession:
             logger.warning("could not leave weight group %s: %s", group, error)
 
     def _announce(self, weights: CollectiveBroadcast, version: int) -> None:
-        """Announces to rank 0 that this engine is about to receive."""
+        """Announces to rank 0 that this engine is about to receive, and waits for its word.
+
+        Without it the server would wait in a broadcast, which over NCCL nothing ends but its death.
+        """
         try:
             if self._store is None:
                 timeout = timedelta(seconds=weights.join_deadline_s)
@@ -499,8 +509,13 @@ class WeightSession:
                     weights.address, weights.port, is_master=False, timeout=timeout
                 )
             self._store.set(weights.ready_key(version), "1")
+            key = weights.word_key(version)
+            self._store.wait([key], timedelta(seconds=weights.timeout_s))
+            word = self._store.get(key).decode()
         except RuntimeError as error:
             raise EngineError(f"{_NOT_RECEIVED}: the learner's store is gone ({error})") from error
+        if word != SENDS:
+            raise EngineError(f"{_NOT_RECEIVED}: the learner gave the push up")
 
     async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
         """Answer to an administrative request. Raises EngineError if the server refuses it."""

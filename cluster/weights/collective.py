@@ -2,22 +2,24 @@
 
 Once, and again after a failure:
 
-    learner   asks every engine for its ranks (`weight_ranks`, which checks names and shapes), opens
-              a TCPStore, and joins as rank 0 while the engines join
+    learner   tells every engine names and shapes and asks for its ranks (`weight_ranks`, which
+              checks them), opens a TCPStore, and joins as rank 0 while the engines join
     engine    /init_weights_update_group: each tensor-parallel rank joins as rank_offset + its own
 
 Each push, after the same call `load_weights(CollectiveBroadcast, version)` to every engine:
 
-    1  engine    checks names and shapes once more; pauses generation; /begin_weight_update
-    2  engine    sets `ready_key(version)` in the store
-    3  learner   waits for the keys of all engines, or for the first of them that refuses: what an
-                 engine refuses, it refuses before rank 0 has sent anything
+    1  engine    checks that it was told of this layout; pauses generation; /begin_weight_update
+    2  engine    sets `ready_key(version)` in the store, and waits for the learner's word
+    3  learner   waits for the keys of all engines, or for the first of them that refuses, and sets
+                 `word_key(version)`: no engine waits in a broadcast that is not to come
     4  both      one broadcast a bucket, in order; /update_weights_from_distributed receives one
     5  engine    with the last bucket: flush, new version. /end_weight_update; continue; acknowledge
 
 A group in which anything failed is left and never used again. An engine that lost the group before
 its first bucket keeps its weights; one that lost it later must be restarted
-(actors/sglang/weights.py).
+(actors/sglang/weights.py). A peer that is lost between leaves the others in a broadcast: gloo's get
+an error, as its connections close; NCCL's would wait for minutes. So those that do not come out
+soon are lost as well, and are ended at once (cluster/weights/gather.py, publisher.py).
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
     ProcessGroup,
+    _abort_process_group,
     _new_process_group_helper,
     _world,
 )
 
 from cluster.weights.gather import values
 from cluster.weights.transport import Transport
-from distill.engine import CollectiveBroadcast
+from distill.engine import GIVES_UP, SENDS, CollectiveBroadcast
 from distill.errors import EngineError, NonFiniteError
 from distill.weights.model_weights import BUCKET_BYTES, Weights, names_of, plan_buckets
-from distill.weights.tensors import TensorLayout
+from distill.weights.tensors import TensorLayout, layout_digest
 from learner.process_group import LOOPBACK, open_store
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ class CollectiveTransport(Transport):
         self._backend: Literal["gloo", "nccl"] = backend
         self._bucket_bytes = bucket_bytes
         self._group: _CollectiveGroup | None = None
+        self._layout = ""  # digest of what the group's engines were told
         self._sending: _Sending | None = None
 
     def describe(self) -> str:
@@ -94,14 +98,17 @@ class CollectiveTransport(Transport):
             EngineError: an engine refuses these weights.
             NonFiniteError: they hold a NaN or an infinity.
         """
-        buckets = plan_buckets(weights.layouts, self._bucket_bytes)
+        layout = layout_digest(weights.layouts)
         if (bad := weights.first_non_finite()) is not None:  # no engine can look before it has them
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
+        if self._group is not None and self._layout != layout:
+            self._group.leave()
+            self._group = None
         if self._group is None:
-            self._group = self._form(buckets)
+            self._group, self._layout = self._form(weights.layouts), layout
         group = self._group
-        orders = {name: self._order(group, name, buckets) for name in self.engines}
-        self._sending = _Sending(group, list(orders.values()), weights, version, self._timeout_s)
+        orders = {name: self._order(group, name) for name in self.engines}
+        self._sending = _Sending(group, list(orders.values()), weights, version)
         pending = {
             name: engine.load_weights.remote(orders[name], version)
             for name, engine in self.engines.items()
@@ -124,12 +131,12 @@ class CollectiveTransport(Transport):
     def abort(self) -> None:
         """Aborts the push. The next one forms a new group."""
         if self._sending is not None:
-            self._sending.abandon.set()
+            self._sending.give_up()
         self._group = self._sending = None
 
-    def _form(self, buckets: Sequence[Sequence[TensorLayout]]) -> _CollectiveGroup:
-        layout = [tensor for bucket in buckets for tensor in bucket]
-        asked = {name: engine.weight_ranks.remote(layout) for name, engine in self.engines.items()}
+    def _form(self, layouts: Sequence[TensorLayout]) -> _CollectiveGroup:
+        told = list(layouts)
+        asked = {name: engine.weight_ranks.remote(told) for name, engine in self.engines.items()}
         ranks = values(asked, "preparing a weight group", self._timeout_s)
         offsets, next_rank = {}, 1
         for name in self.engines:
@@ -140,9 +147,7 @@ class CollectiveTransport(Transport):
             self._address, self._backend, next_rank, offsets, deadline_s, self._timeout_s
         )
 
-    def _order(
-        self, group: _CollectiveGroup, name: str, buckets: Sequence[Sequence[TensorLayout]]
-    ) -> CollectiveBroadcast:
+    def _order(self, group: _CollectiveGroup, name: str) -> CollectiveBroadcast:
         return CollectiveBroadcast(
             address=self._address,
             port=group.store.port,
@@ -150,8 +155,10 @@ class CollectiveTransport(Transport):
             backend=self._backend,
             world_size=group.world_size,
             rank_offset=group.offsets[name],
-            buckets=tuple(tuple(bucket) for bucket in buckets),
+            layout=self._layout,
+            bucket_bytes=self._bucket_bytes,
             join_deadline_s=group.join_deadline_s,
+            timeout_s=self._timeout_s,
         )
 
 
@@ -197,6 +204,12 @@ class _CollectiveGroup:
             group, self.process_group = self.process_group, None
             torch.distributed.destroy_process_group(group)
 
+    def break_off(self) -> None:
+        """Ends this side's broadcast, if NCCL has one under way; gloo's ends with its peers."""
+        if self.backend == "nccl" and self.process_group is not None:
+            group, self.process_group = self.process_group, None
+            _abort_process_group(group)
+
 
 class _Sending:
     """One push on its way: waits for the engines to be ready, then broadcasts."""
@@ -207,28 +220,40 @@ class _Sending:
         orders: Sequence[CollectiveBroadcast],
         weights: Weights,
         version: int,
-        timeout_s: float,
     ) -> None:
         self._group, self._orders, self._weights = group, orders, weights
-        self._buckets = orders[0].buckets
-        self._version, self._timeout_s = version, timeout_s
-        self.abandon = threading.Event()
+        self._buckets = plan_buckets(weights.layouts, orders[0].bucket_bytes)
+        self._version, self._timeout_s = version, orders[0].timeout_s
+        self._abandon = threading.Event()
         self.problem: str | None = None
         # A daemon: a learner that gave up ends although a peer keeps this thread waiting.
         self.thread = threading.Thread(target=self._run, name="weight-broadcast", daemon=True)
 
+    def give_up(self) -> None:
+        """Has engines that wait for this side's word go on, and ends a broadcast under way."""
+        self._abandon.set()
+        self._group.break_off()
+
     def _run(self) -> None:
+        sends = False
         try:
             group = self._group.join()
             first = self._flat(self._buckets[0])  # while the engines pause
-            if self._all_ready():
+            sends = self._all_ready()
+            self._say(SENDS if sends else GIVES_UP)
+            if sends:
                 self._broadcast(group, first)
                 return
             self.problem = "the push was given up before anything was sent"
         except Exception as error:  # torch raises its own, of several kinds
             first = (str(error).splitlines() or [""])[0]
             self.problem = f"the learner's broadcast of version {self._version} failed: {first}"
+            if not sends:
+                self._say(GIVES_UP)
         self._group.leave()
+
+    def _say(self, word: str) -> None:
+        self._group.store.set(self._orders[0].word_key(self._version), word)
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
@@ -247,12 +272,12 @@ class _Sending:
         keys = [order.ready_key(self._version) for order in self._orders]
         deadline = time.monotonic() + self._timeout_s
         while not self._group.store.check(keys):
-            if self.abandon.is_set():
+            if self._abandon.is_set():
                 return False
             if time.monotonic() > deadline:
                 raise EngineError(f"not every engine was ready within {self._timeout_s:.0f} s")
             time.sleep(_POLL_S)
-        return not self.abandon.is_set()
+        return not self._abandon.is_set()
 
 
 def own_address(everyone_is_here: bool) -> str:

@@ -23,7 +23,8 @@ _POLL_S = 0.25
 class GatherResult:
     """Values by engine, failures by engine, and what went wrong on this side.
 
-    `lost` are the failing engines that must be restarted: an actor, or its server, is gone.
+    `lost` are the failing engines that must be restarted: an actor, or its server, is gone, or is
+    in a collective that does not end.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -53,11 +54,15 @@ def collect(
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
     answers = GatherResult()
+    stuck_since: str | None = None  # who of the linked failed first
     while names:
         left = deadline - time.monotonic()
         if left <= 0:
             for name in names.values():
                 answers.failures[name] = f"no answer in {timeout_s:.0f} s"
+                if linked and stuck_since is not None:
+                    answers.failures[name] = f"still in the collective that {stuck_since} left"
+                    answers.lost.add(name)
             break
         ready, _ = calls.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
         if ready:  # and what else has come: a thousand answers are a few looks, not a thousand
@@ -74,6 +79,7 @@ def collect(
         answers.problem = answers.problem or problem()
         failed = bool(answers.failures or answers.problem)
         if linked and failed and not failed_before:
+            stuck_since = next(iter(answers.failures), "the learner")
             timeout_s = min(GRACE_S, left)
             deadline = time.monotonic() + timeout_s
     # By engine, whoever answered first.

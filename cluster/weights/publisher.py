@@ -205,12 +205,13 @@ class Publisher:
         logger.warning("weights version %d: %s; trying again", version, answers.complaint())
         failed = {name: self._engines[name] for name in answers.failures}
         dead = {*dead_among(failed), *answers.lost}
+        self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
         alive = {name: engine for name, engine in failed.items() if name not in dead}
         again = self._attempt(self._choose(alive), weights, version)
         self._transports = None
         if again.failures and not (answers.values or again.values or dead or again.lost):
             raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
-        self._drop([*dead, *again.failures], version)
+        self._drop(list(again.failures), version)
         return answers.values | again.values
 
     def _attempt(

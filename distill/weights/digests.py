@@ -26,7 +26,7 @@ def digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if tensor.is_cuda:
         return f"{word_sum(data):016x}"
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()[:16]
+    return hashlib.sha256(data.numpy().data).hexdigest()[:16]
 
 
 def word_sum(data: Tensor) -> int:

@@ -78,10 +78,11 @@ def candidates(parameter: str, sent: set[str], ranks: int) -> list[Recipe]:
     sources = _sources(parameter, sent)
     if sources is None:
         return []
-    cuts: list[Cut] = ["whole", "vocabulary"] if ranks == 1 else ["rows", "columns"]
-    cuts += [] if ranks == 1 else ["whole", "vocabulary"]
+    cuts: tuple[Cut, ...] = ("whole", "vocabulary")
     if len(sources) > 1:
-        cuts = ["whole"] if ranks == 1 else ["rows"]
+        cuts = ("whole",) if ranks == 1 else ("rows",)
+    elif ranks > 1:
+        cuts = ("rows", "columns", "whole", "vocabulary")
     made = [Recipe(sources=sources, cut=cut) for cut in cuts]
     if len(sources) == 3:
         made += [replace(made[0], sharers=n) for n in range(2, ranks + 1) if ranks % n == 0]

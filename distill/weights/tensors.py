@@ -6,8 +6,9 @@ numpy has no bfloat16, so every buffer is bytes and carries its torch dtype by n
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -47,6 +48,12 @@ class TensorLayout:
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.torch_dtype.itemsize
+
+
+def layout_digest(layouts: Iterable[TensorLayout]) -> str:
+    """A name for these tensors in this order: two sides that agree on it agree on the layout."""
+    told = "".join(f"{tensor.name}\t{tensor.dtype}\t{tensor.shape}\n" for tensor in layouts)
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -292,6 +292,30 @@ def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_free
     publish.settle()
 
 
+class Linked(ObjectStoreTransport):
+    """Engines that receive together."""
+
+    linked = True
+
+
+def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits until the push has timed out, and nobody is asked again."""
+    monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 0.5)
+    pair = {name: actor(Troubled, how) for name, how in (("stuck", "hangs"), ("lost", "dies"))}
+    queue = Queue()
+    publish = publisher(pair, learner, queue, timeout_s=3600.0)
+    publish._transports = [Linked(pair)]
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 0
+    assert queue.published == [(1, 4)]
+    assert "stuck: still in the collective that lost left" in caplog.text
+    for name, engine in pair.items():
+        assert f"{name} did not take weights version 1: it is ended" in caplog.text
+        with pytest.raises(RayActorError):
+            ray.get(engine.__ray_ready__.remote(), timeout=TIMEOUT_S)
+
+
 def test_weights_that_no_engine_takes_are_an_error(learner: Learner) -> None:
     sick = {how: actor(Troubled, how) for how in ("refuses", "declines")}
     queue = Queue()
