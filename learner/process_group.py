@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from distill.nccl import nccl_settings
+
 # A follower waits for orders as long as the leader waits for rollouts, evaluations and people who
 # look at a trace; a leader that is gone closes the connection at once.
 ORDERS_DEADLINE = timedelta(days=7)
@@ -66,9 +68,11 @@ class WorkerGroup:
         self.mesh: DeviceMesh | None = None
         self.collectives: dist.ProcessGroup | None = None
         self.aside: dist.ProcessGroup | None = None  # for a thread beside the orders
+        kind = device.partition(":")[0]
+        if kind == "cuda":  # read once, with the first communicator: a push must find them so
+            os.environ.update(nccl_settings())
         if membership is None or membership.size == 1:
             return
-        kind = device.partition(":")[0]
         if membership.address == LOOPBACK:  # gloo would listen on the host's public address
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         timeout = timedelta(seconds=membership.timeout_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,6 +17,7 @@ from actors.sglang.engine import SglangEngine
 from actors.sglang.flags import InFlight, server_flags
 from actors.sglang.installed import require_sglang
 from actors.sglang.memory import ServerMemory
+from actors.sglang.parallelism import parallelism
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
 from distill.errors import ConfigError
@@ -28,6 +31,7 @@ from distill.models.loading import (
     tensor_shapes,
     vocab_size,
 )
+from distill.nccl import nccl_settings
 from distill.stops import StopTokens
 from distill.weights.model_weights import BUCKET_BYTES
 
@@ -116,7 +120,8 @@ class HostedSglangEngine(SglangEngine):
         )
         server = SglangServer(
             all_flags,
-            environment=_environment(device, threads) | (environment or {}),
+            environment=_environment(device, threads, parallelism(flags).gpus)
+            | (environment or {}),
             host=host,
             log_path=None if log_path is None else Path(log_path),
             start_deadline_s=start_deadline_s,
@@ -161,8 +166,21 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
     return memory.tokens_in(int(total * share) - beside, what, least)
 
 
-def _environment(device: str, threads: int) -> dict[str, str]:
+def _environment(device: str, threads: int, ranks: int) -> dict[str, str]:
     shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if device != "cpu":
-        return shared
+        return shared | nccl_settings()
+    if ranks > 1:  # more than there are NUMA nodes, perhaps: SGLang asks for the CPUs of each
+        shared["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_of_ranks(
+            sorted(os.sched_getaffinity(0)), ranks
+        )
     return shared | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
+def cpus_of_ranks(cpus: Sequence[int], ranks: int) -> str:
+    """An even part of the CPUs for each rank, as SGLang writes them: `0,1|2,3`.
+
+    Ranks take turns where there are fewer CPUs.
+    """
+    parts = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)

@@ -28,7 +28,7 @@ class PolicySettings(EngineChoices, ServerSettings):
     weights: WeightsChoice = chz.field(
         default="auto",
         doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
-        "node; group: SGLang engines on other nodes, by torch.distributed (NCCL or gloo); "
+        "node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL or gloo); "
         "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
         "shares; auto: each engine by its place",
         metadata=MAY_CHANGE,

@@ -1,10 +1,10 @@
-"""Ways from the learner to every policy engine, each with a reason to be (`choose_transports`).
+"""Ways from the learner to every policy engine, each with a reason to be (cluster/weights/ways.py).
 
 shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
                them, read it there (distill/weights/shared_memory.py)
 object_store   any node: `ray.put` once, and Ray brings it to each node once
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
-group          other nodes: a torch.distributed group with SGLang's ranks
+group          other nodes, other GPUs: a torch.distributed group with SGLang's ranks
                (cluster/weights/collective.py)
 """
 
@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from cluster.config.pools import WeightsChoice
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.gather import values
 from cluster.weights.transport import Transport
+from cluster.weights.ways import Place, plan_ways
 from distill.engine import CheckpointDirectory
 from distill.errors import ConfigError, EngineError, NonFiniteError
 from distill.models.loading import load_config
+from distill.nccl import nccl_settings
 from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
@@ -118,7 +122,7 @@ def choose_transports(
     timeout_s: float,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Transport]:
-    """One transport for all engines; with auto, one for those here and one for the others.
+    """Transports that reach all engines; with auto, each by its place (`plan_ways`).
 
     Args:
         engines: Ray handles by name; they have started.
@@ -140,35 +144,36 @@ def choose_transports(
             "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
             "weights=auto"
         )
-    asked = {name: engine.__ray_call__.remote(_node_id) for name, engine in engines.items()}
-    nodes = values(asked, "asking the engines for their nodes", timeout_s)
-    here = {name: e for name, e in engines.items() if nodes[name] == _node_id(None)}
-    others = {name: e for name, e in engines.items() if name not in here}
-    if choice == "shared_memory" and others:
-        raise ConfigError(
-            f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
-            "nodes; use weights=auto"
-        )
+    asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
+    places = values(asked, "asking the engines for their places", timeout_s)
+    on_cuda = device.startswith("cuda")
+    learner = _place(None) if on_cuda else replace(_place(None), gpus=())
+    learner = replace(learner, gpus=learner.gpus[:1])
     transports: list[Transport] = []
-    if choice in ("auto", "shared_memory") and here:
-        transports.append(SharedMemoryTransport(here))
-    by_network = engines if choice == "group" else others
-    if by_network and served:
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        address = own_address(not others)
-        transports.append(
-            CollectiveTransport(
-                by_network,
-                address=address,
-                backend=backend,
-                timeout_s=timeout_s,
-                bucket_bytes=bucket_bytes,
+    for way, names in plan_ways(choice, learner, places, served=served).items():
+        chosen = {name: engines[name] for name in names}
+        if way == "shared_memory":
+            transports.append(SharedMemoryTransport(chosen))
+        elif way == "object_store":
+            transports.append(ObjectStoreTransport(chosen))
+        else:
+            everyone_is_here = all(places[name].node == learner.node for name in names)
+            transports.append(
+                CollectiveTransport(
+                    chosen,
+                    address=own_address(everyone_is_here),
+                    backend="nccl" if on_cuda else "gloo",
+                    timeout_s=timeout_s,
+                    bucket_bytes=bucket_bytes,
+                )
             )
-        )
-    elif by_network:
-        transports.append(ObjectStoreTransport(by_network))
     return transports
 
 
-def _node_id(_actor: object) -> str:
-    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else "this process"
+def _place(_actor: object) -> Place:
+    """The place of the process that this is called in."""
+    if not ray.is_initialized():  # engines and learner see the same GPUs, and may share them all
+        visible = tuple(str(i) for i in range(torch.cuda.device_count()))
+        return Place(node="this process", gpus=visible, nccl=nccl_settings())
+    node, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+    return Place(node=node, gpus=tuple(map(str, gpus)), nccl=nccl_settings())

@@ -22,7 +22,7 @@ import pytest
 from actors.sglang import installed as sglang_here
 from actors.sglang import server as sglang_server
 from actors.sglang.flags import parse_flags, server_flags
-from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.hosted import HostedSglangEngine, cpus_of_ranks
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer
 from distill.errors import CheckpointError, ConfigError, EngineError
@@ -234,6 +234,8 @@ def test_your_flags_replace_ours() -> None:
     assert made.count("--max-total-tokens") == 1
     assert made[made.index("--max-total-tokens") + 1] == "99"
     assert parse_flags("--a 1 --b --c=2 3") == {"--a": ["1"], "--b": [], "--c": ["2", "3"]}
+    assert cpus_of_ranks([0, 1, 2, 3, 6], 2) == "0,2,6|1,3"
+    assert cpus_of_ranks([4], 2) == "4|4"
 
 
 @pytest.mark.parametrize(

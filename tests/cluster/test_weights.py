@@ -34,6 +34,7 @@ from cluster.weights.transports import (
     SharedMemoryTransport,
     choose_transports,
 )
+from cluster.weights.ways import Place
 from distill.delivery import TrainedGroups
 from distill.engine import CheckpointDirectory, GenerateRequest, WeightSource
 from distill.errors import (
@@ -44,6 +45,7 @@ from distill.errors import (
     NonFiniteError,
 )
 from distill.models.loading import load_causal_lm, read_weights
+from distill.nccl import nccl_settings
 from distill.sampling import TrainSampling
 from distill.weights.model_weights import HeldWeights, Weights, gather_all, plan_buckets
 from distill.weights.shared_memory import SharedBlock
@@ -405,9 +407,8 @@ def test_a_disk_that_cannot_be_written(engines, learner: Learner, tmp_path: Path
 def on_node(node: str | None) -> Any:
     """What `choose_transports` sees of an engine: the node that it is on (None: this one)."""
     own = ray.get_runtime_context().get_node_id()
-    return SimpleNamespace(
-        __ray_call__=SimpleNamespace(remote=lambda _: ray.put(own if node is None else node))
-    )
+    place = Place(node=own if node is None else node, nccl=nccl_settings())
+    return SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _: ray.put(place)))
 
 
 HERE, THERE = None, "another node"

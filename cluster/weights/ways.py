@@ -1,0 +1,119 @@
+"""Which way weights go to each policy engine: pure, from where learner and engines are.
+
+    learner and engine                          auto               why
+    one node, on CPUs                           shared_memory      the shortest pause
+    one node, each with GPUs of its own         group (NCCL)       from GPU to GPU
+    one node, sharing a GPU                     shared_memory      NCCL takes a GPU once in a group
+    different nodes                             group              no full copy anywhere
+
+The embedded engine joins no group: on the learner's node it reads shared memory, elsewhere Ray's
+object store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config.pools import WeightsChoice
+from distill.errors import ConfigError
+
+Way = Literal["shared_memory", "object_store", "disk", "group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a learner or an engine computes.
+
+    Attributes:
+        node: id of its node.
+        gpus: ids of its GPUs on that node, none on a CPU. Of the learner those of rank 0, which
+            sends.
+        nccl: its process's settings of NCCL (`distill.nccl`).
+    """
+
+    node: str
+    gpus: tuple[str, ...] = ()
+    nccl: Mapping[str, str]
+
+    def shares_gpu(self, other: Place) -> bool:
+        return self.node == other.node and not set(self.gpus).isdisjoint(other.gpus)
+
+
+def plan_ways(
+    choice: WeightsChoice, learner: Place, engines: Mapping[str, Place], *, served: bool
+) -> dict[Way, list[str]]:
+    """The names of the engines of each way; ways without engines are left out.
+
+    Args:
+        served: the engines are SGLang servers, which can join a group.
+
+    Raises:
+        ConfigError: a choice that cannot reach these engines.
+    """
+    ways: dict[Way, list[str]] = {}
+    for name, place in engines.items():
+        ways.setdefault(_way(choice, learner, place, served), []).append(name)
+    if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
+        raise ConfigError(
+            f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
+            "nodes; use weights=auto"
+        )
+    grouped = {name: engines[name] for name in ways.get("group", ())}
+    if choice == "auto":  # of engines that share a GPU one is in the group
+        for name in _who_shares(grouped):
+            if engines[name].node == learner.node:
+                ways["group"].remove(name)
+                ways.setdefault("shared_memory", []).append(name)
+                del grouped[name]
+    _check_group(learner, grouped)
+    return {way: names for way, names in ways.items() if names}
+
+
+def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> Way:
+    if choice != "auto":
+        return choice
+    if engine.node != learner.node:
+        return "group" if served else "object_store"
+    if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
+        return "group"
+    return "shared_memory"
+
+
+def _elsewhere(learner: Place, engines: Mapping[str, Place]) -> list[str]:
+    return [name for name, place in engines.items() if place.node != learner.node]
+
+
+def _who_shares(engines: Mapping[str, Place]) -> list[str]:
+    """Those that share a GPU with one before them."""
+    names = list(engines)
+    return [
+        name
+        for i, name in enumerate(names)
+        if any(engines[name].shares_gpu(engines[other]) for other in names[:i])
+    ]
+
+
+def _check_group(learner: Place, engines: Mapping[str, Place]) -> None:
+    """Raises ConfigError where NCCL would fail or hang, and say so minutes later or never."""
+    if not learner.gpus:
+        return
+    if doubled := [name for name, place in engines.items() if place.shares_gpu(learner)]:
+        raise _shared_gpu(doubled, "the learner")
+    if doubled := _who_shares(engines):
+        raise _shared_gpu(doubled, "another engine")
+    for name, place in engines.items():
+        for setting, value in place.nccl.items():
+            if learner.nccl.get(setting) != value:
+                raise ConfigError(
+                    f"{setting} is {learner.nccl.get(setting)} for the learner and {value} for "
+                    f"{name}: a group of both would hang. Set it alike on all nodes, or nowhere"
+                )
+
+
+def _shared_gpu(engines: Sequence[str], other: str) -> ConfigError:
+    return ConfigError(
+        f"weights go by a group, but {', '.join(engines)} shares a GPU with {other}: NCCL takes a "
+        "GPU once in a group; use weights=auto, or give each of them GPUs of its own"
+    )

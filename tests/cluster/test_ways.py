@@ -1,0 +1,92 @@
+"""The way to each engine, on GPUs that nobody has here: by where learner and engines are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.weights.ways import Place, plan_ways
+from distill.errors import ConfigError
+from distill.nccl import nccl_settings
+
+
+def place(node: str, *gpus: int, **nccl: str) -> Place:
+    return Place(node=node, gpus=tuple(map(str, gpus)), nccl=nccl_settings(nccl))
+
+
+LEARNER = place("a", 0)
+ON_CPU = place("a")
+
+
+@pytest.mark.parametrize(
+    "engines, expected",
+    [
+        ([place("a", 1)], {"group": [0]}),
+        ([place("a", 1, 2), place("a", 3, 4)], {"group": [0, 1]}),
+        ([place("a", 0)], {"shared_memory": [0]}),
+        ([place("a", 0), place("a", 1)], {"shared_memory": [0], "group": [1]}),
+        ([place("a", 0, 1)], {"shared_memory": [0]}),  # one rank of two is on the learner's GPU
+        ([place("a", 1), place("a", 1)], {"group": [0], "shared_memory": [1]}),
+        ([place("b", 0)], {"group": [0]}),  # another node's GPU 0
+        ([place("b", 0), place("a", 0)], {"group": [0], "shared_memory": [1]}),
+    ],
+)
+def test_on_gpus_servers_get_weights_by_nccl_unless_they_share_one(engines, expected) -> None:
+    named = {str(i): engine for i, engine in enumerate(engines)}
+    found = plan_ways("auto", LEARNER, named, served=True)
+    assert {way: [int(n) for n in names] for way, names in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    "learner, engine, served, way",
+    [
+        (ON_CPU, place("a"), True, "shared_memory"),
+        (ON_CPU, place("a"), False, "shared_memory"),
+        (ON_CPU, place("b"), True, "group"),
+        (ON_CPU, place("b"), False, "object_store"),
+        (ON_CPU, place("a", 1), True, "shared_memory"),  # a learner without a GPU has no NCCL
+        (LEARNER, place("a", 1), False, "shared_memory"),  # embedded engines join no group
+        (LEARNER, place("b", 1), False, "object_store"),
+    ],
+)
+def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
+    assert plan_ways("auto", learner, {"e": engine}, served=served) == {way: ["e"]}
+    for asked in ("disk", "object_store"):
+        assert plan_ways(asked, learner, {"e": engine}, served=served) == {asked: ["e"]}
+
+
+@pytest.mark.parametrize(
+    "engines, message",
+    [
+        ({"x": place("a", 0)}, "x shares a GPU with the learner: NCCL takes a GPU once"),
+        ({"x": place("a", 2, 0)}, "x shares a GPU with the learner"),
+        ({"x": place("a", 1), "y": place("a", 1)}, "y shares a GPU with another engine"),
+        (
+            {"x": place("b", 1, NCCL_CUMEM_ENABLE="1")},
+            "NCCL_CUMEM_ENABLE is 0 for the learner and 1 for x: a group of both would hang",
+        ),
+        ({"x": place("b", 1, NCCL_NVLS_ENABLE="1")}, "NCCL_NVLS_ENABLE is 0 for the learner and 1"),
+    ],
+)
+def test_a_group_that_would_hang_is_refused(engines: dict[str, Place], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_ways("group", LEARNER, engines, served=True)
+    without_gpu = {name: place(e.node) for name, e in engines.items()}
+    assert plan_ways("group", ON_CPU, without_gpu, served=True) == {"group": [*engines]}
+
+
+def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() -> None:
+    with pytest.raises(ConfigError, match="y shares a GPU with another engine"):
+        plan_ways("auto", LEARNER, {"x": place("b", 1), "y": place("b", 1)}, served=True)
+
+
+def test_a_process_and_the_server_that_it_starts_agree() -> None:
+    assert nccl_settings({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert nccl_settings({"NCCL_CUMEM_ENABLE": "1"})["NCCL_CUMEM_ENABLE"] == "1"
+    from actors.sglang.hosted import _environment
+
+    assert _environment("cuda:0", 1, 1).items() >= nccl_settings().items()
+
+
+def test_shared_memory_reaches_this_node_only() -> None:
+    with pytest.raises(ConfigError, match="x and the learner are on different nodes"):
+        plan_ways("shared_memory", LEARNER, {"x": place("b", 1)}, served=True)
