@@ -128,10 +128,14 @@ class CollectiveTransport(Transport):
             self.abort()
             raise EngineError(problem)
 
-    def abort(self) -> None:
-        """Aborts the push. The next one forms a new group."""
+    def give_up(self) -> None:
+        """Engines that wait for this side's word get it; a broadcast under way is broken off."""
         if self._sending is not None:
             self._sending.give_up()
+
+    def abort(self) -> None:
+        """Aborts the push. The next one forms a new group."""
+        self.give_up()
         self._group = self._sending = None
 
     def _form(self, layouts: Sequence[TensorLayout]) -> _CollectiveGroup:
@@ -257,6 +261,8 @@ class _Sending:
 
     def _broadcast(self, group: ProcessGroup, flat: Tensor) -> None:
         for following in (*self._buckets[1:], None):
+            if self._abandon.is_set():
+                raise EngineError("an engine failed meanwhile")
             torch.distributed.broadcast(flat, src=0, group=group)
             if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
                 torch.cuda.synchronize(flat.device)

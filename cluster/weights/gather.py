@@ -13,9 +13,9 @@ from cluster.handles import calls
 from cluster.supervision.failures import is_death, root_cause
 from distill.errors import EngineError, EngineLost
 
-# Once one of several linked engines has failed, the others have this long to say whether they
-# have, too, seconds.
-GRACE_S = 5.0
+# Once one of several linked engines has failed, the others have this long to come out of what they
+# share, seconds.
+GRACE_S = 15.0
 _POLL_S = 0.25
 
 
@@ -44,11 +44,14 @@ def collect(
     *,
     linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
+    give_up: Callable[[], None] = lambda: None,
 ) -> GatherResult:
     """Waits for each engine's call and returns answers and failures.
 
     Args:
-        linked: a failure of one keeps the others from answering, so they are given up soon.
+        linked: a failure of one keeps the others from answering, so they are given up soon, and
+            are lost.
+        give_up: called once when one of the linked has failed; may have the others answer.
         problem: asked now and then; an answer counts as an engine's failure does.
     """
     deadline = time.monotonic() + timeout_s
@@ -80,6 +83,7 @@ def collect(
         failed = bool(answers.failures or answers.problem)
         if linked and failed and not failed_before:
             stuck_since = next(iter(answers.failures), "the learner")
+            give_up()
             timeout_s = min(GRACE_S, left)
             deadline = time.monotonic() + timeout_s
     # By engine, whoever answered first.

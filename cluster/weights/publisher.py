@@ -231,6 +231,7 @@ class Publisher:
                 self._settings.timeout_s,
                 linked=transport.linked,
                 problem=transport.problem,
+                give_up=transport.give_up,
             )
             try:
                 if answers.failures or answers.problem:

@@ -31,6 +31,9 @@ class Transport(ABC):
         """Failure on this side meanwhile, if any."""
         return None
 
+    def give_up(self) -> None:  # noqa: B027 - most have nothing under way
+        """Called when one of several linked engines has failed: has the others come out."""
+
     def finish(self) -> None:  # noqa: B027 - most have nothing to finish
         """Called when every engine has acknowledged."""
 

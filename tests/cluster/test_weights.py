@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.recipes.on_policy import run_on_policy
+from cluster.weights.gather import collect
 from cluster.weights.publisher import Publisher, PushSettings
 from cluster.weights.transports import (
     CollectiveTransport,
@@ -316,6 +318,30 @@ def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
         assert f"{name} did not take weights version 1: it is ended" in caplog.text
         with pytest.raises(RayActorError):
             ray.get(engine.__ray_ready__.remote(), timeout=TIMEOUT_S)
+
+
+class Waits:
+    """An engine that answers when it is told that the push is given up."""
+
+    told = threading.Event()
+
+    def load_weights(self, weights: WeightSource, version: int) -> float:
+        assert self.told.wait(TIMEOUT_S)
+        raise EngineError("the learner gave the push up; the engine goes on")
+
+
+def test_who_comes_out_of_a_collective_is_not_lost() -> None:
+    pair = {"refuses": LocalActor(Troubled, "refuses"), "waits": LocalActor(Waits)}
+    pending = {name: engine.load_weights.remote(None, 1) for name, engine in pair.items()}
+    given_up = []
+
+    def give_up() -> None:
+        given_up.append(1)
+        Waits.told.set()
+
+    answers = collect(pending, TIMEOUT_S, linked=True, give_up=give_up)
+    assert given_up == [1] and not answers.lost
+    assert "no room" in answers.failures["refuses"] and "goes on" in answers.failures["waits"]
 
 
 def test_weights_that_no_engine_takes_are_an_error(learner: Learner) -> None:
