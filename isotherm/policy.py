@@ -192,6 +192,7 @@ class Policy(Samples):
             temperature=UNSCALED,
             learner_dtype=self._config.dtype,
             probe_every=0,  # a probe scores at the one T of a run, and there is none here
+            prove_every=0,  # one process: the sampler copies what it is given
             timeout_s=_PUSH_TIMEOUT_S,
         )
         return Publisher({"the sampler": self.sampler.engine}, self, settings, self._scores)

@@ -35,8 +35,15 @@ class PolicySettings(EngineChoices, ServerSettings):
     )
     probe_every: int = chz.field(
         default=1,
-        doc="weight versions between two that are probed, by log-probs and by checksums: do the "
-        "policy engines hold what the learner sent? 0 trusts them",
+        doc="weight versions between two that are probed: do the policy engines hold what the "
+        "learner sent? 0 trusts them",
+        metadata=MAY_CHANGE,
+    )
+    prove_every: int | None = chz.field(
+        default=None,
+        doc="weight versions between two of which the policy engines prove by checksums that they "
+        "hold every bit; 0 trusts them; default: 1 on CUDA, 16 on a CPU, where a checksum costs "
+        "more than a push",
         metadata=MAY_CHANGE,
     )
     require_handshake: bool = chz.field(
@@ -51,11 +58,19 @@ class PolicySettings(EngineChoices, ServerSettings):
         check_pushed("policy_server_flags", self.policy_server_flags)
         if self.probe_every < 0:
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
+        if self.prove_every is not None and self.prove_every < 0:
+            raise ConfigError(f"prove_every={self.prove_every} must not be negative")
         if self.weights == "group" and choose_engine(self.engine) == "embedded":
             raise ConfigError(
                 "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
                 "weights=auto"
             )
+
+    def proofs(self, device: str) -> int:
+        """Versions between two that are proven, on this device."""
+        if self.prove_every is not None:
+            return self.prove_every
+        return 1 if device.startswith("cuda") else 16
 
 
 @chz.chz

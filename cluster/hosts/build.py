@@ -329,6 +329,7 @@ class RolloutCast:
                 temperature=config.temperature,
                 learner_dtype=choose_dtype(config.learner_dtype, device),
                 probe_every=config.probe_every,
+                prove_every=config.proofs(device),
                 bucket_bytes=config.push_bucket_bytes,
                 timeout_s=config.deadline_s,
             ),

@@ -61,7 +61,7 @@ class PushSettings:
     Attributes:
         temperature: the run's; the probe scores at it.
         learner_dtype: what the learner computes in; how far it may be from an engine.
-        probe_every: versions between two that are probed and proven; 0: none is.
+        probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
         bucket_bytes: most that a collective sends at once.
         timeout_s: longest a push may take.
     """
@@ -74,6 +74,7 @@ class PushSettings:
     temperature: float
     learner_dtype: str
     probe_every: int
+    prove_every: int
     timeout_s: float
     bucket_bytes: int = BUCKET_BYTES
 
@@ -134,9 +135,9 @@ class Publisher:
             "push/engines": len(pauses),
         }
         self._credit.publish(version, trained)
-        every = self._settings.probe_every
-        if every and version % every == 0:
+        if _is_due(version, self._settings.probe_every):
             self._ask(version)
+        if _is_due(version, self._settings.prove_every):
             self._proof.ask(version, weights)
         return metrics
 
@@ -316,3 +317,7 @@ class Publisher:
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
         )
+
+
+def _is_due(version: int, every: int) -> bool:
+    return every > 0 and version % every == 0

@@ -150,7 +150,7 @@ def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
 def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **changes: Any):
     settings: dict[str, Any] = {
         "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere",
-        "model": learner.model.name_or_path, "temperature": T, "probe_every": 1,
+        "model": learner.model.name_or_path, "temperature": T, "probe_every": 1, "prove_every": 1,
         "timeout_s": TIMEOUT_S, "learner_dtype": "float32",
     } | changes  # fmt: skip
     return Publisher(engines, queue, PushSettings(**settings), learner.logprobs)
