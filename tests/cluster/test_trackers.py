@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,7 @@ def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
     run.finish()
     assert not run.said
     [written] = run.directory.path.glob("wandb/offline-run-*/run-*.wandb")
-    records = wandb_records(written)
+    records = all_wandb_records(written)
     [started] = [each.run for each in records if each.WhichOneof("record_type") == "run"][:1]
     assert (started.project, started.display_name) == ("my-project", run.directory.path.name)
     history = [each.history for each in records if each.WhichOneof("record_type") == "history"]
@@ -147,6 +148,17 @@ def test_wandb_gets_a_table_a_summary_and_the_project_of_its_own_variable(
     assert any("eval after" in str(each) for each in summary)
     alerts = [each.alert for each in records if each.WhichOneof("record_type") == "alert"]
     assert [each.text for each in alerts] == ["policy 0 died: killed"]
+
+
+def all_wandb_records(path: Path) -> list[Any]:
+    """With `exit`, the last: its own process may be writing still when the run is finished."""
+    until = time.monotonic() + 120
+    while True:
+        records = wandb_records(path)
+        if any(each.WhichOneof("record_type") == "exit" for each in records):
+            return records
+        assert time.monotonic() < until, f"W&B wrote no end into {path}"
+        time.sleep(0.2)
 
 
 def wandb_records(path: Path) -> list[Any]:
@@ -160,6 +172,8 @@ def wandb_records(path: Path) -> list[Any]:
             at += left
             continue
         _checksum, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # not all of it is written yet
+            break
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
