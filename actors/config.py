@@ -28,6 +28,11 @@ DtypeChoice = Literal["auto", "float32", "bfloat16"]
 LocalEngine: TypeAlias = "EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine"
 
 
+# Longest a start takes, but for the weights; and their bytes a second from a slow shared disk.
+START_S = 600.0
+LOADED_A_S = 100_000_000
+
+
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
     """The dtype asked for; by default float32 on a CPU and bfloat16 on CUDA. `device` may be auto.
 
@@ -53,6 +58,13 @@ def choose_engine(choice: EngineChoice) -> EngineKind:
     return choice
 
 
+def checkpoint_bytes(model: str) -> int:
+    """Size of a checkpoint's weights; 0 where it is not on this machine."""
+    from distill.models.loading import weight_files  # torch, which settings do without
+
+    return 0 if is_url(model) else sum(file.stat().st_size for file in weight_files(model))
+
+
 @chz.chz
 class EngineChoices:
     """Kind and precision of the engines."""
@@ -69,6 +81,18 @@ class EngineChoices:
         default="auto",
         doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
     )
+    max_running_requests: int = chz.field(
+        default=256,
+        doc="sequences that an engine decodes at the same time, at most; more wait",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _running_in_range(self) -> None:
+        if self.max_running_requests < 1:
+            raise ConfigError(
+                f"max_running_requests={self.max_running_requests} must be at least 1"
+            )
 
 
 @chz.chz
@@ -102,17 +126,24 @@ class ServerSettings:
         "is larger): what a push adds to a rank's memory",
         metadata=MAY_CHANGE,
     )
-    start_deadline_s: float = chz.field(
-        default=600.0,
+    start_deadline_s: float | None = chz.field(
+        default=None,
         doc="longest an actor may take to start, seconds: an engine with its model, an SGLang "
-        "server, a rollout worker",
+        f"server, a rollout worker; default: {START_S:.0f}, and one more for each "
+        f"{LOADED_A_S // 10**6} MB of the model's checkpoint",
         metadata=MAY_CHANGE,
     )
 
     @chz.validate
     def _start_in_range(self) -> None:
-        if not self.start_deadline_s > 0:
+        if self.start_deadline_s is not None and not self.start_deadline_s > 0:
             raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+
+    def start_deadline_of(self, model: str | None) -> float:
+        """Longest an actor that loads this model may take to start; None: it loads none."""
+        if self.start_deadline_s is not None:
+            return self.start_deadline_s
+        return START_S + (0 if model is None else checkpoint_bytes(model) / LOADED_A_S)
         if self.push_bucket_bytes < 1:
             raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
 
@@ -204,7 +235,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
             "gpu_beside": self.gpu_beside,
             "sleeps": self.sleeps,
             "log_path": self.log_path,
-            "start_deadline_s": self.start_deadline_s,
+            "start_deadline_s": self.start_deadline_of(self.model),
             "request_deadline_s": self.request_deadline_s,
         }
 

@@ -19,7 +19,7 @@ _OURS = {
     "--dtype": "set dtype=",
     "--device": "set device=",
     "--weight-version": "the run numbers its weights",
-    "--max-running-requests": "set max_batch_rows=",
+    "--max-running-requests": "set max_running_requests=",
     "--custom-weight-loader": "weights are pushed through isotherm's own",
     "--trust-remote-code": "isotherm never runs code that a checkpoint brings along",
 }

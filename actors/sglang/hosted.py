@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # SGLang keeps six positions of the context for itself and wants room for the token that a scoring
 # request throws away. None of them is ever computed.
 _SPARE_POSITIONS = 7
+# SGLang's switch: DeepGEMM's kernels are compiled at the start, not when they are first used.
+_PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 class HostedSglangEngine(SglangEngine):
@@ -169,7 +171,9 @@ def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, le
 def _environment(device: str, threads: int, ranks: int) -> dict[str, str]:
     shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     if device != "cpu":
-        return shared | nccl_settings()
+        # It compiles kernels of every batch size for minutes before a server is ready.
+        precompile = os.environ.get(_PRECOMPILE, "false")
+        return shared | nccl_settings() | {_PRECOMPILE: precompile}
     if ranks > 1:  # more than there are NUMA nodes, perhaps: SGLang asks for the CPUs of each
         shared["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_of_ranks(
             sorted(os.sched_getaffinity(0)), ranks

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TextIO
 
 import psutil
 
+from actors.sglang.plugin.hooks import SWITCH
 from actors.sglang.private_files import kill, private_directory
 
 # "spawn": processes of a server on a CPU start as those of one on CUDA do.
@@ -43,6 +44,7 @@ def main() -> None:
     directory = private_directory()
     threading.Thread(target=_die_with_the_parent, name="lifeline", daemon=True).start()
     _use(directory)
+    os.environ[SWITCH] = "1"  # the plugin is for servers that ask for it
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 40
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
-# Between finding a free port and the server's bind, somebody else can take it.
+# A server that finds its port taken is started anew, at another.
 _PORT_ATTEMPTS = 3
+_TAKEN = ("address already in use", "port is already in use")
 
 
 class SglangServer:
@@ -78,7 +79,7 @@ class SglangServer:
 
     @property
     def url(self) -> str:
-        """Changes if another process takes the port before the server binds it."""
+        """Changes if the server finds its port taken."""
         return f"http://{self._host}:{self._port}"
 
     @property
@@ -90,7 +91,8 @@ class SglangServer:
         return self._process.poll() is None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self._port = _free_port(self._host)
+        self._claim = _claim_port(self._host)
+        self._port = self._claim.getsockname()[1]
         self._started = time.monotonic()
         flags = [*self._flags, "--host", self._host, "--port", str(self._port)]
         # No session of its own: Ray then kills it with the actor's process group, too.
@@ -118,7 +120,8 @@ class SglangServer:
                 seconds = time.monotonic() - self._started
                 logger.info("SGLang is ready at %s after %.1f s", self.url, seconds)
                 return
-            if attempt < _PORT_ATTEMPTS and "address already in use" in self.log_tail().lower():
+            said = self.log_tail().lower()
+            if attempt < _PORT_ATTEMPTS and any(taken in said for taken in _TAKEN):
                 logger.warning("port %d was taken before the server could bind it", self._port)
                 self._process = self._spawn()
                 continue
@@ -180,6 +183,7 @@ class SglangServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its own children die with it: they asked the kernel to
             self._process.wait()
+        self._claim.close()
 
     def __del__(self) -> None:
         process = getattr(self, "_process", None)
@@ -187,10 +191,16 @@ class SglangServer:
             process.stdin.close()
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def _claim_port(host: str) -> socket.socket:
+    """A free port, bound and not listened at, for as long as the socket lives.
+
+    The kernel gives it to nobody else, and lets the server bind it, minutes later: of sockets with
+    SO_REUSEADDR, several may be bound to an address as long as none of them listens.
+    """
+    claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    claim.bind((host, 0))
+    return claim
 
 
 def _open_log(path: Path | None) -> IO[bytes]:

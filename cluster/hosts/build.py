@@ -222,7 +222,11 @@ class RolloutCast:
             )
 
         placed = partial(self._placement.ready, REWARD)
-        return [self._role(REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed)]
+        return [
+            self._role(
+                REWARD, lambda _: REWARD, create, heartbeat=health_call, placed=placed, model=path
+            )
+        ]
 
     def policy_spec(self, model: str, role: str = POLICY) -> ActorSpec:
         """`model` is what the first ones start from; those restarted start as the student."""
@@ -233,7 +237,7 @@ class RolloutCast:
             settings = config.evaluation_engine if role == EVALUATION else config.policy_engine
             return settings(start, self._device, log_path, stops)
 
-        return self._engine_spec(role, engine)
+        return self._engine_spec(role, engine, config.student)
 
     def scorer_specs(self) -> list[ActorSpec]:
         """Teachers and the reference."""
@@ -244,17 +248,21 @@ class RolloutCast:
                 def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
                     return config.teacher_engine(name, self._device, log_path, stops)
 
-                specs.append(self._engine_spec(role, teacher))
+                model = config.teacher_models()[name].model
+                specs.append(self._engine_spec(role, teacher, model))
         if config.reference is not None:
             specs.append(
                 self._engine_spec(
                     REFERENCE,
                     lambda log_path, _: config.reference_engine(self._device, log_path, stops),
+                    config.reference,
                 )
             )
         return specs
 
-    def _engine_spec(self, role: str, engine: Callable[[str, int], EngineConfig]) -> ActorSpec:
+    def _engine_spec(
+        self, role: str, engine: Callable[[str, int], EngineConfig], model: str
+    ) -> ActorSpec:
         def create(index: int, attempt: int) -> Any:
             log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
             made = engine(log_path, attempt)
@@ -269,6 +277,7 @@ class RolloutCast:
             heartbeat=health_call,
             placed=partial(self._placement.ready, role),
             gated=True,
+            model=model,
         )
 
     def _role(
@@ -277,6 +286,7 @@ class RolloutCast:
         title: Callable[[int], str],
         create: Callable[[int, int], Any] | None,
         heartbeat: Callable[[Any], Any] = ready_call,
+        model: str | None = None,
         **changes: Any,
     ) -> ActorSpec:
         return ActorSpec(
@@ -285,7 +295,7 @@ class RolloutCast:
             create=create,
             heartbeat=heartbeat,
             introduction=aside_whereabouts_call if heartbeat is ready_call else whereabouts_call,
-            start_deadline_s=self._config.start_deadline_s,
+            start_deadline_s=self._config.start_deadline_of(model),
             **changes,
         )
 

@@ -144,14 +144,15 @@ class Driver:
         """Waits until every actor of the roles has answered; says now and then who has not.
 
         Raises:
-            RunFailed: not within `deadline_s`; or one cannot start.
+            RunFailed: not within `deadline_s`, or their own deadlines if one of those is longer;
+                or one cannot start.
         """
         since = said = time.monotonic()
         while missing := self._members(roles, State.STARTING):
             self.poll()
             now = time.monotonic()
             names = listed([member.name for member in missing])
-            if now - since > self._deadline_s:
+            if now - since > max([self._deadline_s, *(m.spec.start_deadline_s for m in missing)]):
                 raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
             if now - said >= _SAY_EVERY_S:
                 said = now

@@ -187,7 +187,8 @@ def is_telling(temperature: float) -> bool:
 def not_divided(prefill: str) -> str:
     return (
         f"the log-probs of {prefill} are not divided by T: an SGLang server without isotherm's "
-        "plugin does this; install isotherm where the server runs, and restart it"
+        "plugin does this; install isotherm where the server runs, and restart it with "
+        "ISOTHERM_SGLANG_PLUGIN=1 in its environment"
     )
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from actors import config as config_module
-from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.config import EngineConfig, ServerSettings, choose_dtype, choose_engine
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
-from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.hosted import HostedSglangEngine, _environment
 from distill.errors import ConfigError
 
 
@@ -63,6 +64,29 @@ def test_every_setting_reaches_the_server() -> None:
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
         "stops": None, "gpu_beside": 9, "sleeps": True, "push_bucket_bytes": 10,
     }  # fmt: skip
+
+
+def test_a_start_may_take_longer_the_larger_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for part in "ab":
+        with (tmp_path / f"{part}.safetensors").open("wb") as file:
+            file.truncate(2_000_000_000)  # of holes: it takes no room
+    assert ServerSettings().start_deadline_of(str(tmp_path)) == 640
+    assert ServerSettings().start_deadline_of(None) == 600
+    assert ServerSettings(start_deadline_s=7).start_deadline_of(str(tmp_path)) == 7
+    arguments = EngineConfig(kind="sglang", model=str(tmp_path)).arguments()
+    assert arguments["start_deadline_s"] == 640
+
+
+def test_kernels_are_not_compiled_before_a_start_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
+    monkeypatch.delenv(name, raising=False)
+    assert _environment("cuda", 1, 1)[name] == "false"
+    monkeypatch.setenv(name, "true")
+    assert _environment("cuda", 1, 1)[name] == "true"
+    assert name not in _environment("cpu", 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,9 @@ def test_each_unrecognised_internal_is_named() -> None:
 def test_an_unrecognised_sglang_ends_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_processor = importlib.import_module("sglang.srt.layers.logits_processor")
     monkeypatch.setattr(logits_processor.LogitsProcessor, "_get_logits", lambda self, states: None)
+    monkeypatch.delenv(plugin.SWITCH, raising=False)
+    plugin.activate()  # a server of somebody else's: it is left alone
+    monkeypatch.setenv(plugin.SWITCH, "1")
     with pytest.raises(SystemExit, match=r"does not recognise.*_get_logits takes"):
         plugin.activate()
 
@@ -426,6 +429,7 @@ def test_it_steps_aside_where_the_server_has_the_option(
     io_struct = importlib.import_module("sglang.srt.managers.io_struct")
     monkeypatch.setattr(io_struct, "GenerateReqInput", doctored.Request)
     monkeypatch.setattr(plugin, "_install", lambda _: pytest.fail("it did not step aside"))
+    monkeypatch.setenv(plugin.SWITCH, "1")
     plugin.activate()
 
 

@@ -122,6 +122,37 @@ def named_after(directory: Path) -> set[Path]:
             if directory.name in path.name and path.exists()}  # fmt: skip
 
 
+def test_a_claimed_port_is_the_server_s_alone() -> None:
+    """As SGLang's HTTP server binds it (asyncio sets SO_REUSEADDR), and as others might."""
+    claims = [sglang_server._claim_port("127.0.0.1") for _ in range(50)]
+    ports = {claim.getsockname()[1] for claim in claims}
+    assert len(ports) == 50
+    port = claims[0].getsockname()[1]
+    with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+        stranger.bind(("127.0.0.1", port))
+    strangers = [socket.socket() for _ in range(500)]
+    try:
+        for stranger in strangers:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            stranger.bind(("127.0.0.1", 0))
+        assert not ports & {stranger.getsockname()[1] for stranger in strangers}
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(serve())
+    for claim in claims:
+        claim.close()
+
+
 @pytest.mark.slow
 @needs_sglang
 def test_a_taken_port_is_left_and_a_dead_server_says_why(
@@ -131,10 +162,10 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ports = iter([taken.getsockname()[1]])
-        free_port = sglang_server._free_port
+        claims = iter([taken])
+        claim_port = sglang_server._claim_port
         monkeypatch.setattr(
-            sglang_server, "_free_port", lambda host: next(ports, None) or free_port(host)
+            sglang_server, "_claim_port", lambda host: next(claims, None) or claim_port(host)
         )
         server = SglangServer(
             flags(tiny_pair.student), environment=CPU, log_path=log,

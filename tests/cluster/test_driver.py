@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,11 @@ from cluster.supervision.supervise import RunFailed, State
 class Starting:
     """Members of two roles; each poll one of them answers, as long as there are polls to come."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, start_deadline_s: float = 0.0) -> None:
         self._left = answers
+        spec = SimpleNamespace(start_deadline_s=start_deadline_s)
         self._members = [
-            SimpleNamespace(name=f"{role} {i}", role=role, state=State.STARTING)
+            SimpleNamespace(name=f"{role} {i}", role=role, state=State.STARTING, spec=spec)
             for role in ("engine", "worker")
             for i in range(3)
         ]
@@ -54,3 +56,11 @@ def test_a_quick_start_says_nothing() -> None:
 def test_who_does_not_start_in_time_is_named() -> None:
     with pytest.raises(RunFailed, match="for worker 1, worker 2 to start"):
         driver(Starting(answers=4), 0.3).until_started(["engine", "worker"], print)
+
+
+def test_one_whose_model_takes_longer_to_load_is_waited_for() -> None:
+    supervisor = Starting(answers=4, start_deadline_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(RunFailed, match="for worker 1, worker 2 to start"):
+        driver(supervisor, 0.1).until_started(["engine", "worker"], print)
+    assert time.monotonic() - began >= 0.5

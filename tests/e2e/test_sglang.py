@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -169,8 +170,16 @@ class ExternalTeacher:
 
     def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._model, self._monkeypatch = model, monkeypatch
-        self._port = sglang_server._free_port("127.0.0.1")
-        monkeypatch.setattr(sglang_server, "_free_port", lambda host: self._port)
+        with sglang_server._claim_port("127.0.0.1") as claim:
+            address = claim.getsockname()
+
+        def claim_again(_host: str) -> socket.socket:
+            again = socket.socket()
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(address)
+            return again
+
+        monkeypatch.setattr(sglang_server, "_claim_port", claim_again)
         keys = cycle([secrets.token_urlsafe(), secrets.token_urlsafe()])
         made = SimpleNamespace(token_urlsafe=lambda _length: next(keys))
         monkeypatch.setattr(sglang_server, "secrets", made)

@@ -2,7 +2,8 @@
 
 Stock SGLang returns `output_token_logprobs` of softmax(z / T) but `input_token_logprobs` of
 softmax(z), whatever T the request names. With this package installed, every SGLang server of the
-environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of its processes, and
+environment loads `activate` (entry-point group `sglang.srt.plugins`) in each of its processes; in
+those that ask for it by an environment variable (SWITCH, set in servers of our own)
 
     ForwardBatch.init_new              notes what each request asked for, on the CPU
     LogitsMetadata.from_forward_batch  carries the note along, for models that call it themselves
@@ -42,6 +43,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -70,6 +72,10 @@ from actors.sglang.plugin.row_temperatures import (
 logger = logging.getLogger(__name__)
 
 Kept = TypeVar("Kept")
+
+# "1" in a server's environment asks for the plugin: our launcher sets it, and so does whoever
+# starts a server of their own for a run. Other servers are none of its business.
+SWITCH = "ISOTHERM_SGLANG_PLUGIN"
 
 TEMPERATURE_KEY = "input_logprob_temperature"
 UNSCALED_KEY = "input_logprobs_unscaled"
@@ -124,6 +130,8 @@ def activate() -> None:
     Raises:
         SystemExit: this SGLang's internals are not the ones the hooks were written for.
     """
+    if os.environ.get(SWITCH) != "1":
+        return
     try:
         _activate()
     except Exception as error:
