@@ -36,7 +36,7 @@ def push(setting: Setting) -> dict[str, float]:
         PushSettings(
             choice="auto", served=False, device=setting.device, directory=setting.scratch,
             model=setting.model(), temperature=TEMPERATURE, learner_dtype=setting.dtype,
-            probe_every=1, timeout_s=_TIMEOUT_S,
+            probe_every=1, prove_every=1, timeout_s=_TIMEOUT_S,
         ),
         learner.logprobs,
     )  # fmt: skip
