@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.gpu import learner_checks, push_check
+from tests.gpu import engine_checks, learner_checks
 from tests.gpu.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Returns numbers for the report; raises `Failed`."""
+    """Returns numbers for the report; raises `Failed`, or `Skipped`."""
 
     run: Callable[[Setting], dict[str, float]]
     deadline_s: float = 90.0
@@ -29,5 +29,10 @@ CHECKS = {
     "long_attention": Check(learner_checks.long_attention),
     "planned_memory": Check(learner_checks.planned_memory),
     "utilisation": Check(learner_checks.utilisation),
-    "push": Check(push_check.push, 180.0),
+    "push": Check(engine_checks.push, 180.0),
+    "handshake": Check(engine_checks.handshake, 240.0),
+    "mixed_temperatures": Check(engine_checks.mixed_temperatures, 180.0),
+    "captured_graphs": Check(engine_checks.captured_graphs, 240.0),
+    "sleep": Check(engine_checks.sleep, 180.0),
+    "run_of_20": Check(engine_checks.run_of_20, 300.0),
 }

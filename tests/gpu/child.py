@@ -10,7 +10,7 @@ from typing import Any
 
 from distill.models.loading import first_line
 from tests.gpu.checks import CHECKS
-from tests.gpu.setting import Failed, Setting
+from tests.gpu.setting import Failed, Setting, Skipped
 
 
 def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
@@ -19,6 +19,8 @@ def outcome_of(name: str, setting: Setting) -> dict[str, Any]:
     status, why, numbers = "pass", "", {}
     try:
         numbers = CHECKS[name].run(setting)
+    except Skipped as reason:
+        status, why = "skipped", str(reason)
     except Failed as reason:
         status, why = "fail", str(reason)
     except Exception as error:  # whatever else goes wrong on a machine that nobody has seen

@@ -17,6 +17,10 @@ Size = Literal["tiny", "full"]
 TEMPERATURE = 0.7
 
 
+class Skipped(Exception):
+    """A check that cannot run here, and why."""
+
+
 class Failed(Exception):
     """A check that ran and found something wrong."""
 
