@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import chz
+import torch
 
 from actors.config import choose_dtype
 from actors.sglang.address import is_url
@@ -108,10 +109,21 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     if device == "cpu":  # workers and engines share the machine
         needed = needed * config.learner_workers + config.teacher_engines * copied
         needed += config.policy_engines * student.parameters * copy.bytes_per_parameter
-    free = int(free_bytes(device) * _SHARE)
+    if (there := _memory(config, device)) is None:
+        return "no GPU answers here (gpu_memory_gib= says what one has)"
+    free = int(there * _SHARE)
     if needed <= free:
         return ""
     return (
         f"teacher and learner together take {readable(needed)} of {readable(free)} that {device} "
         "has for them"
     )
+
+
+def _memory(config: OpdConfig, device: str) -> int | None:
+    """Bytes to be had; None of a GPU that this machine, from which the run is planned, lacks."""
+    if device == "cpu":
+        return free_bytes(device)
+    if config.gpu_memory_gib is not None:
+        return int(config.gpu_memory_gib * (1 << 30))
+    return free_bytes(device) if torch.cuda.is_available() else None
