@@ -87,6 +87,7 @@ def collect(
             timeout_s = min(GRACE_S, left)
             deadline = time.monotonic() + timeout_s
     # By engine, whoever answered first.
+    answers.values = {n: answers.values[n] for n in pending if n in answers.values}
     answers.failures = {n: answers.failures[n] for n in pending if n in answers.failures}
     return answers
 
