@@ -27,15 +27,18 @@ pytestmark = pytest.mark.e2e
 SMALL = {
     "temperature": 0.7, "steps": 20, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8,
     "lr": 1e-3, "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
-    "local": True, "estimator": "sampled",
+    "local": True,
 }  # fmt: skip
 QUIET = Console(quiet=True)
 RUNS = ("straight", "halves")
 
 
 def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
-    given = {"student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts}
-    run_on_policy(OpdConfig(**given | SMALL | {"out": str(out)} | settings), QUIET)
+    given = {
+        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts,
+        "out": str(out), "estimator": "sampled",
+    }  # fmt: skip
+    run_on_policy(OpdConfig(**given | SMALL | settings), QUIET)
     return metrics(out)
 
 

@@ -60,6 +60,7 @@ def train(pair: TinyPair, out: Path, prompts: str, **settings: object) -> int:
         "prompt_key": "question", "answer_pattern": r"#### (.+)", "reward_coef": 0.5,
         "reward": "contains", "temperature": 0.7, "steps": 4, "prompts_per_step": 8,
         "group_size": 2, "max_new_tokens": 4, "eval_size": 4, "engine": "embedded", "local": True,
+        "max_staleness": 0,  # steps take their own prompts, whatever the machine does
     } | settings  # fmt: skip
     return main(["recipe=opd", *(f"{name}={value}" for name, value in given.items())])
 
