@@ -99,7 +99,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         config=lambda: MixtralConfig(
-            **SIZES, **_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+            # SGLang takes the size of a head to be what the hidden one gives.
+            **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+            num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
         ),
         fused=True,
     ),
