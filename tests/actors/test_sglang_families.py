@@ -29,7 +29,7 @@ ROWS = [training_row(3 + i, 9 + 4 * i, seed=i, temperature=T) for i in range(4)]
 LACKS = {
     "gemma2": "it reads hidden_act, which transformers 5.19 calls hidden_activation alone",
     "gemma3_multimodal": "its loader does not know the vision tower's names of transformers 5.19",
-    "deepseek_v3": "MLA needs its compiled kernels",
+    "deepseek_v3": "on a CPU it takes no rotary embedding without scaling",
     "gpt_oss": "it takes attention backends with compiled kernels alone",
 }
 
