@@ -227,7 +227,7 @@ def test_an_external_teacher_goes_away_and_comes_back(
     with monkeypatch.context() as other:
         other.setenv("ISOTHERM_TEACHER_API_KEY", "another")
         code, output = run("cluster.train", "recipe=opd", *arguments)
-    assert code == 1 and "refused the key" in output and not out.exists()
+    assert code == 2 and "refused the key" in output and not out.exists()
 
     process = start("cluster.train", "recipe=opd", *arguments, "steps=5000")
     wait_until(lambda: len(metrics(out)) >= 3, process)
