@@ -66,7 +66,27 @@ def checkpoint_bytes(model: str) -> int:
 
 
 @chz.chz
-class EngineChoices:
+class DecodingSettings:
+    """Decoding of many sequences at the same time."""
+
+    section: ClassVar[Section] = Section.ENGINES
+
+    max_running_requests: int = chz.field(
+        default=256,
+        doc="sequences that an engine decodes at the same time, at most; more wait",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _running_in_range(self) -> None:
+        if self.max_running_requests < 1:
+            raise ConfigError(
+                f"max_running_requests={self.max_running_requests} must be at least 1"
+            )
+
+
+@chz.chz
+class EngineChoices(DecodingSettings):
     """Kind and precision of the engines."""
 
     section: ClassVar[Section] = Section.ENGINES
@@ -81,18 +101,6 @@ class EngineChoices:
         default="auto",
         doc="precision of the engines: auto is float32 on a CPU and bfloat16 on CUDA",
     )
-    max_running_requests: int = chz.field(
-        default=256,
-        doc="sequences that an engine decodes at the same time, at most; more wait",
-        metadata=MAY_CHANGE,
-    )
-
-    @chz.validate
-    def _running_in_range(self) -> None:
-        if self.max_running_requests < 1:
-            raise ConfigError(
-                f"max_running_requests={self.max_running_requests} must be at least 1"
-            )
 
 
 @chz.chz
@@ -135,21 +143,21 @@ class ServerSettings:
     )
 
     @chz.validate
-    def _start_in_range(self) -> None:
+    def _server_in_range(self) -> None:
         if self.start_deadline_s is not None and not self.start_deadline_s > 0:
             raise ConfigError(f"start_deadline_s={self.start_deadline_s} must be above 0")
+        if self.push_bucket_bytes < 1:
+            raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
 
     def start_deadline_of(self, model: str | None) -> float:
         """Longest an actor that loads this model may take to start; None: it loads none."""
         if self.start_deadline_s is not None:
             return self.start_deadline_s
         return START_S + (0 if model is None else checkpoint_bytes(model) / LOADED_A_S)
-        if self.push_bucket_bytes < 1:
-            raise ConfigError(f"push_bucket_bytes={self.push_bucket_bytes} must be at least 1")
 
 
 @chz.chz
-class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
+class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings):
     """Settings of one engine. There is no temperature here: every request brings its own."""
 
     kind: EngineKind = chz.field(
@@ -161,7 +169,6 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
     )
     dtype: Dtype = chz.field(default="float32", doc="compute precision")
     device: str = chz.field(default="auto", doc="auto, cpu or cuda")
-    max_batch_rows: int = chz.field(default=256, doc="sequences decoded at the same time, at most")
     score_token_budget: int = chz.field(
         default=16384, doc="embedded: padded tokens per scoring forward"
     )
@@ -180,9 +187,8 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
 
     @chz.validate
     def _in_range(self) -> None:
-        for name in ("max_batch_rows", "score_token_budget"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.score_token_budget < 1:
+            raise ConfigError(f"score_token_budget={self.score_token_budget} must be at least 1")
         if self.external:
             check_url(self.model)
 
@@ -222,7 +228,7 @@ class EngineConfig(ThreadSettings, ServerFlags, ServerSettings):
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
-            "max_batch_rows": self.max_batch_rows,
+            "max_running_requests": self.max_running_requests,
             "stops": self.stops,
         }
         if self.kind == "embedded":

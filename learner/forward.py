@@ -195,18 +195,19 @@ class Forward:
             prefix_of_row.append(place)
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
+        lengths = list(map(len, suffixes))
         if self.packs:
             self.real_tokens = None
-            starts = np.cumsum([0, *map(len, suffixes)])
+            starts = np.cumsum([0, *lengths[:-1]])
             hidden = self._model.hidden_after_packed(prefixes, prefix_of_row, suffixes)
         else:
-            device, width = self._model.device, max(map(len, suffixes))
-            starts = range(0, width * len(suffixes), width)
-            real = [_real(list(map(len, each)), device) for each in (prefixes, suffixes)]
-            self.real_tokens = torch.cat(real)
+            device, width = self._model.device, max(lengths)
+            starts = range(0, width * len(lengths), width)
+            real = (_real(of, device) for of in (list(map(len, prefixes)), lengths))
+            self.real_tokens = torch.cat(list(real))
             hidden = self._model.hidden_after(prefixes, prefix_of_row, suffixes).flatten(0, 1)
         place_N = torch.cat(
-            [start + position_S for start, position_S in zip(starts, positions, strict=False)]
+            [start + position_S for start, position_S in zip(starts, positions, strict=True)]
         )
         return hidden.index_select(0, place_N.to(hidden.device))
 

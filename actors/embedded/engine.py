@@ -91,7 +91,7 @@ class EmbeddedEngine:
         model_path: Hugging Face checkpoint directory or hub name.
         dtype: torch dtype of weights and activations; log-probs are fp32 whatever it is.
         device: `auto`, or what torch calls it.
-        max_batch_rows: most samples decoded at once; more wait.
+        max_running_requests: most samples decoded at once; more wait.
         score_token_budget: most tokens, padding included, in one forward pass over given tokens.
         threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
         stops: where samples end, and whether that is one event; None: as the checkpoint says.
@@ -110,7 +110,7 @@ class EmbeddedEngine:
         model_path: str,
         dtype: str = "float32",
         device: str = "auto",
-        max_batch_rows: int = 256,
+        max_running_requests: int = 256,
         score_token_budget: int = 16384,
         threads: int | None = None,
         stops: StopTokens | None = None,
@@ -121,7 +121,9 @@ class EmbeddedEngine:
         self._model_path, self._dtype = model_path, dtype
         self._score_token_budget = score_token_budget
         decoder = self._model.decoder(score_token_budget)
-        self._batch = DecodeBatch(decoder, self._model.head, self._model.stops, max_batch_rows)
+        self._batch = DecodeBatch(
+            decoder, self._model.head, self._model.stops, max_running_requests
+        )
         self._version = 0
         self._broken: str | None = None
         self._computed = 0  # chunks of decoding, batches of scoring

@@ -131,7 +131,9 @@ class Scorer:
 
     def filled(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """The group of those trajectories, scored; once the tasks have ended."""
-        return _filled(group, [self._fields.get(id(segment), {}) for segment in group.segments()])
+        if self._teacher is None and self._reference is None:
+            return group
+        return _filled(group, [self._fields[id(segment)] for segment in group.segments()])
 
 
 async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) -> list[_Fields]:
@@ -201,10 +203,7 @@ def _filled(group: TrajectoryGroup, fields: Sequence[_Fields]) -> TrajectoryGrou
     trajectories_G = tuple(
         replace(
             trajectory,
-            segments=tuple(
-                replace(segment, **found) if (found := next(of_segment)) else segment
-                for segment in trajectory.segments
-            ),
+            segments=tuple(replace(segment, **next(of_segment)) for segment in trajectory.segments),
         )
         for trajectory in group.trajectories_G
     )

@@ -55,7 +55,7 @@ class HostedSglangEngine(SglangEngine):
         dtype: float32 or bfloat16.
         device: auto, cpu or cuda.
         threads: threads of the server's kernels on the CPU.
-        max_batch_rows: most sequences decoded at once; more wait.
+        max_running_requests: most sequences decoded at once; more wait.
         flags: more of SGLang's own flags; they replace ours.
         in_flight: what a weight push does to the samples under way (actors/sglang/weights.py).
         push_bucket_bytes: most that a rank takes at once of weights that are pushed.
@@ -81,7 +81,7 @@ class HostedSglangEngine(SglangEngine):
         dtype: str = "float32",
         device: str = "auto",
         threads: int = 1,
-        max_batch_rows: int = 256,
+        max_running_requests: int = 256,
         flags: str = "",
         in_flight: InFlight = "continue",
         push_bucket_bytes: int = BUCKET_BYTES,
@@ -106,7 +106,7 @@ class HostedSglangEngine(SglangEngine):
         if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
             parameters = sum(map(prod, tensor_shapes(model_path).values()))
             memory = ServerMemory.of(
-                config, parameters, dtype=dtype, max_running=max_batch_rows, flags=flags
+                config, parameters, dtype=dtype, max_running=max_running_requests, flags=flags
             )
             what = f"the server of {model_path}"
             cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, length)
@@ -114,7 +114,7 @@ class HostedSglangEngine(SglangEngine):
             model=model_path,
             dtype=dtype,
             device=device,
-            max_running_requests=max_batch_rows,
+            max_running_requests=max_running_requests,
             context_length=length + _SPARE_POSITIONS,
             cache_tokens=cache_tokens,
             sleeps=sleeps,

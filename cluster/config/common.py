@@ -69,7 +69,7 @@ class LocalEngineConfig(EngineChoices, ServerFlags, DeviceSettings, ThreadSettin
             dtype=choose_dtype(self.dtype, self.device),
             device=self.device,
             threads=self.threads,
-            max_batch_rows=self.max_running_requests,
+            max_running_requests=self.max_running_requests,
             server_flags=self.server_flags,
             stops=stops,
         )

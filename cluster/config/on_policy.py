@@ -402,7 +402,7 @@ class RolloutConfig(
             dtype=choose_dtype(self.dtype, device),
             device=device,
             threads=self.threads,
-            max_batch_rows=self.max_running_requests,
+            max_running_requests=self.max_running_requests,
             server_flags=server_flags,
             in_flight=self.in_flight,
             push_bucket_bytes=self.push_bucket_bytes,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cluster.config.on_policy import RolloutConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class Setup:
             max_new_tokens=config.max_new_tokens,
             max_staleness=config.max_staleness,
             prompts_per_step=config.prompts_per_step,
-            teacher_engines=getattr(config, "teacher_engines", 0),
+            teacher_engines=config.teacher_engines if isinstance(config, OpdConfig) else 0,
             rewarded=config.objective().reward_coef > 0,
             local=config.local,
         )

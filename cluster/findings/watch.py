@@ -45,8 +45,9 @@ def _furthest(member: KeptTrajectory) -> float:
     gaps = [
         abs(student - teacher)
         for segment in member.segments
+        if segment.teacher_logprobs_N is not None
         for student, teacher in zip(
-            segment.behaviour_logprobs_N, segment.teacher_logprobs_N or (), strict=False
+            segment.behaviour_logprobs_N, segment.teacher_logprobs_N, strict=True
         )
     ]
     return max(gaps, default=0.0)

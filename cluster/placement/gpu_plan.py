@@ -35,7 +35,7 @@ def server_memory(engine: EngineConfig) -> ServerMemory | None:
         load_config(engine.model),
         estimate.parameters,
         dtype=engine.dtype,
-        max_running=engine.max_batch_rows,
+        max_running=engine.max_running_requests,
         flags=engine.server_flags,
     )
 

@@ -271,16 +271,17 @@ class WorkerEnd:
                 size += batch[-1].packed.nbytes
             leases = [put.lease for put in batch]
             rewards = [put.constant_reward for put in batch]
-            offered = offer(self._queue.actor, [put.packed for put in batch])
+            offers = [offer(self._queue.actor, put.packed) for put in batch]
             try:
                 await self._call(
-                    self._queue.actor.deliver.remote(self._worker, leases, rewards, offered)
+                    self._queue.actor.deliver.remote(self._worker, leases, rewards, *offers)
                 )
             except Exception as error:  # it belongs to those who put
                 for arrived in _not_cancelled(batch):
                     arrived.set_exception(error)
             finally:
-                offered.withdraw()
+                for offered in offers:
+                    offered.withdraw()
             for arrived in _not_cancelled(batch):
                 arrived.set_result(None)
 

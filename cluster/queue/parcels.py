@@ -1,21 +1,24 @@
 """What crosses the queue in place of a group: references to its parts, which others hold.
 
-    worker    offers packed groups       holds them until `deliver` has returned
-    queue     takes them over            owns them, and never sees them
+    worker    offers packed groups       holds each until `deliver` has returned
+    queue     takes them over            owns them, and never looks into them
     learner   opens them                 the columns at once; the teacher's likeliest tokens where a
                                          row is trained that needs them, on whichever worker
 
 On Ray an object is lost with the process that owns it, and that is the one which called for it. So
 it is the queue that calls: a worker may die, or be drained, once its groups were delivered. They
 stay in the object store of the worker's node, and are lost with that, or with the queue. (What is
-below 100 kB Ray hands to the owner itself.) In one process parts are what they are.
+below 100 kB Ray would hand to the owner itself: a group that is travels in the call, as bytes.) In
+one process parts are what they are.
 """
 
 from __future__ import annotations
 
+import pickle
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,14 +31,18 @@ from cluster.handles.local_actor import LocalActor
 from cluster.queue.codec import Packed, Tops, unpack
 from distill.types import LikeliestTokens, TrajectoryGroup
 
+# Of a group's arrays: with what describes them it stays below Ray's 100 kB, above which an argument
+# of a call takes the way by the object store.
+_IN_CALL_BYTES = 90_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A group as the queue holds it.
+    """A group as the queue holds it. A part is a reference to it, its pickle, or the part itself.
 
     Attributes:
-        columns: reference to its `Columns`.
-        tops: a reference to the `Tops` of each trajectory; none where the teacher named none.
+        columns: its `Columns`.
+        tops: the `Tops` of each trajectory; none where the teacher named none.
     """
 
     columns: Any
@@ -43,68 +50,64 @@ class Parcel:
 
 
 class Offer(Protocol):
-    """Groups on their way to the queue."""
+    """A group on its way to the queue."""
 
-    async def take_over(self) -> list[Parcel]:
-        """Called by the queue, which owns them from now on."""
+    async def take_over(self) -> Parcel:
+        """Called by the queue, which owns it from now on."""
         ...
 
     def withdraw(self) -> None:
-        """Called by the worker: it holds them no longer."""
+        """Called by the worker: it holds it no longer."""
         ...
 
 
-def offer(queue: Any, groups: Sequence[Packed]) -> Offer:
-    """Groups for the queue whose actor's handle this is."""
+def offer(queue: Any, group: Packed) -> Offer:
+    """A group for the queue whose actor's handle this is."""
     if isinstance(queue, LocalActor):
-        return _InHand([Parcel(columns=group.columns, tops=group.tops) for group in groups])
+        return _InHand(Parcel(columns=group.columns, tops=group.tops))
+    if group.nbytes <= _IN_CALL_BYTES:
+        return _InHand(_each_part(group, partial(pickle.dumps, protocol=5)))
     try:
         holder = ray.get_runtime_context().current_actor
     except RuntimeError:  # no actor, which nobody could call: its groups end with it
-        return _InHand(
-            [
-                Parcel(columns=ray.put(group.columns), tops=tuple(map(ray.put, group.tops)))
-                for group in groups
-            ]
-        )
+        return _InHand(_each_part(group, ray.put))
     name = secrets.token_hex(8)
-    _OFFERED[name] = groups
-    return _Held(holder, name, tuple(len(group.tops) for group in groups))
+    _OFFERED[name] = group
+    return _Held(holder, name, len(group.tops))
+
+
+def _each_part(group: Packed, make: Callable[[Any], Any]) -> Parcel:
+    return Parcel(columns=make(group.columns), tops=tuple(map(make, group.tops)))
 
 
 @dataclass(frozen=True, slots=True)
 class _InHand:
-    parcels: list[Parcel]
+    parcel: Parcel
 
-    async def take_over(self) -> list[Parcel]:
-        return self.parcels
+    async def take_over(self) -> Parcel:
+        return self.parcel
 
     def withdraw(self) -> None:
         """There is nothing to let go."""
 
 
 # Of this process, until the queue has them.
-_OFFERED: dict[str, Sequence[Packed]] = {}
+_OFFERED: dict[str, Packed] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """In the process of the actor `holder`, by `name`; `tops` of each group, so many."""
+    """In the process of the actor `holder`, by `name`; with so many `tops`."""
 
     holder: Any
     name: str
-    tops: tuple[int, ...]
+    tops: int
 
-    async def take_over(self) -> list[Parcel]:
-        parts = len(self.tops) + sum(self.tops)
-        call = self.holder.__ray_call__.options(num_returns=1 + parts)
-        done, *references = call.remote(_hand_over, self.name)
+    async def take_over(self) -> Parcel:
+        call = self.holder.__ray_call__.options(num_returns=2 + self.tops)
+        done, columns, *tops = call.remote(_hand_over, self.name)
         await done  # a small one: the others are stored by now
-        remaining = iter(references)
-        return [
-            Parcel(columns=next(remaining), tops=tuple(next(remaining) for _ in range(tops)))
-            for tops in self.tops
-        ]
+        return Parcel(columns=columns, tops=tuple(tops))
 
     def withdraw(self) -> None:
         del _OFFERED[self.name]
@@ -112,7 +115,8 @@ class _Held:
 
 def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
     """Runs in the worker's process: an acknowledgement, and the parts, each an object."""
-    return None, *(part for group in _OFFERED[name] for part in (group.columns, *group.tops))
+    group = _OFFERED[name]
+    return None, group.columns, *group.tops
 
 
 def opened(
@@ -123,8 +127,8 @@ def opened(
     Raises:
         GetTimeoutError: some node does not answer.
     """
-    references = [parcel.columns for parcel in parcels.values()]
-    if isinstance(references[0], ray.ObjectRef):
+    columns = (parcel.columns for parcel in parcels.values())
+    if references := [part for part in columns if isinstance(part, ray.ObjectRef)]:
         ray.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
     groups, lost = [], {}
     for group_id, parcel in parcels.items():
@@ -142,7 +146,9 @@ def opened(
 
 
 def _fetched(part: Any, timeout_s: float) -> Any:
-    return calls.get(part, timeout_s) if isinstance(part, ray.ObjectRef) else part
+    if isinstance(part, ray.ObjectRef):
+        return calls.get(part, timeout_s)
+    return pickle.loads(part) if isinstance(part, bytes) else part
 
 
 class Place(NamedTuple):

@@ -40,6 +40,11 @@ def receiver_of(notify: str | None) -> Receiver | None:
         return None
     url = urlsplit(notify)
     if url.scheme in ("http", "https"):
+        if url.username or url.password:  # before the address is printed anywhere
+            raise ConfigError(
+                "notify= holds a user or a password, which would stand in config.json; give "
+                "package.module:function, which may take them from the environment"
+            )
         if not url.hostname:
             raise ConfigError(f"notify={notify} names no host; give https://HOST/PATH")
         return lambda told: _post(notify, told)

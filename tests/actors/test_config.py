@@ -54,13 +54,13 @@ def test_the_class_follows_from_kind_and_model(kind, model: str, engine_class: t
 
 def test_every_setting_reaches_the_server() -> None:
     config = EngineConfig(
-        kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_batch_rows=5,
+        kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
         server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
         gpu_beside=9, sleeps=True, push_bucket_bytes=10, start_deadline_s=7, request_deadline_s=8,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
-        "max_batch_rows": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
+        "max_running_requests": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
         "stops": None, "gpu_beside": 9, "sleeps": True, "push_bucket_bytes": 10,
     }  # fmt: skip
@@ -92,7 +92,9 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"max_batch_rows": 0}, "max_batch_rows=0 must be at least 1"),
+        ({"max_running_requests": 0}, "max_running_requests=0 must be at least 1"),
+        ({"push_bucket_bytes": 0}, "push_bucket_bytes=0 must be at least 1"),
+        ({"start_deadline_s": 0}, "start_deadline_s=0 must be above 0"),
         ({"server_flags": "tp 2"}, "'tp' belongs to no flag"),
         ({"model": "http://host/v1"}, "write http://host:port"),
     ],

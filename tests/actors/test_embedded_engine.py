@@ -179,7 +179,7 @@ def test_more_rows_than_fit_wait_and_get_the_same_tokens(tmp_path: Path) -> None
     # Unlike lengths: a row that ends leaves its place to a waiting one in the middle of others.
     requests = [ask(length, new, samples=5) for length, new in ((3, 7), (30, 40), (9, 22), (5, 3))]
     wide, narrow = (
-        asyncio.run(generate_all(start(model_dir, max_batch_rows=rows), requests))
+        asyncio.run(generate_all(start(model_dir, max_running_requests=rows), requests))
         for rows in (64, 4)
     )
     for one, other in zip(chain(*wide), chain(*narrow), strict=True):

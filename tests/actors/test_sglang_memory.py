@@ -133,7 +133,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     monkeypatch.setattr(hosted, "SglangServer", Server)
     monkeypatch.setattr(hosted, "gpu_bytes", lambda: 80 * GIB)
     model = tiny_model_dir(tmp_path, seed=1)
-    shared = {"model_path": model, "device": "cuda", "dtype": "bfloat16", "max_batch_rows": 8}
+    shared = {"model_path": model, "device": "cuda", "dtype": "bfloat16", "max_running_requests": 8}
     hosted.HostedSglangEngine(**shared)
     hosted.HostedSglangEngine(**shared, gpu_share=0.5)
     hosted.HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)

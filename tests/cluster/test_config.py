@@ -200,7 +200,7 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
         "model", "bfloat16", "cpu", 2,
     )  # fmt: skip
     assert engine.arguments()["model_path"] == "model"
-    assert opd(max_running_requests=9).policy_engine("m", "cpu", "log").max_batch_rows == 9
+    assert opd(max_running_requests=9).policy_engine("m", "cpu", "log").max_running_requests == 9
 
 
 # Of the same name in several classes: other models, other files, the device that was chosen.

@@ -163,6 +163,7 @@ def test_nobody_need_be_told() -> None:
     ("notify", "complaint"),
     [
         ("https:///path", "names no host"),
+        ("https://me:secret@host/path", "holds a user or a password"),
         ("somewhere", "neither a URL"),
         ("tests.cluster.test_notify:nothing", "cannot be imported"),
         ("tests.cluster.test_notify:heard", "not a function"),

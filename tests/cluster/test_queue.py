@@ -341,7 +341,7 @@ def test_a_killed_queue_knows_what_it_knew(new_queue: NewQueue, journal: str) ->
     assert [e["event"] for e in read_journal(journal)].count("recover") == 1
 
 
-LONG = 4_000  # tokens; Ray passes on what is below 100 kB itself
+LONG = 4_000  # tokens; what is below 100 kB travels in the call
 
 
 def long_group(group_id: int) -> TrajectoryGroup:
@@ -409,8 +409,8 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
         async def work() -> None:
             end = WorkerEnd(queue, "a")
             first, second = await end.lease(2)
-            await end.put(second, group(1))
-            await end.put(first, group(0))
+            await end.put(second, long_group(1))
+            await end.put(first, long_group(0))
 
         asyncio.run(work())
         return os.getpid()

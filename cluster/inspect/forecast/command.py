@@ -25,6 +25,7 @@ from cluster.command import run_command
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
+from cluster.config.estimator import with_estimator
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
 from distill.chat.template_choice import ChatTemplateSettings
@@ -102,22 +103,19 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     from distill.models.loading import ends_of, load_config
     from distill.tokenizer import load_tokenizer
     from learner.learning_rate import suggested_lr
-    from learner.memory import FROZEN, TRAINED, estimate_memory
 
     run = config.run()
     inputs = check_rollout(run)
+    run, why = with_estimator(run)
     measured = asyncio.run(_measured(config, inputs))
     tokenizers = [load_tokenizer(model) for model in (config.student, config.teacher)]
     ends = [
         ends_of(model, tokenizer)
         for model, tokenizer in zip((config.student, config.teacher), tokenizers, strict=True)
     ]
-    trained = estimate_memory(config.student, TRAINED)
-    frozen = estimate_memory(config.teacher, FROZEN)
     pair = Pair(
         same_ends=ends[0] == ends[1],
         same_template=tokenizers[0].chat_template == tokenizers[1].chat_template,
-        teacher_fits=bool(trained and frozen and frozen.bytes <= trained.bytes),
     )
     width = load_config(config.student).get_text_config().hidden_size
     found = judge(measured, pair, suggested_lr("opd", width, adapter=False))
@@ -125,8 +123,9 @@ def forecast(config: ForecastConfig, console: Console) -> None:
     for warning in found.warnings:
         console.print(f"- {warning}", highlight=False, markup=False)
     console.print(f"verdict: {found.verdict}", highlight=False)
+    console.print(why, highlight=False, markup=False)
     console.print(
-        f"to begin with: estimator={found.estimator} lr={found.lr:g} "
+        f"to begin with: estimator={run.estimator} lr={found.lr:g} "
         f"prompts_per_step={found.prompts_per_step} group_size={found.group_size}; a step has "
         f"the teacher score {found.teacher_tokens:,.0f} tokens, in {found.teacher_s:.2g} s at "
         "the speed seen here",
@@ -134,7 +133,8 @@ def forecast(config: ForecastConfig, console: Console) -> None:
         markup=False,
     )
     if config.out is not None:
-        written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": asdict(found)}
+        settings = asdict(found) | {"estimator": run.estimator}
+        written = {"pair": asdict(pair), "measured": asdict(measured), "forecast": settings}
         Path(config.out).write_text(json.dumps(written, indent=1) + "\n")
         console.print(f"all of it is in {config.out}", highlight=False, markup=False)
 

@@ -14,7 +14,6 @@ from typing import Literal
 from cluster.inspect.forecast.measure import TOP, Measured
 
 Verdict = Literal["good", "same", "another style", "no better"]
-Estimator = Literal["sampled", "top_k", "full"]
 
 # Below, nats a token, two models are one; below, of positions, their words are not the same.
 _SAME_KL, _COMMON = 2e-3, 0.5
@@ -29,14 +28,10 @@ _FEWEST, _MOST = 8, 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is known of the two checkpoints without asking them.
-
-    `teacher_fits`: its weights take no more than the learner does for the student alone.
-    """
+    """What is known of the two checkpoints without asking them."""
 
     same_ends: bool
     same_template: bool
-    teacher_fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +40,6 @@ class Forecast:
 
     verdict: Verdict
     warnings: list[str]
-    estimator: Estimator
     prompts_per_step: int
     group_size: int
     lr: float
@@ -75,7 +69,6 @@ def judge(measured: Measured, pair: Pair, lr: float) -> Forecast:
     return Forecast(
         verdict=verdict,
         warnings=warnings,
-        estimator=_estimator(measured, pair),
         prompts_per_step=prompts,
         group_size=group_size,
         lr=lr,
@@ -135,14 +128,6 @@ def _beside(measured: Measured, pair: Pair) -> list[str]:
             "(chat_template= takes the teacher's for both)"
         )
     return warnings
-
-
-def _estimator(measured: Measured, pair: Pair) -> Estimator:
-    """The one with the least noise that can be had, and is not blind to what is sampled."""
-    if pair.teacher_fits:
-        return "full"
-    held = min(measured.teacher_holds, measured.student_holds)
-    return "top_k" if held >= _COMMON else "sampled"
 
 
 def _power_of_two(value: float) -> int:
