@@ -45,10 +45,10 @@ class _Slots:
 
 def push(setting: Setting) -> dict[str, float]:
     """Weights into an engine on the same device, probed afterwards; beside a memcpy of them."""
-    learner = new_learner(setting, setting.dtype)
+    learner, model = new_learner(setting, setting.dtype), setting.model()
     served = sglang_installed()
     config = EngineConfig(
-        kind="sglang" if served else "embedded", model=setting.model(), dtype=setting.dtype,
+        kind="sglang" if served else "embedded", model=model, dtype=setting.dtype,
         device=setting.device, gpu_share=0.4 if setting.cuda else 1.0, start_deadline_s=_START_S,
     )  # fmt: skip
     engine: Any = LocalActor(config.engine_class, **config.arguments())
@@ -57,7 +57,7 @@ def push(setting: Setting) -> dict[str, float]:
         _Slots(),
         PushSettings(
             choice="auto", served=served, device=setting.device, directory=setting.scratch,
-            model=setting.model(), temperature=TEMPERATURE, learner_dtype=setting.dtype,
+            model=model, temperature=TEMPERATURE, learner_dtype=setting.dtype,
             probe_every=1, prove_every=1, timeout_s=_START_S,
         ),
         learner.logprobs,
