@@ -138,7 +138,9 @@ def rows() -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:.1f} MB"
+    """Two significant figures: a pickle's size depends on which of its strings are one object."""
+    unit, name = (1e3, "kB") if nbytes < 1e6 else (1e6, "MB")
+    return f"{float(f'{nbytes / unit:.2g}'):g} {name}"
 
 
 if __name__ == "__main__":
