@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,12 +28,8 @@ from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.on_policy import RolloutConfig
 from cluster.early_ends import RunFailed
 from cluster.train import RECIPES
-from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError, NonFiniteError
 from distill.types import TokenArray
-
-if TYPE_CHECKING:
-    from distill.weights.model_weights import Weights
 
 _USAGE = f"""{__doc__}
   out=DIR      the run's directory
@@ -121,6 +117,7 @@ class Replay:
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """The learner's loop, whose groups are those that were kept and whose pushes go nowhere."""
         from cluster.hosts.learner_actor import policy_loop
+        from cluster.run_files.replay_log import KeptGroups, push_nowhere
         from distill.models.loading import resolve_device
         from learner.checkpoint import CheckpointStore
 
@@ -136,8 +133,8 @@ class Replay:
             config=config,
             learner_config=learner_config,
             inputs=self._inputs,
-            source=_KeptGroups(self._kept, start.step if start else 0),
-            publish=lambda _learner: _push_nowhere,
+            source=KeptGroups(self._kept, range((start.step if start else 0) + 1, self._step + 1)),
+            publish=lambda _learner: push_nowhere,
             store=CheckpointStore(Path(scratch) / "checkpoints", keep=1 << 30),
             resume_from=start,
             dump_dir=str(Path(scratch) / "failed"),
@@ -213,21 +210,6 @@ class Replay:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False)
-
-
-class _KeptGroups:
-    """The `GroupSource` of a step that is done again."""
-
-    def __init__(self, kept: Any, step: int) -> None:
-        self._kept, self._step = kept, step
-
-    def take(self, trained: TrainedGroups) -> Taken:
-        self._step += 1
-        return self._kept.taken(self._step)
-
-
-def _push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
-    return {}
 
 
 def main(argv: list[str] | None = None) -> int:

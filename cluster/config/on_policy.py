@@ -230,6 +230,17 @@ class RolloutConfig(
         "before them; so does a step that is not finite",
         metadata=MAY_CHANGE,
     )
+    replay_if_kl: float | None = chz.field(
+        default=None,
+        doc="the same for steps whose opd/reverse_kl is by more than so much, in nats per token, "
+        "above that of the step before",
+        metadata=MAY_CHANGE,
+    )
+    rollouts: str | None = chz.field(
+        default=None,
+        doc="out= of a run that has kept its steps (replay_keep=, train=False): train on their "
+        "groups, in order, with no engines; to debug a learner or an objective",
+    )
 
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for what a run without Ray cannot have."""
@@ -264,6 +275,7 @@ class RolloutConfig(
                 f"keep_rollouts={self.keep_rollouts}; leave one of them out"
             )
         self._check_replay()
+        self._check_kept()
         self._check_env()
         self._check_sleep()
 
@@ -294,12 +306,28 @@ class RolloutConfig(
                 f"replay_keep={self.replay_keep} must be 0, or at least checkpoint_every="
                 f"{self.checkpoint_every}: a step is done again from the checkpoint before it"
             )
-        if self.replay_if is not None and not self.replay_keep:
+        for name, what in (("replay_if", "a gradient norm"), ("replay_if_kl", "nats per token")):
+            bound = getattr(self, name)
+            if bound is not None and not self.replay_keep:
+                raise ConfigError(f"{name}={bound} changes nothing without replay_keep; give both")
+            if bound is not None and not bound > 0:
+                raise ConfigError(f"{name}={bound} must be above 0: {what}")
+        if self.replay_if_kl is not None and not self.teacher_models():
             raise ConfigError(
-                f"replay_if={self.replay_if} changes nothing without replay_keep; give both"
+                f"replay_if_kl={self.replay_if_kl} changes nothing: recipe={self.recipe} has no "
+                "teacher; use replay_if"
             )
-        if self.replay_if is not None and not self.replay_if > 0:
-            raise ConfigError(f"replay_if={self.replay_if} must be above 0: a gradient norm")
+
+    def _check_kept(self) -> None:
+        """Raises ConfigError for settings of a run with engines, in one without."""
+        if self.rollouts is None:
+            return
+        for name, value in (("eval_every", 0), ("eval_engines", 0), ("engines_sleep", None)):
+            if (given := getattr(self, name)) != value:
+                raise ConfigError(
+                    f"{name}={given} with rollouts={self.rollouts}: such a run has no engines; "
+                    "leave it out, and evaluate its checkpoints with python -m cluster.evaluate"
+                )
 
     def _check_env(self) -> None:
         """Raises ConfigError for a setting that the environment does not read."""

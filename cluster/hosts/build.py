@@ -27,6 +27,7 @@ from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,
     TrainingLoop,
+    build_kept_loop,
     build_policy_loop,
     build_supervised_loop,
     policy_losses,
@@ -51,7 +52,7 @@ from cluster.placement.shared_storage import this_node
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
-from cluster.run_files.replay_log import ReplayLog
+from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -365,11 +366,47 @@ def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
 def _replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
     if not config.replay_keep:
         return None
-    return ReplayLog(directory.path, directory.store, config.replay_keep, config.replay_if)
+    bounds = Bounds(grad_norm=config.replay_if, kl_jump=config.replay_if_kl)
+    return ReplayLog(directory.path, directory.store, config.replay_keep, bounds)
 
 
 def _anywhere(_index: int) -> bool:
     return True
+
+
+def kept_learners(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    groups: KeptSteps,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    """The learner's workers of a run on the groups that another has kept."""
+    learner_config = config.learner(
+        config.student,
+        device,
+        resume_from=resume_from,
+        updates_per_step=config.objective().num_substeps,
+        stops=inputs.stops,
+    )
+    build = partial(
+        build_kept_loop,
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        groups=groups,
+        store=directory.store,
+        resume_from=resume_from,
+        dump_dir=str(directory.path / "failed"),
+        trace_path=directory.trace,
+        rollouts=_rollout_log(config, directory),
+        record=_replay_log(config, directory),
+    )
+    losses = partial(policy_losses, config, device, inputs.stops)
+    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
 
 
 def supervised_learners(

@@ -17,7 +17,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.parcels import fetch_from
-from cluster.run_files.replay_log import ReplayLog
+from cluster.run_files.replay_log import KeptGroups, KeptSteps, ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
@@ -178,6 +178,39 @@ def build_policy_loop(
         inputs=inputs,
         source=queue,
         publish=lambda learner: Publisher(policies, queue, push, learner.logprobs),
+        store=store,
+        resume_from=resume_from,
+        dump_dir=dump_dir,
+        trace=Tracing(step=config.trace_step, path=trace_path),
+        keep=rollouts.keep,
+        record=record,
+        membership=membership,
+    )
+
+
+def build_kept_loop(
+    *,
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    groups: KeptSteps,
+    store: CheckpointStore,
+    resume_from: Checkpoint | None,
+    dump_dir: str,
+    trace_path: Path,
+    rollouts: RolloutLog,
+    record: ReplayLog | None,
+    membership: Membership | None,
+) -> PolicyLoop:
+    """The same for a run on the groups that another has kept."""
+    at = resume_from.step if resume_from else 0
+    rollouts.rewind(at)
+    return policy_loop(
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        source=KeptGroups(groups, groups.steps[at:]),
+        publish=lambda _learner: push_nowhere,
         store=store,
         resume_from=resume_from,
         dump_dir=dump_dir,

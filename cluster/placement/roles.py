@@ -54,7 +54,7 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     """Resource demands of every role of the run, at its smallest size."""
     compute = _compute(config, device)
     roles = [ResourceDemand(name=LEARNER, count=config.learner_workers, resources=compute)]
-    if not isinstance(config, RolloutConfig):
+    if not isinstance(config, RolloutConfig) or config.rollouts is not None:
         return roles
     bounds = pool_bounds(config)
     for role, engine in _engines(config, device).items():
@@ -206,7 +206,7 @@ def describe_layout(config: CommonConfig) -> str:
             )
         )
     push = ""
-    if isinstance(config, RolloutConfig):
+    if isinstance(config, RolloutConfig) and config.rollouts is None:
         dtype = choose_dtype(config.dtype, device)
         push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
     plan = render(
@@ -236,6 +236,8 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     learner = student | adapter
     if config.objective().estimator == "full":
         learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
+    if config.rollouts is not None:
+        return {LEARNER: learner}
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
     evaluation = {EVALUATION: student} if config.eval_engines else {}

@@ -25,6 +25,7 @@ from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import EVALUATION, POLICY, describe_layout, teacher_roles
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.recipes.evaluations import Evaluations
+from cluster.recipes.kept import kept_steps, train_on_kept
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
@@ -60,19 +61,21 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
             config, config.recipe, title="student", model=config.student,
             tokenizer=inputs.tokenizer, say=say,
         )  # fmt: skip
-        try_user_code(config, inputs, say)
+        if config.rollouts is None:
+            try_user_code(config, inputs, say)
+    kept = None if config.rollouts is None else kept_steps(config)
     console.print(_plan(config, inputs, directory, fork))
     if config.dry_run:
         console.print(describe_layout(config), highlight=False)
     if config.dry_run or already_complete(directory, resume_from, config, console):
         return
-    with (
-        session(
-            config, directory, resume_from, console, fork, TrainedGroups().to_json()
-        ) as running,
-        _run(config, inputs, running) as run,
-    ):
-        run.to_the_end()
+    untrained = TrainedGroups().to_json()
+    with session(config, directory, resume_from, console, fork, untrained) as running:
+        if kept is not None:
+            train_on_kept(config, inputs, kept, running)
+            return
+        with _run(config, inputs, running) as run:
+            run.to_the_end()
 
 
 def _plan(
@@ -86,11 +89,16 @@ def _plan(
     again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
     evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
     start = f"  start     {fork.described}\n" if fork else ""
+    made = (
+        f"engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
+        f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers"
+    )
+    if config.rollouts is not None:
+        made = f"rollouts  those that {config.rollouts} has kept, in its order; no engines"
     return (
         f"{config.recipe}: {config.student} learns from {teachers or config.judge} at "
         f"T={config.temperature:g}\n"
-        f"  engine    {choose_engine(config.engine)} (dtype={config.dtype}); "
-        f"{config.policy_engines} policy, {evaluation}{config.rollout_workers} rollout workers\n"
+        f"  {made}\n"
         f"  objective {_objective_line(objective)}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "

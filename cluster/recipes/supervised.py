@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,16 +14,13 @@ from cluster.config.supervised import (
     SftConfig,
     SupervisedConfig,
 )
-from cluster.hosts.build import learner_spec, supervised_learners
-from cluster.placement.roles import LEARNER, describe_layout
+from cluster.hosts.build import supervised_learners
+from cluster.placement.roles import describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
+from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
-from cluster.runtime.driver import Driver
-from cluster.runtime.learner_lifecycle import LearnerLifecycle, MakeLearners
-from cluster.runtime.steps import drive
-from cluster.supervision.supervise import LearnerLost, Supervisor
-from distill.errors import CheckpointError
+from cluster.supervision.supervise import LearnerLost
 from learner.checkpoint import Checkpoint
 
 
@@ -100,60 +95,23 @@ def _run(
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: RunSession) -> None:
     with placed(config, running) as (device, placement):
         make = partial(supervised_learners, config, inputs, running.directory, device, placement)
-        run = _Run(config, running, make)
-        try:
-            run.to_the_end()
-        finally:
-            run.supervisor.end_all()
+        _Run(config, running, make).to_the_end()
 
 
-class _Run:
-    """A learner alone, kept alive. What `drive` drives."""
+class _Run(LearnerAlone):
+    """A learner that is measured on held-out rows."""
 
-    def __init__(self, config: SupervisedConfig, running: RunSession, make: MakeLearners) -> None:
-        self._config, self._running = config, running
-        self.supervisor = Supervisor(
-            say=running.progress.note,
-            record=running.directory.append_event,
-            buried=lambda _member, _why: None,
-            hang_after_s=config.hang_after_s,
-            max_restarts=config.max_restarts,
-        )
-        self._driver = Driver(
-            supervisor=self.supervisor,
-            signals=running.signals,
-            deadline_s=config.deadline_s,
-        )
-        spec = learner_spec(config)
-        self._lifecycle = LearnerLifecycle(make, spec, self.supervisor, running.directory)
+    _config: SupervisedConfig
 
-    @property
-    def learner(self) -> Any:
-        return self._lifecycle.leader
-
-    def to_the_end(self) -> None:
-        config, running = self._config, self._running
-        self._lifecycle.fill(running.resume_from)
-        self._driver.until_started([LEARNER], running.progress.note)
-        self.supervisor.under_way = True
-        if config.validates and running.first_step == 0:
+    def before_steps(self) -> None:
+        if self._config.validates and self._running.first_step == 0:
             self._validate_apart("before", step=0)
-        elif config.validates:
+        elif self._config.validates:
             self._recall_before()
-        checkpoint = drive(
-            self,
-            self._driver,
-            first_step=running.first_step,
-            steps=config.steps,
-            checkpoint_every=config.checkpoint_every,
-            wanted=lambda: running.best.due,
-        )
-        if config.validates:
-            self._validate_apart("after", step=checkpoint.step)
-        running.complete(checkpoint)
 
-    def before_step(self) -> float:
-        return 0.0
+    def after_steps(self, checkpoint: Checkpoint) -> None:
+        if self._config.validates:
+            self._validate_apart("after", step=checkpoint.step)
 
     def on_step(self, metrics: dict[str, float]) -> None:
         step, every = int(metrics["step"]), self._config.eval_every
@@ -162,29 +120,7 @@ class _Run:
             if due and self._running.signals.received is None:
                 metrics = metrics | self._validate(f"step {step}")
         finally:
-            self._running.record(metrics)  # the step is trained, whatever became of the other
-
-    def on_saving(self, step: int) -> None:
-        self._running.best.saving(step)
-
-    def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self._running.best.saved({checkpoint.step})
-
-    def on_unsaved(self, error: CheckpointError, *, again: bool) -> None:
-        self._running.unsaved(error, again=again)
-
-    def recover(self, lost: LearnerLost) -> int:
-        since = time.monotonic()
-        checkpoint = self._lifecycle.recover(lost, self._driver, self._running.progress.note)
-        self._running.rewound()
-        self._driver.until_started([LEARNER], self._running.progress.note)
-        self._lifecycle.recovered(time.monotonic() - since)
-        return checkpoint.step if checkpoint else 0
-
-    def end_waits(self) -> None:
-        pass
-
-    # held-out rows
+            super().on_step(metrics)  # it is trained, whatever became of the other
 
     def _validate_apart(self, when: str, step: int) -> None:
         """An evaluation of the held-out rows that no step's line has."""

@@ -5,9 +5,9 @@
     out/replay/checkpoints/          those that steps which stay begin from: links to the run's own,
                                      which drops them in time
 
-The newest `keep` steps are there, and for good those whose gradient norm was above `above` with
-those in the window before them, and a step that never ended: one that was not finite. Fingerprints
-are those of a learner of one worker; the parts of several are not put together for one.
+The newest `keep` steps are there, and for good those that were out of bounds with those in the
+window before them, and a step that never ended: one that was not finite. Fingerprints are those of
+a learner of one worker; the parts of several are not put together for one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distill.delivery import Taken
+from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from distill.weights.model_weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +41,32 @@ _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
 Fingerprint = tuple[int, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of steps that are nothing out of the ordinary; None: no bound.
+
+    Attributes:
+        grad_norm: of the gradient, before it is clipped.
+        kl_jump: nats per token by which the reverse KL is above that of the step before.
+    """
+
+    grad_norm: float | None = None
+    kl_jump: float | None = None
+
+
 class ReplayLog:
     """Keeps steps of a run, as `learner.loop.Record` is told of them.
 
     Args:
         keep: at least 1.
         store: of the run's checkpoints.
-        above: see the module.
+        bounds: see the module.
     """
 
-    def __init__(self, out: Path, store: CheckpointStore, keep: int, above: float | None) -> None:
+    def __init__(self, out: Path, store: CheckpointStore, keep: int, bounds: Bounds) -> None:
         self._root, self._store = out / "replay", store
-        self._keep, self._above = keep, above
+        self._keep, self._bounds = keep, bounds
+        self._last: tuple[int, float] | None = None  # a step, and its reverse KL
         self._failed = False
 
     def taken(self, step: int, taken: Taken) -> None:
@@ -87,14 +103,25 @@ class ReplayLog:
     def _write_trained(
         self, step: int, metrics: Mapping[str, float], model: nn.Module | None
     ) -> None:
-        norm = metrics.get("train/grad_norm", 0.0)
-        stays = self._above is not None and norm > self._above
-        line = {"step": step, "metrics": dict(metrics), "stays": stays}
+        line = {
+            "step": step,
+            "metrics": dict(metrics),
+            "stays": self._is_out_of_bounds(step, metrics),
+        }
         if model is not None:
             line |= {"gradient": fingerprints(model, of_gradient=True)}
             line |= {"weights": fingerprints(model, of_gradient=False)}
         _replace(self._path(step, "json"), json.dumps(line).encode())
         self._drop(step)
+
+    def _is_out_of_bounds(self, step: int, metrics: Mapping[str, float]) -> bool:
+        norm, kl = metrics.get("train/grad_norm", 0.0), metrics.get("opd/reverse_kl")
+        last, jump = self._last, 0.0
+        if kl is not None:
+            jump = kl - last[1] if last is not None and last[0] == step - 1 else 0.0
+            self._last = step, kl
+        found = ((norm, self._bounds.grad_norm), (jump, self._bounds.kl_jump))
+        return any(bound is not None and value > bound for value, bound in found)
 
     def _keep_checkpoint_before(self, step: int) -> None:
         """Links the newest checkpoint, which costs no room while the run keeps it as well."""
@@ -171,6 +198,21 @@ class KeptSteps:
         """Metrics and fingerprints after `step`; None of a step that never ended."""
         path = self._root / f"step-{step:06d}.json"
         return json.loads(path.read_bytes()) if path.exists() else None
+
+
+class KeptGroups:
+    """The `GroupSource` that gives what these steps trained on, one after another."""
+
+    def __init__(self, kept: KeptSteps, steps: Iterable[int]) -> None:
+        self._kept, self._steps = kept, iter(steps)
+
+    def take(self, trained: TrainedGroups) -> Taken:
+        return self._kept.taken(next(self._steps))
+
+
+def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
+    """The `Publish` of a learner without engines."""
+    return {}
 
 
 def _whole(group: TrajectoryGroup) -> TrajectoryGroup:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from cluster.config.on_policy import OpdConfig
 from cluster.hosts.build import _replay_log
 from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import Replay, main
-from cluster.run_files.replay_log import KeptSteps, ReplayLog, steps_in
+from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog, steps_in
 from cluster.run_files.run_directory import RunDirectory
 from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError
@@ -125,7 +126,7 @@ def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
 ) -> None:
     (tmp_path / "replay").write_text("in the way")
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    keep_steps(ReplayLog(tmp_path, store, 2, None), [1.0, 2.0], torch.nn.Linear(1, 1))
+    keep_steps(ReplayLog(tmp_path, store, 2, Bounds()), [1.0, 2.0], torch.nn.Linear(1, 1))
     [said] = [record.getMessage() for record in caplog.records]
     assert "step 1 and others cannot be replayed" in said
 
@@ -186,7 +187,9 @@ def test_a_step_above_the_threshold_stays_with_what_it_needs(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     save(store, 2)
     model = torch.nn.Linear(2, 2)
-    keep_steps(ReplayLog(tmp_path, store, 2, 5.0), [1, 1, 1, 9, 1, 1, 1, 1], model)
+    keep_steps(
+        ReplayLog(tmp_path, store, 2, Bounds(grad_norm=5.0)), [1, 1, 1, 9, 1, 1, 1, 1], model
+    )
     assert steps_in(tmp_path / "replay") == [3, 4, 7, 8]
     save(store, 6)
     kept = KeptSteps(tmp_path)
@@ -207,7 +210,7 @@ def test_checkpoints_stay_as_long_as_a_step_begins_from_them(tmp_path: Path) -> 
 
 def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    log = ReplayLog(tmp_path, store, 1, None)
+    log = ReplayLog(tmp_path, store, 1, Bounds())
     log.taken(1, taken(1))  # was not finite
     log.taken(2, taken(2))
     log.trained(2, {}, torch.nn.Linear(1, 1))
@@ -230,6 +233,9 @@ def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
         ({"replay_keep": -1}, "replay_keep=-1"),
         ({"replay_if": 5.0}, "replay_keep"),
         ({"replay_keep": 10, "replay_if": 0.0}, "replay_if=0.0"),
+        ({"replay_if_kl": 1.0}, "replay_keep"),
+        ({"replay_keep": 10, "replay_if_kl": -1.0}, "replay_if_kl=-1.0"),
+        ({"rollouts": "e", "eval_every": 2}, "eval_every=2"),
     ],
 )
 def test_settings_that_keep_what_is_of_no_use_are_refused(
@@ -237,3 +243,50 @@ def test_settings_that_keep_what_is_of_no_use_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         OpdConfig(student="a", teacher="b", prompts="c.jsonl", out="d", temperature=0.7, **settings)
+
+
+def test_a_jump_of_the_kl_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    log = ReplayLog(tmp_path, store, 1, Bounds(kl_jump=0.5))
+    for step, kl in ((1, 2.0), (2, 2.4), (3, 3.0), (4, 1.0), (5, 1.2)):
+        log.taken(step, Taken(groups_P=[], set_aside={}))
+        log.trained(step, {"opd/reverse_kl": kl}, None)
+    assert steps_in(tmp_path / "replay") == [3, 5], "3 jumped by 0.6; 5 is the newest"
+
+
+def kept_run(tiny_pair: TinyPair, out: Path, **settings: object) -> dict[str, torch.Tensor]:
+    """Runs 3 steps without engines being heard of but in `settings`; returns the final weights."""
+    run_on_policy(
+        OpdConfig(
+            **{
+                "student": tiny_pair.student, "teacher": tiny_pair.teacher,
+                "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
+                "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
+                "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
+                "checkpoint_every": 1, **settings,
+            }
+        ),
+        Console(quiet=True),
+    )  # fmt: skip
+    return load_file(out / "final" / "model.safetensors")
+
+
+def test_a_learner_alone_trains_on_kept_rollouts_as_the_run_did(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    made = kept_run(tiny_pair, tmp_path / "made", replay_keep=3)
+    kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"), steps=2)
+    assert not (tmp_path / "alone" / "ledger.jsonl").exists(), "there is no queue"
+    alone = kept_run(tiny_pair, tmp_path / "alone", rollouts=str(tmp_path / "made"))
+    assert made.keys() == alone.keys()
+    assert all(torch.equal(made[name], alone[name]) for name in made)
+    other = kept_run(tiny_pair, tmp_path / "other", rollouts=str(tmp_path / "made"), loss="ppo")
+    assert not all(torch.equal(made[name], other[name]) for name in made)
+    for wrong, complaint in (
+        ({"steps": 4}, "steps=4 is more than the 3"),
+        ({"temperature": 0.8}, "temperature=0.8.*sampled at 0.7"),
+        ({"rollouts": str(tmp_path)}, "holds no kept steps"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            kept_run(tiny_pair, tmp_path / "new", **{"rollouts": str(tmp_path / "made"), **wrong})
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,67 @@
+"""opd and rl without engines: the learner on groups that another run has kept (rollouts=)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from cluster.config.checks import RolloutInputs
+from cluster.config.on_policy import RolloutConfig
+from cluster.hosts.build import kept_learners
+from cluster.recipes.common import RunSession, placed
+from cluster.recipes.learner_alone import LearnerAlone
+from cluster.run_files.replay_log import KeptSteps
+from distill.errors import ConfigError
+from distill.models.loading import load_config, vocab_size
+from distill.types import TrajectoryGroup
+
+
+def kept_steps(config: RolloutConfig) -> KeptSteps:
+    """The steps in `rollouts=`, checked as far as their first one tells.
+
+    Raises:
+        ConfigError: there are none, or too few; or they are of another temperature or vocabulary.
+    """
+    kept = KeptSteps(Path(config.rollouts or ""))
+    if not kept.steps:
+        raise ConfigError(
+            f"rollouts={config.rollouts} holds no kept steps (replay/step-*.groups); give the out= "
+            "of a run with replay_keep= or train=False"
+        )
+    if config.steps > len(kept.steps):
+        raise ConfigError(
+            f"steps={config.steps} is more than the {len(kept.steps)} that "
+            f"rollouts={config.rollouts} holds; give steps={len(kept.steps)} at most"
+        )
+    size = vocab_size(load_config(config.student))
+    for group in kept.taken(kept.steps[0]).groups_P:
+        _check_group(group, config, size)
+    return kept
+
+
+def _check_group(group: TrajectoryGroup, config: RolloutConfig, size: int) -> None:
+    for segment in (s for member in group.trajectories_G for s in member.segments):
+        if segment.temperature != config.temperature:
+            raise ConfigError(
+                f"temperature={config.temperature:g}, and rollouts={config.rollouts} were sampled "
+                f"at {segment.temperature:g}, at which they are scored and trained; give that"
+            )
+        if (largest := int(segment.tokens_T.max())) >= size:
+            raise ConfigError(
+                f"rollouts={config.rollouts} have a token {largest}, and the vocabulary of "
+                f"student={config.student} is {size}; give the student that sampled them, or one "
+                "of its family"
+            )
+
+
+def train_on_kept(
+    config: RolloutConfig, inputs: RolloutInputs, kept: KeptSteps, running: RunSession
+) -> None:
+    """Trains on the kept steps in order; nothing is sampled, pushed or evaluated."""
+    if len(inputs.held_out):
+        running.progress.note(
+            "no evaluations: there are no engines (python -m cluster.evaluate, of final/)"
+        )
+    with placed(config, running) as (device, placement):
+        make = partial(kept_learners, config, inputs, kept, running.directory, device, placement)
+        LearnerAlone(config, running, make).to_the_end()
