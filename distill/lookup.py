@@ -1,14 +1,16 @@
-"""Names in settings: those that are known, and `package.module:attribute` of a user's own."""
+"""Names in settings and messages: known ones, and `package.module:attribute` of a user's own."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from distill.errors import ConfigError
 
+# How many names a message lists.
+_NAMED = 4
 # Modules whose environments, rewards, tools and condensers settings and a run's config.json
 # may name by a former path.
 _FORMER = {
@@ -71,3 +73,9 @@ def resolve_function(setting: str, name: str, known: Collection[str]) -> Any:
     if not callable(found):
         raise ConfigError(f"{setting}={name!r} is a {type(found).__name__}, not a function")
     return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, for a message."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -103,15 +103,12 @@ async def sample_probes(engine: Engine, plan: Plan) -> list[HandshakeProbe]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EngineAnswers:
-    """One engine's answers to the probes; lists hold one array per probe.
+class Prefills:
+    """One engine's prefill of some probes; lists hold one array per probe.
 
     Attributes:
         prefill: of the sampled tokens, at each probe's T; `at_other` at the plan's other one,
             `unscaled` at T = 1, `twice` at T * T, which is what dividing twice would give.
-        reference: of each probe's last tokens, by the decode path.
-        pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
-        stops: log p of two tokens of the stop event after each prompt; None without an event.
     """
 
     name: str
@@ -121,13 +118,15 @@ class EngineAnswers:
     at_other: list[FloatArray]
     unscaled: list[FloatArray]
     twice: list[FloatArray]
-    reference: list[FloatArray]
-    pairs: dict[float, FloatArray]
-    stops: tuple[FloatArray, FloatArray] | None = None
 
     @property
     def temperatures(self) -> list[float]:
         return list(dict.fromkeys(probe.temperature for probe in self.probes))
+
+    @property
+    def decode(self) -> list[FloatArray]:
+        """What was reported with each probe as it was sampled."""
+        return [probe.decode_T for probe in self.probes]
 
     def at(
         self, temperature: float, arrays: Sequence[FloatArray], last: int | None = None
@@ -138,6 +137,40 @@ class EngineAnswers:
         return concatenated(
             [a[first:] for probe, a in by_probe if probe.temperature == temperature]
         )
+
+    def mistakes(
+        self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
+    ) -> list[Suspicion]:
+        """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
+        if not is_telling(temperature):
+            return []
+        prefill = f"{self.name} prefill"
+        ways = [
+            (prefill, not_divided(prefill), self.prefill, self.unscaled),
+            (decode, decode_not_divided(decode), logprobs, self.unscaled),
+            (decode, divided_twice(decode), logprobs, self.twice),
+        ]
+        return [
+            Suspicion(
+                who, why, self.at(temperature, found, last), self.at(temperature, mistaken, last)
+            )
+            for who, why, found, mistaken in ways
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineAnswers(Prefills):
+    """One engine's answers to the handshake's probes.
+
+    Attributes:
+        reference: of each probe's last tokens, by the decode path.
+        pairs: log p(a) - log p(b) of two tokens after each prompt, by temperature.
+        stops: log p of two tokens of the stop event after each prompt; None without an event.
+    """
+
+    reference: list[FloatArray]
+    pairs: dict[float, FloatArray]
+    stops: tuple[FloatArray, FloatArray] | None = None
 
     def comparisons(self) -> list[Comparison]:
         """The engine against another T, the temperature law, and its own decode path."""
@@ -197,30 +230,43 @@ class EngineAnswers:
             suspicions=self.mistakes(temperature, decode, self.reference, last),
         )
 
-    def mistakes(
-        self, temperature: float, decode: str, logprobs: Sequence[FloatArray], last: int | None
-    ) -> list[Suspicion]:
-        """Wrong uses of T that would explain a mismatch of prefill and `decode` on equal tokens."""
-        if not is_telling(temperature):
-            return []
-        prefill = f"{self.name} prefill"
-        ways = [
-            (prefill, not_divided(prefill), self.prefill, self.unscaled),
-            (decode, decode_not_divided(decode), logprobs, self.unscaled),
-            (decode, divided_twice(decode), logprobs, self.twice),
-        ]
-        return [
-            Suspicion(
-                who, why, self.at(temperature, found, last), self.at(temperature, mistaken, last)
-            )
-            for who, why, found, mistaken in ways
-        ]
-
 
 async def examine(
     name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
 ) -> EngineAnswers:
     """Asks an engine for everything that its comparisons need."""
+    one_by_one = [
+        ScoreRequest(
+            tokens_T=probe.tokens_T,
+            start=max(probe.start, len(probe.tokens_T) - REFERENCE_POSITIONS),
+            temperatures=(probe.temperature,),
+        )
+        for probe in probes
+    ]
+    given, reference_scores, pairs, stops = await asyncio.gather(
+        prefill(name, engine, plan, probes, dtype),
+        engine.decode_score(one_by_one),
+        _pair_differences(engine, plan),
+        _two_stops(engine, plan),
+    )
+    return EngineAnswers(
+        name=name,
+        dtype=dtype,
+        probes=probes,
+        prefill=given.prefill,
+        at_other=given.at_other,
+        unscaled=given.unscaled,
+        twice=given.twice,
+        reference=[score.logprobs_by_temperature[0] for score in reference_scores],
+        pairs=pairs,
+        stops=stops,
+    )
+
+
+async def prefill(
+    name: str, engine: Engine, plan: Plan, probes: Sequence[HandshakeProbe], dtype: str
+) -> Prefills:
+    """Asks an engine for the log-probs of the probes' sampled tokens, at four temperatures."""
     given = [
         ScoreRequest(
             tokens_T=probe.tokens_T,
@@ -231,34 +277,18 @@ async def examine(
         )
         for probe in probes
     ]  # fmt: skip
-    one_by_one = [
-        ScoreRequest(
-            tokens_T=probe.tokens_T,
-            start=max(probe.start, len(probe.tokens_T) - REFERENCE_POSITIONS),
-            temperatures=(probe.temperature,),
-        )
-        for probe in probes
-    ]
-    given_scores, reference_scores, pairs, stops = await asyncio.gather(
-        engine.score(given),
-        engine.decode_score(one_by_one),
-        _pair_differences(engine, plan),
-        _two_stops(engine, plan),
+    scores = await engine.score(given)
+    at_T, at_other, unscaled, twice = (
+        [score.logprobs_by_temperature[k] for score in scores] for k in range(4)
     )
-    prefill, at_other, unscaled, twice = (
-        [score.logprobs_by_temperature[k] for score in given_scores] for k in range(4)
-    )
-    return EngineAnswers(
+    return Prefills(
         name=name,
         dtype=dtype,
         probes=probes,
-        prefill=prefill,
+        prefill=at_T,
         at_other=at_other,
         unscaled=unscaled,
         twice=twice,
-        reference=[score.logprobs_by_temperature[0] for score in reference_scores],
-        pairs=pairs,
-        stops=stops,
     )
 
 

@@ -1,15 +1,19 @@
 """The handshake: every party scores the same probe tokens, at T and at a second temperature.
 
-    policy   decode: log-probs it reports for the probe tokens it samples
-             prefill: for the same tokens, given        decode reference: one position at a time
-    learner  forward, on each policy engine's probes: the arbiter of its decode and its prefill
-    teacher  prefill and decode reference, on the policy's probes, as in training
+    policy   decode: log-probs it reports for tokens that it samples
+             prefill: for the probes, given             decode reference: one position at a time
+    learner  forward, on the probes: the arbiter of every policy engine
+    teacher  prefill and decode reference, on the probes, as in training
              the learner's own copy of it, where it has one (estimator=full)
+
+The probes are what the first policy engine samples: one set, which the learner scores once, however
+many engines there are. The decode of the first is held against the learner; that of every other
+against its own prefill of what it sampled itself, since its prefill is held against the learner.
 
 Both temperatures are mixed in one batch. Parties that ignore T, or divide by it twice, in
 everything they do agree with themselves; so each must also differ from itself at another T, and
 keep the temperature law (`distill.handshake.comparison.compare_with_law`). Every engine of a pool
-is asked.
+is asked, all at the same time, each under a deadline of its own.
 
 The same function serves a restart: `handshake(policies={name: engine}, teachers={}, ...)` once the
 engine holds the learner's weights, or any healthy policy engine and the restarted teacher.
@@ -18,18 +22,22 @@ engine holds the learner's weights, or any healthy policy engine and the restart
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cluster.handshake.engine_answers import (
     EngineAnswers,
-    HandshakeProbe,
     Plan,
+    Prefills,
     examine,
+    prefill,
     sample_probes,
 )
-from distill.engine import Engine, EngineInfo
+from distill.engine import Engine
+from distill.errors import EngineLost
 from distill.handshake.comparison import (
     CalibrationReport,
     Comparison,
@@ -39,13 +47,29 @@ from distill.handshake.comparison import (
     other_weights,
 )
 from distill.handshake.identity import fact_differences
+from distill.lookup import listed
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, TokenArray
 
+Value = TypeVar("Value")
+
+# Longest that an engine may take for one of its parts: who it is, sampling, scoring. Its first
+# requests may compile kernels.
+ENGINE_DEADLINE_S = 600.0
+PARTS = 3
+
 # log p_T of each row's trained tokens, from the learner
 LearnerLogprobs = Callable[[Sequence[TrainingRow]], Awaitable[list[FloatArray]]]
+
+
+class EnginesSilent(EngineLost):
+    """Engines that did not answer in time, by name."""
+
+    def __init__(self, names: Sequence[str], deadline_s: float) -> None:
+        super().__init__(f"{listed(names)} did not answer the handshake within {deadline_s:g} s")
+        self.names = tuple(names)
 
 
 async def handshake(
@@ -57,6 +81,7 @@ async def handshake(
     temperature: float,
     learner_dtype: str,
     copies: Mapping[str, LearnerLogprobs] | None = None,
+    deadline_s: float = ENGINE_DEADLINE_S,
 ) -> CalibrationReport:
     """Asks every party and compares. Judging the report is the caller's.
 
@@ -68,84 +93,86 @@ async def handshake(
         learner_dtype: what the learner computes in.
         copies: of teachers, in the learner's process, by the name of the engine that serves the
             same model.
+        deadline_s: longest that any one engine may take for its part.
+
+    Raises:
+        EnginesSilent: some did not answer in time.
     """
     assert policies, "the probes are a policy engine's samples"
-    policy_infos, teacher_infos = await asyncio.gather(_infos(policies), _infos(teachers))
-    infos = {**policy_infos, **teacher_infos}
+    engines = {**policies, **teachers}
+    infos = await _of_each({name: engine.info() for name, engine in engines.items()}, deadline_s)
+    policy_infos, teacher_infos = ({n: infos[n] for n in part} for part in (policies, teachers))
     differences = fact_differences(policy_infos, teacher_infos, tokenizer)
     if differences:
         return CalibrationReport(comparisons=(), differences=tuple(differences), parties=infos)
     plan = Plan.of(list(infos.values()), temperature)
-    examined = await asyncio.gather(
-        *(
-            _examine_policy(name, engine, plan, policy_infos[name], learner, learner_dtype)
-            for name, engine in policies.items()
-        )
-    )
-    comparisons = [comparison for _, found in examined for comparison in found]
-    probes, _ = examined[0]
-    answers = await asyncio.gather(
-        *(
-            examine(name, engine, plan, probes, teacher_infos[name].dtype)
-            for name, engine in teachers.items()
-        )
-    )
-    comparisons += [comparison for of_one in answers for comparison in of_one.comparisons()]
+    first, *others = policies
+    probes = (await _of_each({first: sample_probes(policies[first], plan)}, deadline_s))[first]
     rows_D = [probe_row(p.tokens_T, p.start, p.temperature) for p in probes]
-    for of_one in answers:
-        if copy := (copies or {}).get(of_one.name):
-            comparisons += _against_copy(of_one, await copy(rows_D))
+    parts = {n: examine(n, e, plan, probes, infos[n].dtype) for n, e in engines.items()}
+    by_themselves = {n: _own_samples(n, policies[n], plan, infos[n].dtype) for n in others}
+    learnt, answers, sampled = await asyncio.gather(
+        learner(rows_D), _of_each(parts, deadline_s), _of_each(by_themselves, deadline_s)
+    )
+    comparisons: list[Comparison] = []
+    for name, of_one in answers.items():
+        comparisons += of_one.comparisons()
+        if name in policies:
+            own = sampled.get(name, of_one)
+            comparisons += _against_learner(of_one, own, learnt, learner_dtype)
+    for name in teachers:
+        if copy := (copies or {}).get(name):
+            comparisons += _against_copy(answers[name], await copy(rows_D))
     return CalibrationReport(comparisons=tuple(comparisons), parties=infos)
 
 
-async def _infos(engines: Mapping[str, Engine]) -> dict[str, EngineInfo]:
-    infos = await asyncio.gather(*(engine.info() for engine in engines.values()))
-    return dict(zip(engines, infos, strict=True))
+async def _of_each(
+    parts: Mapping[str, Coroutine[Any, Any, Value]], deadline_s: float
+) -> dict[str, Value]:
+    """What each engine's part comes to, all at the same time."""
+    if not parts:
+        return {}
+    tasks = {name: asyncio.create_task(part) for name, part in parts.items()}
+    try:
+        await asyncio.wait(tasks.values(), timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        found = {name: task.result() for name, task in tasks.items() if task.done()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+    if late := [name for name in parts if name not in found]:
+        raise EnginesSilent(late, deadline_s)
+    return found
 
 
-async def _examine_policy(
-    name: str,
-    engine: Engine,
-    plan: Plan,
-    info: EngineInfo,
-    learner: LearnerLogprobs,
-    learner_dtype: str,
-) -> tuple[list[HandshakeProbe], list[Comparison]]:
-    """The probes that the engine sampled, and all comparisons of it."""
-    probes = await sample_probes(engine, plan)
-    answers, learnt = await asyncio.gather(
-        examine(name, engine, plan, probes, info.dtype),
-        learner([probe_row(p.tokens_T, p.start, p.temperature) for p in probes]),
-    )
-    return probes, answers.comparisons() + _against_learner(answers, learnt, learner_dtype)
+async def _own_samples(name: str, engine: Engine, plan: Plan, dtype: str) -> Prefills:
+    """What an engine samples after the probes' prompts itself, and its prefill of that."""
+    return await prefill(name, engine, plan, await sample_probes(engine, plan), dtype)
 
 
 def _against_learner(
-    answers: EngineAnswers, learnt: Sequence[FloatArray], learner_dtype: str
+    answers: EngineAnswers, own: Prefills, learnt: Sequence[FloatArray], learner_dtype: str
 ) -> list[Comparison]:
-    """The learner's forward is the arbiter: what it trains on is held against it."""
-    decode = [probe.decode_T for probe in answers.probes]
+    """The learner's forward is the arbiter: what it trains on is held against it.
+
+    Args:
+        own: what the engine sampled itself, and its prefill of that: the probes, or others.
+    """
+    name, dtype = answers.name, looser(answers.dtype, learner_dtype)
     lawful = all(law.agrees for law in answers.laws())
-    comparisons = []
-    for part in ("decode", "prefill"):
-        for t in answers.temperatures:
-            decode_N, prefill_N = answers.at(t, decode), answers.at(t, answers.prefill)
-            mistakes = answers.mistakes(t, f"{answers.name} decode", decode, last=None)
-            if lawful:  # else both may be wrong in the same way, and the weights right
-                why = other_weights(answers.name)
-                mistakes.append(Suspicion(answers.name, why, decode_N, prefill_N))
-            comparisons.append(
-                compare(
-                    f"{answers.name} {part}",
-                    decode_N if part == "decode" else prefill_N,
-                    "learner",
-                    answers.at(t, learnt),
-                    temperature=t,
-                    dtype=looser(answers.dtype, learner_dtype),
-                    suspicions=mistakes,
-                )
-            )
-    return comparisons
+    decoded, given = [], []
+    for t in answers.temperatures:
+        decode_N, prefill_N = own.at(t, own.decode), own.at(t, own.prefill)
+        mistakes = own.mistakes(t, f"{name} decode", own.decode, last=None)
+        if lawful:  # else both may be wrong in the same way, and the weights right
+            mistakes.append(Suspicion(name, other_weights(name), decode_N, prefill_N))
+        comparing = partial(compare, temperature=t, dtype=dtype, suspicions=mistakes)
+        learnt_N = answers.at(t, learnt)
+        arbiter = ("learner", learnt_N) if own is answers else (f"{name} prefill", prefill_N)
+        decoded.append(comparing(f"{name} decode", decode_N, *arbiter))
+        given.append(
+            comparing(f"{name} prefill", answers.at(t, answers.prefill), "learner", learnt_N)
+        )
+    return decoded + given
 
 
 def _against_copy(answers: EngineAnswers, copied: Sequence[FloatArray]) -> list[Comparison]:

@@ -114,10 +114,14 @@ class EnginePool:
 
     @property
     def under_way(self) -> dict[str, int]:
-        """Requests under way, by engine; those at engines that have left the pool, too."""
-        counts = dict.fromkeys(self._members, 0)
+        """Requests under way, by engine that has any; those at engines that have left, too.
+
+        Of a thousand engines a worker asks a few, and every worker tells the driver of them.
+        """
+        counts: dict[str, int] = {}
         for name, member in (*self._members.items(), *self._left):
-            counts[name] = counts.get(name, 0) + member.requests
+            if member.requests:
+                counts[name] = counts.get(name, 0) + member.requests
         return counts
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:

@@ -6,7 +6,7 @@ Such actors are many, and start while a run waits for them: nothing here imports
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,47 @@ from cluster.hosts.engine_pool import EnginePool
 
 # Handles by engine, by pool.
 Roster = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RosterChange:
+    """Engines that came and that went, by pool; one that was restarted is among those that came.
+
+    Attributes:
+        whole: there are no other engines than those that came.
+    """
+
+    came: Roster
+    went: Mapping[str, Sequence[str]]
+    whole: bool
+
+    @classmethod
+    def between(cls, old: Roster, new: Roster) -> RosterChange:
+        """What makes `new` of `old`; of an empty one, all there is."""
+        return cls(
+            came={
+                role: {
+                    name: handle
+                    for name, handle in members.items()
+                    if old.get(role, {}).get(name) != handle
+                }
+                for role, members in new.items()
+            },
+            went={
+                role: [name for name in members if name not in new.get(role, {})]
+                for role, members in old.items()
+            },
+            whole=not old,
+        )
+
+    def applied(self, old: Roster) -> dict[str, dict[str, Any]]:
+        """The roster that this makes of another; all roles that either names."""
+        roles = dict.fromkeys([*old, *self.came])
+        kept = {role: {} if self.whole else dict(old.get(role, {})) for role in roles}
+        for role, names in self.went.items():
+            for name in names:
+                kept[role].pop(name, None)
+        return {role: kept[role] | dict(self.came.get(role, {})) for role in roles}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +88,17 @@ class RolloutActor:
             patience_s: longest a request waits for an engine that answers.
         """
         self._pools = _Pools(patience_s)
+        self._roster: dict[str, dict[str, Any]] = {}
         self._worker = build(self._pools)
 
     async def run(self) -> None:
         """Works until the queue closes or the worker is drained."""
         await self._worker.run()
 
-    async def update(self, roster: Roster, max_groups: int, epoch: int) -> None:
-        """The engines that serve now, the most groups under way, and the queue's present epoch."""
-        for name, members in roster.items():
+    async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
+        """The change of the engines that serve, the most groups under way, the queue's epoch."""
+        self._roster = change.applied(self._roster)
+        for name, members in self._roster.items():
             self._pools[name].update(members)
         self._worker.max_groups = max_groups
         self._worker.forget(epoch)

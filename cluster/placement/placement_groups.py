@@ -41,6 +41,8 @@ _POLL_S = 0.5
 _SAY_EVERY_S = 10.0
 # Where there is room, Ray finds it sooner than this.
 _SAY_FROM_S = 1.0
+# How long what the head said of a placement group is believed, seconds.
+_TABLE_S = 0.4
 # Resources are multiples of a ten-thousandth in Ray; sums of floats are not.
 _CLOSE = 1e-4
 
@@ -93,6 +95,8 @@ class Placement:
         self._name = name
         self._groups: dict[str, PlacementGroup] = {}
         self._bundles: dict[tuple[str, int], _Bundle] = {}
+        self._tables: dict[Any, dict[str, Any]] = {}
+        self._tables_read = 0.0
         self._next_index = {demand.name: demand.count for demand in demands}
 
     def reserve(
@@ -147,7 +151,17 @@ class Placement:
         if not self._demands[role].needed:
             return True
         placed = self._bundles.get((role, index))
-        return placed is not None and _is_placed(placed.group, placed.bundle)
+        return placed is not None and _is_placed(self._table(placed.group), placed.bundle)
+
+    def _table(self, group: PlacementGroup) -> dict[str, Any]:
+        """A group's table, at most a second old: a lost node's members all ask for the same one."""
+        now = time.monotonic()
+        if now - self._tables_read > _TABLE_S:
+            self._tables_read = now
+            self._tables.clear()
+        if group.id not in self._tables:
+            self._tables[group.id] = placement_group_table(group)
+        return self._tables[group.id]
 
     def nodes(self, *roles: str) -> list[str]:
         """Ids of the nodes that hold bundles of these roles."""
@@ -207,7 +221,7 @@ class Placement:
     ) -> None:
         started = time.monotonic()
         said_at, said = float("-inf"), ""
-        while unplaced := [name for name, group in self._groups.items() if not _is_placed(group)]:
+        while unplaced := [n for n, g in self._groups.items() if not _is_placed(self._table(g))]:
             poll()
             waited = time.monotonic() - started
             line = f"waiting for {self._who(unplaced)}: {_what_there_is()}"
@@ -298,9 +312,8 @@ def _sum(parts: Iterable[Resources]) -> dict[str, float]:
     return total
 
 
-def _is_placed(group: PlacementGroup, bundle: int | None = None) -> bool:
-    """True if the bundle has a node, or all of the group's have."""
-    table = placement_group_table(group)
+def _is_placed(table: Mapping[str, Any], bundle: int | None = None) -> bool:
+    """True if the bundle has a node, or all of the group's have; by the group's table."""
     if bundle is None or table.get("state") != "RESCHEDULING":
         return table.get("state") == "CREATED"
     return bool(table["bundles_to_node_id"][bundle])

@@ -18,7 +18,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.user_code import try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
-from cluster.handshake.handshake import LearnerLogprobs, handshake
+from cluster.handshake.handshake import ENGINE_DEADLINE_S, PARTS, LearnerLogprobs, handshake
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
@@ -341,4 +341,5 @@ class _Run:
             temperature=self._config.temperature,
             learner_dtype=choose_dtype(self._config.learner_dtype, self._device),
             copies=copies,
+            deadline_s=min(ENGINE_DEADLINE_S, self._config.deadline_s / PARTS),
         )

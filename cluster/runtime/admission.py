@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.handshake.handshake import EnginesSilent
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY
-from cluster.runtime.driver import Driver, listed
-from cluster.supervision.supervise import LearnerLost, Member, RunFailed, State, Supervisor
+from cluster.runtime.driver import CallFailed, Driver
+from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
+from distill.lookup import listed
 
+# Longest that one which is ready waits for others that come back, seconds; a round takes longer.
+_TOGETHER_S = 10.0
 # Examines engines that join, policies and scorers by name; the report says whether they agree.
 Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
 
@@ -53,13 +58,25 @@ class Admission:
     def admit_waiting(self) -> None:
         """Admits those that wait; call it while the learner is idle. One that fails is buried.
 
+        Those that died together come back one after the other: the first wait a little for the
+        last, since each round holds up training.
+
         Raises:
             LearnerLost: the learner died meanwhile.
         """
         waiting = [m for m in self._supervisor.waiting() if m.spec.name in self._roles]
-        self._admit([m for m in waiting if m.spec.name == POLICY])
+        self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
         if self._supervisor.serving(POLICY):  # else there is nobody whose samples are to be scored
-            self._admit([m for m in waiting if m.spec.name != POLICY])
+            self._admit(self._together([m for m in waiting if m.spec.name != POLICY]))
+
+    def _together(self, members: Sequence[Member]) -> Sequence[Member]:
+        """The members; none while others of a role can still join them."""
+        roles = {member.spec.name for member in members}
+        if any(self._supervisor.coming_back(role) for role in roles):
+            first = min(member.ready for member in members)
+            if time.monotonic() - first < _TOGETHER_S:
+                return []
+        return members
 
     def pin(self) -> Pinned | None:
         """Hands the present weights to the engines of evaluations; call it as `admit_waiting`.
@@ -86,14 +103,20 @@ class Admission:
         return Pinned(version, pinned) if pinned else None
 
     def _admit(self, members: Sequence[Member]) -> None:
-        """Admits all of them at once. If that fails, each half by itself: one is the cause."""
+        """Admits all of them at once. If that fails, each half by itself: one is the cause.
+
+        Those that do not answer are known by name: the others are tried without them.
+        """
         if not members:
             return
         try:
             report = self._examined(members)
         except LearnerLost:
             raise
-        except (RunFailed, EngineError) as error:
+        except EnginesSilent as silent:
+            self._admit_without(members, silent)
+            return
+        except (CallFailed, ActorLost, EngineError) as error:
             why = str(error)
         else:
             if report.agrees or not self._require_handshake:
@@ -106,6 +129,15 @@ class Admission:
         present = self._supervisor.waiting()  # one may have been buried meanwhile
         for half in (members[: len(members) // 2], members[len(members) // 2 :]):
             self._admit([member for member in half if member in present])
+
+    def _admit_without(self, members: Sequence[Member], silent: EnginesSilent) -> None:
+        known = [*members, *self._supervisor.members(POLICY)]  # one of these asks scorers
+        for member in {m.name: m for m in known if m.name in silent.names}.values():
+            self._refuse(member, str(silent))
+        left = [member for member in members if member.name not in silent.names]
+        if len(left) < len(members):  # else they are tried again with another policy engine
+            present = self._supervisor.waiting()
+            self._admit([member for member in left if member in present])
 
     def _say_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
         for member in members:

@@ -37,15 +37,19 @@ from cluster.handles import calls
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
+from distill.lookup import listed
 
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
-# How often a start that takes long says who is missing, and how many of them it names.
+# How often a start that takes long says who is missing.
 _SAY_EVERY_S = 5.0
-_NAMED = 4
 # A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
+
+
+class CallFailed(RunFailed):
+    """What the driver waited for raised, or took too long; all actors may be well."""
 
 
 class Signals:
@@ -174,11 +178,18 @@ class Driver:
     def run(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The value of a coroutine that awaits actor calls; raises as `call` does."""
         try:
-            return asyncio.run(asyncio.wait_for(coroutine, self._deadline_s))
-        except TimeoutError as error:
-            raise RunFailed(f"{what} did not end within {self._deadline_s:.0f} s") from error
+            return asyncio.run(self._watched(what, coroutine))
         except RayError as error:
             raise self._explained(what, error, ActorLost) from error
+
+    async def _watched(self, what: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.create_task(coroutine)
+        deadline = time.monotonic() + self._deadline_s
+        while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
+            self.poll()  # what it raises ends the task, as the loop ends
+            if time.monotonic() > deadline:
+                raise CallFailed(f"{what} did not end within {self._deadline_s:.0f} s")
+        return task.result()
 
     def value(
         self,
@@ -208,10 +219,4 @@ class Driver:
             return LearnerLost(f"{what} failed because {', '.join(dead)} died")
         if isinstance(cause, RayError | EngineLost):
             return ActorLost(f"{what} failed because an actor died ({reason_of(cause)})")
-        return RunFailed(f"{what} failed: {type(cause).__name__}: {cause}")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first few of some names."""
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+        return CallFailed(f"{what} failed: {type(cause).__name__}: {cause}")

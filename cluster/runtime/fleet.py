@@ -6,7 +6,7 @@
     an engine leaves          no worker gives it anything new; it goes once it is idle
     the learner dies          see `recover`: back to its checkpoint, and the queue with it
 
-Only the driver knows everyone. Workers are told of the engines that serve (`RolloutActor.update`),
+Only the driver knows everyone. Workers are told of the engines that serve (`announcer.py`),
 the learner of the policy engines that join and leave.
 """
 
@@ -38,6 +38,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission, Examine, Pinned
+from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
@@ -140,6 +141,7 @@ class Fleet:
         )
         self._queue_spec = cast.queue_spec
         self._working = False
+        self._announcer = Announcer()
         self._announced = -1
         self._epoch = 0
         self._runs: dict[Any, Member] = {}
@@ -243,12 +245,10 @@ class Fleet:
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
         self._poller.forget_freshness()  # they may know other engines
-        running = list(self._runs.values())
+        running = set(self._runs.values())
         members = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-        # Of N workers and as many engines: N handles to pickle, and not N times N.
-        roster = calls.shared(self.roster, [member.handle for member in members])
+        self._announcer.announce(members, self.roster, self._groups_a_worker(), self._epoch)
         for member in members:
-            member.handle.update.remote(roster, self._groups_a_worker(), self._epoch)
             if member not in running:
                 self._runs[member.handle.run.remote()] = member
 
@@ -323,8 +323,10 @@ class Fleet:
     def _renew_leases(self, status: QueueStatus) -> None:
         """Renews the leases of groups that are half through them, and make progress."""
         half_s = self._config.lease_s / 2
-        quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
         old = [i for i, (_, _, age_s) in status.leased.items() if age_s > half_s]
+        if not old:
+            return
+        quiet = quiet_s(status, self.statuses, self.supervisor.still_s())
         moving = [i for i in old if quiet.get(i, half_s) < half_s]
         if moving:
             self.queue.renew(moving)

@@ -22,6 +22,8 @@ _EVERY_S = 1.0
 class StatusPoller:
     """The last answers of the rollout workers and of the queue, each asked about once a second.
 
+    One that hangs keeps nobody else from being asked.
+
     Attributes:
         workers: status by the worker's name, of those that answer.
         queue: None until the queue has answered once.
@@ -37,10 +39,12 @@ class StatusPoller:
         self._asked_at = 0.0
         self._queue_asked: Any = None
         self._fresh: set[str] = set()
+        self._stale: set[Any] = set()  # questions from before `forget_freshness`
 
     def forget_freshness(self) -> None:
         """Statuses from before now do not tell whether an engine is idle."""
         self._fresh.clear()
+        self._stale = set(self._asked)
 
     def all_fresh(self) -> bool:
         """Whether every worker has answered since `forget_freshness`."""
@@ -52,7 +56,7 @@ class StatusPoller:
         self._collect_workers()
         self._collect_queue()
         now = time.monotonic()
-        if not self._asked and now - self._asked_at >= _EVERY_S:
+        if now - self._asked_at >= _EVERY_S:
             self._asked_at = now
             self._ask()
 
@@ -61,7 +65,8 @@ class StatusPoller:
             name = self._asked.pop(reference)
             try:
                 self.workers[name] = calls.get(reference)
-                self._fresh.add(name)
+                if reference not in self._stale:
+                    self._fresh.add(name)
             except RayError:
                 self.workers.pop(name, None)
 
@@ -76,7 +81,10 @@ class StatusPoller:
 
     def _ask(self) -> None:
         members = self._supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-        self._asked = {member.handle.status.remote(): member.name for member in members}
+        silent = set(self._asked.values())
+        for member in members:
+            if member.name not in silent:
+                self._asked[member.handle.status.remote()] = member.name
         if self._queue_asked is None:
             self._queue_asked = self._queue.status()
         names = {member.name for member in members}

@@ -97,8 +97,8 @@ class ActorSpec:
 class Member:
     """One actor of a role.
 
-    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer, and
-    `moved` when that last differed from the one before.
+    `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer,
+    `moved` when that last differed from the one before, and `ready` when it answered first.
     """
 
     spec: ActorSpec
@@ -111,6 +111,7 @@ class Member:
     said: Any = None
     moved: float = field(default_factory=time.monotonic)
     died: float | None = None
+    ready: float = 0.0
 
     @property
     def name(self) -> str:
@@ -166,7 +167,7 @@ class Supervisor:
     ) -> None:
         self._say, self._record, self._buried = say, record, buried
         self._hang_after_s, self._max_restarts = hang_after_s, max_restarts
-        self._members: list[Member] = []
+        self._members: dict[Member, None] = {}  # in order of their start
         self._restarts: list[_Restart] = []
         self._introductions: dict[Any, Member] = {}
         self._budgets: dict[tuple[str, int], Budget] = {}
@@ -181,7 +182,7 @@ class Supervisor:
     def adopt(self, spec: ActorSpec, index: int, handle: Any, attempt: int = 0) -> Member:
         """Watches over an actor that is there already."""
         member = Member(spec=spec, index=index, handle=handle, attempt=attempt)
-        self._members.append(member)
+        self._members[member] = None
         return member
 
     def members(self, role: str, *states: State) -> list[Member]:
@@ -201,6 +202,13 @@ class Supervisor:
     def waiting(self) -> list[Member]:
         """Members that could serve and have not been admitted."""
         return [m for m in self._members if m.state is State.READY]
+
+    def coming_back(self, role: str) -> bool:
+        """True while members that died are restarted and have not answered."""
+        starting = self.members(role, State.STARTING)
+        return any(restart.spec.name == role for restart in self._restarts) or any(
+            member.died is not None for member in starting
+        )
 
     def _create(self, spec: ActorSpec, index: int, attempt: int) -> Member:
         assert spec.create is not None
@@ -238,7 +246,7 @@ class Supervisor:
 
     def dismiss(self, member: Member) -> None:
         """Ends an actor that is not needed any more."""
-        self._members.remove(member)
+        del self._members[member]
         self._budgets.pop((member.spec.name, member.index), None)
         self.changes += 1
         calls.kill(member.handle)
@@ -294,7 +302,7 @@ class Supervisor:
                 member.moved = time.monotonic()
             member.said = said
             if member.state is State.STARTING:
-                member.state = State.READY
+                member.state, member.ready = State.READY, time.monotonic()
                 self._introductions[member.spec.introduction(member.handle)] = member
                 if not member.spec.gated:
                     self.admit(member)
@@ -315,9 +323,11 @@ class Supervisor:
             slow = starting or comes_back
             limit = member.spec.start_deadline_s if slow else self._hang_after_s
             if member.beat is None:
-                placed = not starting or member.spec.placed(member.index)
-                if placed and now - member.asked >= _BEAT_S:
-                    member.asked, member.beat = now, member.spec.heartbeat(member.handle)
+                if now - member.asked < _BEAT_S:
+                    continue
+                member.asked = now
+                if not starting or member.spec.placed(member.index):
+                    member.beat = member.spec.heartbeat(member.handle)
             elif member.spec.restarted_by_ray and self._ray_restarts_it(member, now):
                 continue
             elif now - member.asked > limit:
@@ -336,7 +346,7 @@ class Supervisor:
         if member.spec.restarted_by_ray:
             self._heal(member, why, hangs=error is None)
             return
-        self._members.remove(member)
+        del self._members[member]
         self.changes += 1
         calls.kill(member.handle)
         self._buried(member, why)

@@ -67,9 +67,8 @@ def collect(
                     answers.failures[name] = f"still in the collective that {stuck_since} left"
                     answers.lost.add(name)
             break
-        ready, _ = calls.wait(list(names), num_returns=1, timeout=min(_POLL_S, left))
-        if ready:  # and what else has come: a thousand answers are a few looks, not a thousand
-            ready = calls.wait(list(names), num_returns=len(names), timeout=0)[0] or ready
+        # A look at all every so often, not one at each answer: those would be N looks at N.
+        ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
         failed_before = bool(answers.failures or answers.problem)
         for reference in ready:
             name = names.pop(reference)

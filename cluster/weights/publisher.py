@@ -102,6 +102,7 @@ class Publisher:
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
         self._found: dict[str, float] = {}  # what was settled before the engines slept
+        self._answers_due = 0.0  # until when probe and proof wait, for all engines together
         self._proof = PushProof[Any, Any](
             engines=self._engines,
             submit=lambda engine: engine.weight_checksums.remote(),
@@ -137,6 +138,7 @@ class Publisher:
         self._credit.publish(version, trained)
         if _is_due(version, self._settings.probe_every):
             self._ask(version)
+        self._answers_due = time.monotonic() + self._settings.timeout_s
         if _is_due(version, self._settings.prove_every):
             self._proof.ask(version, weights)
         return metrics
@@ -269,6 +271,7 @@ class Publisher:
         return self._settled().get("push/probe_gap")
 
     def _settled(self) -> dict[str, float]:
+        self._answers_due = time.monotonic() + self._settings.timeout_s
         found = {
             "push/probe_gap": None if self._probe is None else self._probe.settle(),
             "push/proven": self._proof.settle(),
@@ -298,7 +301,8 @@ class Publisher:
     def _collect(self, what: str, reference: Any) -> Any:
         """What the engine answered; None if it did not."""
         try:
-            return calls.get(reference, timeout=self._settings.timeout_s)
+            left_s = max(0.0, self._answers_due - time.monotonic())
+            return calls.get(reference, timeout=left_s)
         except (GetTimeoutError, RayError, EngineError) as error:
             logger.warning("a policy engine did not %s: %s", what, error)
             return None

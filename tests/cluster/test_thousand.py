@@ -1,0 +1,285 @@
+"""Many actors: what is asked of whom grows as their number, and a lost node is soon back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from cluster.handles import calls
+from cluster.handshake.handshake import handshake
+from cluster.hosts.rollout_actor import RosterChange
+from cluster.placement.roles import POLICY
+from cluster.runtime.announcer import Announcer
+from cluster.supervision.supervise import Member
+from cluster.weights import publisher
+from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.transport import Transport
+from distill.delivery import TrainedGroups
+from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
+from distill.handshake.comparison import CalibrationReport
+from distill.tokenizer import TokenizerProbe
+from tests.conftest import TinyPair
+from tests.simulated_run import (
+    SimulatedEngine,
+    SimulatedLearner,
+    SimulatedRun,
+    engine_info,
+    logprobs_V,
+)
+from tests.simulation import SimulatedActor, SimulatedLoop, simulated_time
+
+ENGINES, LOST, WORKERS = 120, 100, 8
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
+    with simulated_time(monkeypatch) as loop:
+        yield loop
+
+
+def test_a_node_of_a_hundred_engines_is_back_within_two_minutes(
+    loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    run = SimulatedRun(
+        loop,
+        tmp_path / "run",
+        tiny_pair.student,
+        start_s=lambda index, attempt: 60.0 + index / 20 if attempt else 1.0,
+        tokens_per_s=2.0,
+        policy_engines=ENGINES,
+        rollout_workers=WORKERS,
+        prompts_per_step=16,
+        group_size=2,
+        max_new_tokens=100,
+        steps=1000,
+    )
+    run.step()
+    learner = run.fleet.learner.plain
+    assert run.serving() == ENGINES and not learner.pushes
+
+    lost, died = run.members()[:LOST], loop.now
+    for member in lost:
+        member.handle.end()
+    while run.serving() < ENGINES or loop.now == died:
+        run.step()
+    assert loop.now - died < 120
+
+    names = [member.name for member in lost]
+    for what in (learner.pushes, run.examined):
+        assert [set(engines) for engines in what] == [set(names)], "all of them in one go"
+    assert learner.forwards == 1
+    assert sum("died" in line for line in run.said) == LOST
+    assert sum("serves again" in line for line in run.said) == LOST
+    handles = {member.name: member.handle for member in run.members()}
+    assert all(known == handles for known in run.worker_rosters())
+
+
+def test_an_engine_that_does_not_answer_its_handshake_holds_up_no_other(
+    loop: SimulatedLoop, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    """It answers heartbeats, and is left alone at its second start."""
+
+    class Silent(SimulatedEngine):
+        async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+            await asyncio.sleep(10_000)
+            return await super().decode_score(requests)
+
+    def engine(run: SimulatedRun, index: int, attempt: int) -> SimulatedEngine:
+        kind = Silent if (index, attempt) == (3, 1) else SimulatedEngine
+        return kind(engine_info(run.tokenizer), tokens_per_s=2.0)
+
+    run = SimulatedRun(
+        loop, tmp_path / "run", tiny_pair.student, engine=engine, policy_engines=12,
+        prompts_per_step=4, group_size=2, max_new_tokens=100, steps=1000,
+    )  # fmt: skip
+    run.step()
+    died = loop.now
+    for member in run.members()[:8]:
+        member.handle.end()
+    while run.serving() < 12 or loop.now == died:
+        run.step()
+    pushes = [len(names) for names in run.fleet.learner.plain.pushes]
+    assert pushes == [8, 7, 1], "all that died, all but one, and that one when it was restarted"
+    [line] = [line for line in run.said if "not admitted" in line]
+    assert "policy engine 3 did not answer the handshake within 60 s" in line
+
+
+@pytest.mark.parametrize("number", [2, 40])
+def test_a_handshake_asks_every_engine_alike_and_the_learner_once(
+    loop: SimulatedLoop, number: int
+) -> None:
+    engines: dict[str, Any] = {
+        f"policy engine {i}": SimulatedEngine(engine_info(), 50) for i in range(number)
+    }
+    learner = SimulatedLearner(push_s=0)
+
+    async def shake() -> CalibrationReport:
+        return await handshake(
+            policies=engines, teachers={}, learner=learner.logprobs,
+            tokenizer=TokenizerProbe(texts=(), chat=None), temperature=0.7,
+            learner_dtype="float32",
+        )  # fmt: skip
+
+    began = loop.now
+    report = loop.run_until_complete(shake())
+    report.require_agreement()
+    assert learner.forwards == 1
+    first, *others = (engine.calls for engine in engines.values())
+    assert len(set(others)) == 1 and others[0] == first + 1, "its own samples are scored, too"
+    parties = {comparison.party for comparison in report.comparisons}
+    assert all({f"{name} decode", f"{name} prefill"} <= parties for name in engines)
+    assert loop.now - began < 5, "all at the same time"
+
+
+def test_a_second_engine_s_decode_is_held_against_its_own_prefill(loop: SimulatedLoop) -> None:
+    class Unscaled(SimulatedEngine):
+        async def generate(self, request: GenerateRequest) -> list[Sample]:
+            return [
+                replace(sample, logprobs_T=logprobs_V(1.0)[sample.tokens_T])
+                for sample in await super().generate(request)
+            ]
+
+    kinds = {"policy engine 0": SimulatedEngine, "policy engine 1": Unscaled}
+    shaking = handshake(
+        policies={name: kind(engine_info(), 50) for name, kind in kinds.items()}, teachers={},
+        learner=SimulatedLearner(0).logprobs, tokenizer=TokenizerProbe(texts=(), chat=None),
+        temperature=0.7, learner_dtype="float32",
+    )  # fmt: skip
+    report = loop.run_until_complete(shaking)
+    assert {(c.party, c.reference) for c in report.failures} == {
+        ("policy engine 1 decode", "policy engine 1 prefill")
+    }
+    assert "look like T = 1" in report.complaint()
+
+
+class Acknowledges(Transport):
+    """Has every engine load, one ready a little after the other."""
+
+    def describe(self) -> str:
+        return "a way"
+
+    def start(self, weights: Any, version: int) -> dict[str, Any]:
+        return {
+            name: engine.load_weights.remote(i / 100, version)
+            for i, (name, engine) in enumerate(self.engines.items())
+        }
+
+
+def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
+    loop: SimulatedLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 engines, and of 400: calls and looks at answers grow as the engines do."""
+    looked: list[int] = []
+    wait = calls.wait
+
+    def count(references: Sequence[Any], **how: Any) -> Any:
+        looked.append(len(references))
+        return wait(references, **how)
+
+    def choose(_choice: Any, engines: Mapping[str, Any], **_settings: Any) -> list[Transport]:
+        return [Acknowledges(engines)]
+
+    monkeypatch.setattr(calls, "wait", count)
+    monkeypatch.setattr(publisher, "choose_transports", choose)
+    monkeypatch.setattr(publisher, "total_bytes", lambda _: 0)
+    settings = PushSettings(
+        choice="auto", served=False, device="cpu", directory="", model="", temperature=0.7,
+        learner_dtype="float32", probe_every=1, prove_every=0, timeout_s=60,
+    )  # fmt: skip
+    found = []
+    for number in (40, 400):
+        engines = {
+            f"policy engine {i}": SimulatedActor(loop, SimulatedEngine, engine_info(), 50)
+            for i in range(number)
+        }
+
+        def learnt(rows_D: Sequence[Any]) -> list[Any]:
+            return [logprobs_V(r.temperature)[r.tokens_T[r.first_trained :]] for r in rows_D]
+
+        publish = Publisher(engines, Credited(), settings, learnt)
+        weights: Any = None
+        publish(weights, 0, TrainedGroups())
+        before = sum(engine.asked for engine in engines.values())
+        looked.clear()
+        metrics = publish(weights, 1, TrainedGroups())
+        assert metrics["push/engines"] == number and metrics["push/probe_gap"] < 1e-6
+        asked = sum(engine.asked for engine in engines.values()) - before
+        found.append((asked / number, sum(looked) / number, metrics["push/pause"]))
+    (few_calls, few_looks, _), (many_calls, many_looks, pause_s) = found
+    assert few_calls == many_calls == 2, "load and score"
+    assert few_looks < 5 and many_looks < 5 + pause_s / 0.25, "a look every so often"
+
+
+class Credited:
+    def publish(self, version: int, trained: TrainedGroups) -> None:
+        pass
+
+
+class Told:
+    """A worker, as far as it hears of engines."""
+
+    def __init__(self) -> None:
+        self.roster: dict[str, dict[str, Any]] = {}
+        self.heard: list[int] = []
+
+    async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
+        self.heard.append(sum(map(len, change.came.values())))
+        self.roster = change.applied(self.roster)
+
+
+def test_workers_hear_of_all_engines_once_and_then_of_changes(loop: SimulatedLoop) -> None:
+    def worker(index: int) -> Member:
+        spec: Any = SimpleNamespace(title=lambda index: f"rollout worker {index}")
+        handle = SimulatedActor(loop, Told)
+        return Member(spec=spec, index=index, handle=handle, attempt=0)
+
+    announcer, workers = Announcer(), [worker(i) for i in range(3)]
+    engines = {f"policy engine {i}": object() for i in range(50)}
+
+    def announce() -> None:
+        roster = {POLICY: dict(engines), "teacher": {"teacher engine 0": 1}}
+        announcer.announce(workers, roster, 4, 0)
+        loop.let_pass(1)
+        assert all(w.handle.plain.roster == roster for w in workers if w.handle.plain is not None)
+
+    announce()
+    engines["policy engine 7"] = object()  # restarted
+    del engines["policy engine 8"], engines["policy engine 9"]
+    announce()
+    assert [w.handle.plain.heard for w in workers] == [[51, 1]] * 3
+    workers.append(worker(3))
+    engines["policy engine 50"] = object()
+    announce()
+    assert [w.handle.plain.heard[-1] for w in workers] == [1, 1, 1, 50]
+
+
+def test_a_worker_that_missed_a_message_hears_of_all_engines_again(loop: SimulatedLoop) -> None:
+    lost: list[bool] = []
+
+    class Deaf(Told):
+        async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
+            if lost.pop():
+                raise ActorUnavailableError("the connection broke", None)
+            await super().update(change, max_groups, epoch)
+
+    class Handle(SimulatedActor):
+        def _as_on_ray(self, error: Exception) -> Exception:
+            return error
+
+    spec: Any = SimpleNamespace(title=lambda index: f"rollout worker {index}")
+    deaf = Member(spec=spec, index=0, handle=Handle(loop, Deaf), attempt=0)
+    announcer, engines = Announcer(), {}
+    for i, misses in enumerate([False, True, False, False]):
+        lost.append(misses)
+        engines[f"policy engine {i}"] = i
+        announcer.announce([deaf], {POLICY: dict(engines)}, 4, 0)
+        loop.let_pass(1)
+    assert deaf.handle.plain.heard == [1, 3, 1]
+    assert deaf.handle.plain.roster == {POLICY: engines}
