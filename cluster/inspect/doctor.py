@@ -41,6 +41,10 @@ _FULL = 0.95
 # Ray's own advice (docs.ray.io, "Best practices for deploying large clusters"); with fewer than the
 # lower one a raylet does not get far.
 _FILES_ADVISED, _FILES_NEEDED = 65536, 1024
+# Threads of a user: Ray has dozens in each worker, and an idle cluster hundreds.
+_THREADS_ADVISED, _THREADS_NEEDED = 16384, 1024
+# What registers memory with the network, if there is any.
+_INFINIBAND = Path("/sys/class/infiniband")
 _PLUGIN_TIMEOUT_S = 180.0
 _PLUGIN_CHILD = (
     "import json\n"
@@ -83,8 +87,8 @@ def examine(*, sglang: bool) -> Iterator[Finding]:
 
     tools = find_cuda_tools(torch.version.cuda)
     yield torch_build(torch.__version__, tools)
-    yield from gpus(tools, _gpus(torch))
-    yield Finding("Ray", _version("ray") or "not installed")
+    yield from gpus(tools, _gpus(torch), _nccl(torch))
+    yield ray(_version("ray"))
     yield from sglang_findings(_version("sglang"), tools, _plugin if sglang else None)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     yield cpp(compiler)
@@ -95,6 +99,9 @@ def examine(*, sglang: bool) -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():
         yield shared_memory(psutil.disk_usage("/dev/shm").free, memory.total)
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield threads(*resource.getrlimit(resource.RLIMIT_NPROC))
+    adapters = [each.name for each in _INFINIBAND.iterdir()] if _INFINIBAND.is_dir() else []
+    yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], adapters)
     directory = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
     usage = psutil.disk_usage(directory)
     yield disk(directory, usage.used / (usage.used + usage.free), usage.free)
@@ -115,8 +122,8 @@ def torch_build(version: str, tools: CudaTools) -> Finding:
     return Finding("torch", shown)
 
 
-def gpus(tools: CudaTools, found: Sequence[str]) -> Iterator[Finding]:
-    """The driver, each GPU and NCCL."""
+def gpus(tools: CudaTools, found: Sequence[str], nccl: str | None) -> Iterator[Finding]:
+    """The driver, each GPU, and NCCL: its version, None where torch has been built without."""
     if tools.driver is None:
         yield Finding("GPU", "none: models run on the CPU")
         return
@@ -129,6 +136,11 @@ def gpus(tools: CudaTools, found: Sequence[str]) -> Iterator[Finding]:
             "at CUDA_VISIBLE_DEVICES"
         )
         yield Finding("GPU", "not seen by torch", Verdict.PROBLEM, remedy)
+    if nccl is not None:
+        yield Finding("NCCL", nccl)
+    elif found:
+        remedy = "learner_workers=, --tp-size and weights=group need it: take torch from PyPI"
+        yield Finding("NCCL", "not in this torch", Verdict.NOTE, remedy)
 
 
 def _gpus(torch: Any) -> list[str]:
@@ -137,12 +149,23 @@ def _gpus(torch: Any) -> list[str]:
     properties = [
         torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
     ]
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return [
-        f"{each.name}, {_gib(each.total_memory)}, compute capability {each.major}.{each.minor}, "
-        f"NCCL {nccl}"
+        f"{each.name}, {_gib(each.total_memory)}, compute capability {each.major}.{each.minor}"
         for each in properties
     ]
+
+
+def _nccl(torch: Any) -> str | None:
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def ray(version: str | None) -> Finding:
+    if version is None:
+        remedy = "pip install 'ray[default]'"
+        return Finding("Ray", "not installed", Verdict.PROBLEM, remedy)
+    return Finding("Ray", version)
 
 
 def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Iterator[Finding]:
@@ -174,6 +197,8 @@ def sglang_findings(version: str | None, tools: CudaTools, plugin: Any) -> Itera
         return
     if tools.nvcc is not None:
         yield Finding("nvcc", f"CUDA {tools.nvcc[1]} at {tools.nvcc[0]}")
+    if tools.libnuma:
+        yield Finding("libnuma", "libnuma.so.1 loads")
     for problem in tools.sglang_problems():
         yield Finding("SGLang on CUDA", "would not start", Verdict.PROBLEM, problem)
 
@@ -232,6 +257,33 @@ def open_files(soft: int, hard: int) -> Finding:
         remedy += ", with a larger hard limit (/etc/security/limits.conf, or docker run --ulimit)"
     enough = _at_least(soft, _FILES_NEEDED)
     return Finding("open files", shown, Verdict.NOTE if enough else Verdict.PROBLEM, remedy)
+
+
+def threads(soft: int, hard: int) -> Finding:
+    """Processes and threads that this user may have."""
+    shown = f"{_limit(soft)}, at most {_limit(hard)}"
+    if _at_least(soft, _THREADS_ADVISED):
+        return Finding("processes", shown)
+    remedy = (
+        f"Ray's threads count: ulimit -u {_THREADS_ADVISED} (in a container, --pids-limit as well)"
+    )
+    enough = _at_least(soft, _THREADS_NEEDED)
+    return Finding("processes", shown, Verdict.NOTE if enough else Verdict.PROBLEM, remedy)
+
+
+def locked_memory(soft: int, adapters: Sequence[str]) -> Finding:
+    """Memory that NCCL may register with InfiniBand adapters, where there are any.
+
+    Args:
+        soft: bytes.
+    """
+    shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
+    if not adapters:
+        return Finding("locked memory", f"{shown}; no InfiniBand here")
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", f"{shown}, for {', '.join(sorted(adapters))}")
+    remedy = "NCCL over InfiniBand fails with it: ulimit -l unlimited (docker --ulimit memlock=-1)"
+    return Finding("locked memory", shown, Verdict.NOTE, remedy)
 
 
 def _at_least(limit: int, wanted: int) -> bool:

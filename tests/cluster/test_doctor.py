@@ -68,9 +68,20 @@ def test_what_sglang_lacks_on_cuda_is_a_problem(change: dict[str, object], remed
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem() -> None:
-    assert verdicts(*doctor.gpus(GOOD, [])) == [Verdict.FINE, Verdict.PROBLEM]
-    assert verdicts(*doctor.gpus(GOOD, ["H200"])) == [Verdict.FINE] * 2
-    assert verdicts(*doctor.gpus(replace(GOOD, driver=None), [])) == [Verdict.FINE]
+    assert verdicts(*doctor.gpus(GOOD, [], None)) == [Verdict.FINE, Verdict.PROBLEM]
+    driver, gpu, nccl = doctor.gpus(GOOD, ["H200"], "2.28.3")
+    assert verdicts(driver, gpu, nccl) == [Verdict.FINE] * 3 and nccl.found == "2.28.3"
+    [*_, lacks] = doctor.gpus(GOOD, ["H200"], None)
+    assert verdicts(lacks) == [Verdict.NOTE] and "weights=group" in lacks.remedy
+    assert verdicts(*doctor.gpus(replace(GOOD, driver=None), [], None)) == [Verdict.FINE]
+
+
+def test_what_a_gpu_machine_has_for_sglang_is_listed() -> None:
+    found = {f.what: f.found for f in doctor.sglang_findings("0.5.23", GOOD, lambda: None)}
+    assert found["nvcc"] == "CUDA 13.1 at /usr/local/cuda/bin/nvcc"
+    assert found["libnuma"] == "libnuma.so.1 loads"
+    missing = doctor.sglang_findings("0.5.23", replace(GOOD, libnuma=False), lambda: None)
+    assert "libnuma" not in {f.what for f in missing}
 
 
 def test_the_machine_s_limits() -> None:
@@ -83,6 +94,14 @@ def test_the_machine_s_limits() -> None:
         doctor.open_files(infinite, infinite),
         doctor.open_files(4096, infinite),
         doctor.open_files(256, 4096),
+        doctor.threads(infinite, infinite),
+        doctor.threads(4096, infinite),
+        doctor.threads(512, 512),
+        doctor.locked_memory(8 << 20, []),
+        doctor.locked_memory(infinite, ["mlx5_0"]),
+        doctor.locked_memory(8 << 20, ["mlx5_0"]),
+        doctor.ray("2.60.0"),
+        doctor.ray(None),
         doctor.disk("/tmp", 0.5, 9 * GIB),
         doctor.disk("/tmp", 0.96, GIB),
         doctor.cpp(None),
@@ -90,6 +109,9 @@ def test_the_machine_s_limits() -> None:
         *(Verdict.FINE, Verdict.PROBLEM),
         *(Verdict.FINE, Verdict.NOTE),
         *(Verdict.FINE, Verdict.NOTE, Verdict.PROBLEM),
+        *(Verdict.FINE, Verdict.NOTE, Verdict.PROBLEM),
+        *(Verdict.FINE, Verdict.FINE, Verdict.NOTE),
+        *(Verdict.FINE, Verdict.PROBLEM),
         *(Verdict.FINE, Verdict.PROBLEM),
         Verdict.NOTE,
     ]
