@@ -41,7 +41,9 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path) -> None:
         checked(tmp_path, only="utilization")
 
 
-@pytest.mark.parametrize("name", ["full_divergence", "bfloat16_step", "long_attention"])
+@pytest.mark.parametrize(
+    "name", ["full_divergence", "bfloat16_step", "long_attention", "packed_attention"]
+)
 def test_a_check_passes_in_its_small_form(small: Setting, name: str) -> None:
     outcome = outcome_of(name, small)
     assert (outcome["status"], outcome["why"]) == ("pass", "") and outcome["numbers"]

@@ -54,6 +54,7 @@ class SharedPrefixModel:
         self.most_mask = MOST_MASK // (config.num_attention_heads if capped else 1)
         self.base = model.base_model
         self.device: torch.device = model.device
+        self._config = config
 
     def run(self, tokens_NS: Tensor, positions_NS: Tensor, current: Pass) -> Tensor:
         """Final hidden states, (N, S, H)."""
@@ -81,7 +82,11 @@ class SharedPrefixModel:
 
     def hidden_packed(self, rows: Sequence[TokenArray]) -> Tensor:
         """Hidden states of independent rows, end to end, (L, H): nothing is padded."""
-        current = PackedPass([len(row) for row in rows], self.device)
+        lengths = [len(row) for row in rows]
+        if self._attends_by_flex():
+            current = self._flex(lengths, range(len(lengths)))
+        else:
+            current = PackedPass(lengths, self.device)
         return self._run_packed(rows, [0] * len(rows), current)
 
     def hidden_after_packed(
@@ -91,12 +96,29 @@ class SharedPrefixModel:
         suffixes: Sequence[TokenArray],
     ) -> Tensor:
         """`hidden_after`, of suffixes end to end, (L, H): nothing is padded but in attention."""
-        prefix_lengths = [len(prefix) for prefix in prefixes]
-        current = PackedJointPass(
-            prefix_lengths, prefix_of_row, [len(suffix) for suffix in suffixes], self.device
-        )
+        prefix_lengths, suffix_lengths = ([len(row) for row in of] for of in (prefixes, suffixes))
+        if self._attends_by_flex():
+            continues = [*range(len(prefixes)), *prefix_of_row]
+            current = self._flex([*prefix_lengths, *suffix_lengths], continues)
+        else:
+            current = PackedJointPass(prefix_lengths, prefix_of_row, suffix_lengths, self.device)
         firsts = [0] * len(prefixes) + [prefix_lengths[place] for place in prefix_of_row]
         return self._run_packed([*prefixes, *suffixes], firsts, current)[sum(prefix_lengths) :]
+
+    def _attends_by_flex(self) -> bool:
+        """True if packed rows need no padding in attention either."""
+        if self.device.type != "cuda":
+            return False
+        from distill.models.flex_attention import Heads, flex_serves  # seconds, for a GPU alone
+
+        mixed = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if mixed else self.base.dtype
+        return flex_serves(Heads.of(self._config), dtype, self.device)
+
+    def _flex(self, lengths: Sequence[int], continues: Sequence[int]) -> Pass:
+        from distill.models.flex_attention import FlexPass
+
+        return FlexPass(lengths, continues, self.device)
 
     def _run_packed(
         self, rows: Sequence[TokenArray], firsts: Sequence[int], current: Pass

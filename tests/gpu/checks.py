@@ -27,6 +27,7 @@ CHECKS = {
     "full_divergence": Check(learner_checks.full_divergence),
     "bfloat16_step": Check(learner_checks.bfloat16_step),
     "long_attention": Check(learner_checks.long_attention),
+    "packed_attention": Check(learner_checks.packed_attention),
     "planned_memory": Check(learner_checks.planned_memory),
     "utilisation": Check(learner_checks.utilisation),
     "push": Check(engine_checks.push, 180.0),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from distill.handshake.comparison import MEAN_SHARE, TOLERANCE
+from distill.models import flex_attention
 from distill.models.loading import load_config
+from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig, Precision
@@ -22,6 +26,7 @@ from learner.teachers import LocalTeachers
 from tests.bench.memory import kilobytes
 from tests.bench.peak import peak_flops
 from tests.enumeration import ESTIMATORS, World, error
+from tests.flex_twin import dense_flex
 from tests.gpu.setting import TEMPERATURE, Setting, require, rows_of
 
 LOSS = PolicyObjectiveLoss(objective=ObjectiveConfig())
@@ -110,6 +115,46 @@ def long_attention(setting: Setting) -> dict[str, float]:
         made |= {"peak_gib": longer / _GIB, "peak_ratio": longer / shorter}
         require(longer < 3 * shorter, f"memory grows with the square of the length: {made}")
     return made
+
+
+def packed_attention(setting: Setting) -> dict[str, float]:
+    """Packed rows by flex attention: loss and gradient beside padded attention's; seconds."""
+    config = load_config(setting.model())
+    if setting.cuda:
+        heads, dtype = flex_attention.Heads.of(config), getattr(torch, setting.dtype)
+        serves = flex_attention.flex_serves(heads, dtype, torch.device(setting.device))
+        require(serves, "flex attention does not compile here, or is off: see the log")
+    lengths = (40, 3, 130, 300) if setting.size == "tiny" else (4000, 60, 900, 2500, 300, 8000)
+    rows_D = [rows_of(config, count=1, length=n, seed=n)[0] for n in lengths]
+    ours, theirs = (_packed_step(setting, rows_D, flex=flex) for flex in (True, False))
+    made = {
+        "seconds": ours["seconds"],
+        "padded_seconds": theirs["seconds"],
+        "norm_ratio": ours["norm"] / theirs["norm"],
+        "loss_gap": abs(ours["loss"] - theirs["loss"]),
+    }
+    share = 2e-2 if setting.cuda else 1e-4
+    require(abs(made["norm_ratio"] - 1) < share, f"the gradient's norm is off: {made}")
+    require(made["loss_gap"] < share * (1 + abs(theirs["loss"])), f"the loss is off: {made}")
+    return made
+
+
+def _packed_step(setting: Setting, rows_D: list[TrainingRow], *, flex: bool) -> dict[str, float]:
+    """Loss, norm of the gradient, and seconds of a pass, the second one of its kind."""
+    with ExitStack() as patches:
+        chosen = patch.object(SharedPrefixModel, "_attends_by_flex", lambda _: flex)
+        patches.enter_context(chosen)
+        if not setting.cuda:  # where torch's kernel has no backward pass
+            patches.enter_context(patch.object(flex_attention, "flex_attention", dense_flex))
+        learner = new_learner(setting, setting.dtype, packing=True)
+        learner.forward_backward(Part(rows_D=rows_D, loss=LOSS))  # compiles
+        learner.zero_grad()
+        started = time.perf_counter()
+        metrics = learner.forward_backward(Part(rows_D=rows_D, loss=LOSS))
+        gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
+        norm = torch.stack([gradient.float().norm() for gradient in gradients]).norm().item()
+    seconds = time.perf_counter() - started
+    return {"loss": metrics["train/loss"], "norm": norm, "seconds": seconds}
 
 
 @torch.no_grad()

@@ -28,12 +28,15 @@ from transformers import (
 )
 
 from distill.errors import ConfigError
+from distill.models import flex_attention
 from distill.models.attention_probe import check_packs
+from distill.models.shared_prefix import SharedPrefixModel
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.dpo import PreferenceLoss, with_reference
 from learner.learner import Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from tests.flex_twin import dense_flex
 from tests.learner.conftest import NewLearner, assert_same, gradients, gradients_of, naive_logprobs
 from tests.learner.test_dropout import SIZES, checkpoint
 from tests.samples import demonstration, training_row
@@ -137,6 +140,27 @@ def test_a_context_is_run_once_and_nothing_is_padded(
     contexts = 40 + 33 + 2 + 60 - 4  # the last token of each is its rows' own
     tokens = contexts + sum(row.num_trained for row in GROUPS)
     assert runs == [(1, tokens)] * 2, "a context was run twice, or something was padded"
+
+
+@pytest.mark.parametrize("family", ["tied", "alternating"])
+@pytest.mark.parametrize("rows", [ROWS, imitated(GROUPS)], ids=["rows", "groups"])
+def test_flex_attention_trains_the_same(
+    family: str,
+    rows: list[TrainingRow],
+    new_learner: NewLearner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA, but for the kernel: windows, soft caps, grouped heads, recomputed layers."""
+    monkeypatch.setattr(flex_attention, "flex_attention", dense_flex)
+    monkeypatch.setattr(SharedPrefixModel, "_attends_by_flex", lambda _self: True)
+    model = checkpoint(FAMILIES[family], tmp_path / family)
+    loss, gradient = alone(model, rows)
+    for changes in ({}, {"gradient_checkpointing": True}):
+        learner = new_learner(model=model, packing=True, **changes)
+        made = learner.forward_backward(Part(rows_D=rows, loss=cross_entropy_loss))
+        assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
+        assert_same(gradients(learner), gradient, share=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+"""Attention of packed rows by torch's flex attention: one kernel, and nothing is padded in it.
+
+    token q sees token k   if k is of q's own row, or of the prefix that this continues,
+                           and is not later, nor further away than the layer's window
+
+Blocks of 128 x 128 tokens of which that can be true of none are never computed. The kernel is
+compiled, for CUDA; elsewhere flex attention has no backward pass. Before it is used on a machine,
+it is compared there with the attention that pads (`flex_serves`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from distill.models.attention import Rule
+from distill.models.packed_attention import PackedJointPass
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 128
+_NO_WINDOW = 1 << 40
+# Of the probe: prefixes, their suffixes, and by how much results may differ, of the largest one.
+_PREFIXES, _CONTINUE, _SUFFIXES = (150, 7), (0, 0, 1), (140, 3, 60)
+_TOLERANCE = {torch.float32: 5e-3}  # TensorFloat-32, where that is allowed
+_TOLERANCE_OF_HALVES = 3e-2
+
+
+class Heads(NamedTuple):
+    """Heads of a model's attention, as the kernel is compiled for them."""
+
+    queries: int
+    keys: int
+    dim: int
+    softcap: float | None
+
+    @classmethod
+    def of(cls, config: Any) -> Heads | None:
+        """Of a decoder's config; None where keys and values are of different sizes."""
+        if getattr(config, "kv_lora_rank", None) is not None:
+            return None
+        queries = config.num_attention_heads
+        return cls(
+            queries,
+            getattr(config, "num_key_value_heads", None) or queries,
+            getattr(config, "head_dim", None) or config.hidden_size // queries,
+            getattr(config, "attn_logit_softcapping", None),
+        )
+
+
+class FlexPass:
+    """Rows end to end, L tokens; prefixes, and what continues them, may be among them.
+
+    Args:
+        lengths: of the rows.
+        continues: for each row the one whose tokens precede its own; its own number if none do.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], continues: Sequence[int], device: torch.device
+    ) -> None:
+        self._device = device
+        firsts = [0 if before == row else lengths[before] for row, before in enumerate(continues)]
+        row_L = np.repeat(np.arange(len(lengths)), lengths)
+        starts = np.cumsum([0, *lengths])[:-1]
+        position_L = np.arange(len(row_L)) - starts[row_L] + np.asarray(firsts)[row_L]
+        self._tokens = _Tokens(row_L, np.asarray(continues)[row_L], position_L)
+        self._row_L, self._before_L, self._position_L = (
+            torch.from_numpy(each).to(device) for each in self._tokens.columns
+        )
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        dtype = query.dtype
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+        kernel = _compiled() if query.device.type == "cuda" else flex_attention
+        out = kernel(
+            query.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            score_mod=None if rule.softcap is None else _softcap(rule.softcap),
+            block_mask=self._mask(rule.window),
+            scale=rule.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _mask(self, window: int | None) -> BlockMask:
+        """What tokens see in layers of this window; made once for all of them."""
+        if window not in self._masks:
+            reach = _NO_WINDOW if window is None else window
+            some, full = self._tokens.blocks(reach)
+            partial_count, partial = _listed(some & ~full, self._device)
+            full_count, whole = _listed(full, self._device)
+            self._masks[window] = BlockMask.from_kv_blocks(
+                partial_count,
+                partial,
+                full_count,
+                whole,
+                BLOCK_SIZE=BLOCK,
+                mask_mod=_sees(self._row_L, self._before_L, self._position_L, reach),
+                seq_lengths=(len(self._tokens.row_L), len(self._tokens.row_L)),
+            )
+        return self._masks[window]
+
+
+class _Tokens:
+    """Row, continued row and position of each token, and which blocks of them see which.
+
+    Rows are few beside tokens, and lie end to end: blocks are compared row by row, not token by
+    token.
+    """
+
+    def __init__(self, row_L: np.ndarray, before_L: np.ndarray, position_L: np.ndarray) -> None:
+        self.row_L, self.before_L, self.position_L = row_L, before_L, position_L
+
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.row_L, self.before_L, self.position_L
+
+    def blocks(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """(queries' blocks, keys' blocks): where some tokens see some, and where all see all."""
+        pieces = self._pieces()
+        block, row, before, first, last = map(np.array, zip(*pieces, strict=True))
+        kin = (row[None, :] == row[:, None]) | (row[None, :] == before[:, None])
+        some = kin & (first[None, :] <= last[:, None]) & (last[None, :] > first[:, None] - window)
+        full = kin & (last[None, :] <= first[:, None]) & (first[None, :] > last[:, None] - window)
+        starts = np.flatnonzero(np.diff(block, prepend=-1))
+        seen, whole = (
+            combine.reduceat(combine.reduceat(of, starts, axis=0), starts, axis=1)
+            for combine, of in ((np.logical_or, some), (np.logical_and, full))
+        )
+        if len(self.row_L) % BLOCK:  # the last block has tokens that are none
+            whole[-1] = whole[:, -1] = False
+        return seen, whole
+
+    def _pieces(self) -> list[tuple[int, int, int, int, int]]:
+        """(block, row, continued row, first and last position) of what rows have of blocks."""
+        length = len(self.row_L)
+        begins = np.flatnonzero(np.diff(self.row_L, prepend=-1))
+        cuts = np.union1d(begins, np.arange(0, length, BLOCK))
+        ends = [*cuts[1:], length]
+        return [
+            (
+                int(cut) // BLOCK,
+                int(self.row_L[cut]),
+                int(self.before_L[cut]),
+                int(self.position_L[cut]),
+                int(self.position_L[end - 1]),
+            )
+            for cut, end in zip(cuts, ends, strict=True)
+        ]
+
+
+def _sees(row_L: Tensor, before_L: Tensor, position_L: Tensor, window: int) -> Any:
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kin = (row_L[key] == row_L[query]) | (row_L[key] == before_L[query])
+        ago = position_L[query] - position_L[key]
+        return kin & (ago >= 0) & (ago < window)
+
+    return sees
+
+
+@cache
+def _softcap(cap: float) -> Any:
+    def capped(
+        score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor
+    ) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Number of blocks of keys for each of queries, (1, 1, Q), and which, (1, 1, Q, K): those."""
+    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    counts = blocks.sum(1).astype(np.int32)
+    count_11Q, order_11QK = (
+        torch.from_numpy(each)[None, None].to(device) for each in (counts, order)
+    )
+    return count_11Q, order_11QK
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+@cache
+def flex_serves(heads: Heads | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the kernel compiles here, and outputs and gradients are those of padded attention.
+
+    Asked before a forward pass, not within one: what is compiled and kept here is no layer's.
+    """
+    if heads is None or device.type != "cuda":
+        return False
+    try:
+        gap = _probe(heads, dtype, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler's, of many kinds
+        first = (str(error).splitlines() or [""])[0]
+        logger.warning("packed rows attend padded, without flex attention: %s", first)
+        return False
+    if gap > _TOLERANCE.get(dtype, _TOLERANCE_OF_HALVES):
+        logger.warning("packed rows attend padded: flex attention is off by %.2g", gap)
+        return False
+    return True
+
+
+@torch.enable_grad()
+def _probe(heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
+    """Largest difference between both ways, of outputs and gradients."""
+    passes = [
+        FlexPass((*_PREFIXES, *_SUFFIXES), (0, 1, *_CONTINUE), device),
+        PackedJointPass(_PREFIXES, _CONTINUE, _SUFFIXES, device),
+    ]
+    length = sum(_PREFIXES) + sum(_SUFFIXES)
+    draw = torch.Generator(device).manual_seed(0)
+    inputs = [
+        torch.randn(1, n, length, heads.dim, generator=draw, device=device).to(dtype)
+        for n in (heads.queries, heads.keys, heads.keys, heads.queries)
+    ]
+    rule = Rule(heads.dim**-0.5, None, heads.softcap)
+    found = []
+    with torch.autocast(device.type, enabled=False):
+        for current in passes:
+            query, key, value = (each.clone().requires_grad_() for each in inputs[:3])
+            out = current.attend(0, query, key, value, rule)
+            found.append((out.detach(), *torch.autograd.grad(out, (query, key, value), inputs[3])))
+    return max(
+        float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-9))
+        for ours, theirs in zip(*(map(Tensor.float, each) for each in found), strict=True)
+    )
