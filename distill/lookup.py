@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -79,3 +80,20 @@ def listed(names: Sequence[str]) -> str:
     """The first few of some names, for a message."""
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def require_arguments(
+    setting: str, name: str, function: Callable[..., Any], *arguments: str
+) -> None:
+    """Raises ConfigError for a function that cannot be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not say
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}={name!r} is called as ({', '.join(arguments)}), and takes {signature}: "
+            f"{error}"
+        ) from None

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
@@ -271,6 +272,8 @@ class Segment:
 class Trajectory:
     """One episode: its segments in order, its reward, and why it ended.
 
+    `reward_counts` is False where the reward says nothing, as of an episode that was cut off.
+
     Raises:
         DataError: no segments, segments at different temperatures, or a non-finite reward.
     """
@@ -279,6 +282,7 @@ class Trajectory:
     reward: float
     stop_reason: StopReason
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_counts: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", tuple(self.segments))
@@ -337,9 +341,14 @@ class TrajectoryGroup:
 
     @property
     def constant_reward(self) -> float | None:
-        """The reward of every member; None if they differ, so that some are better than others."""
-        first, *others = (trajectory.reward for trajectory in self.trajectories_G)
-        return first if all(reward == first for reward in others) else None
+        """The reward of every member; None if they differ, so that some are better than others.
+
+        Rewards that do not count make no difference; where none does, the mean of all.
+        """
+        counted = [member.reward for member in self.trajectories_G if member.reward_counts]
+        if not counted:
+            return fmean(member.reward for member in self.trajectories_G)
+        return counted[0] if len(set(counted)) == 1 else None
 
     @property
     def num_actions(self) -> int:

@@ -119,4 +119,6 @@ def as_seen(row: TrainingRow) -> TrainingRow:
         teacher_context_T=None,
         teacher_replaces=0,
         sampled_kl_coef_T=None,
+        clipped_kl_coef_T=None,
+        teacher_gaps_T=None,
     )

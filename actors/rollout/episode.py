@@ -14,6 +14,7 @@ from distill.chat.segments import SegmentBuilder
 from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode, Turn
 from distill.errors import DataError, EngineError
+from distill.rewards.length import LengthRules
 from distill.rewards.registry import LARGEST_REWARD
 from distill.sampling import Sampling, TrainSampling
 from distill.types import Segment, StopReason, TokenArray, Trajectory, TrajectoryGroup
@@ -36,6 +37,7 @@ async def rollout_group(
     models: Mapping[str, Sampler] | None = None,
     user_code: UserCode = nullcontext,
     ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
+    lengths: LengthRules | None = None,
 ) -> TrajectoryGroup:
     """The group's G episodes as trajectories to train on.
 
@@ -43,6 +45,7 @@ async def rollout_group(
     Members that never had a turn are left out.
 
     Args:
+        lengths: what the lengths of episodes do to their rewards.
         ended: is shown the segments of each trajectory as soon as it has ended; they are those that
             the group will have.
 
@@ -67,12 +70,7 @@ async def rollout_group(
         ended=note,
     )
     trajectories_G = tuple(
-        Trajectory(
-            segments=segments_G[member],
-            reward=episode.reward,
-            stop_reason=episode.stop_reason,
-            metrics=episode.metrics,
-        )
+        _ruled(_trajectory(segments_G[member], episode), episode, lengths)
         for member, episode in enumerate(episodes_G)
         if episode.turns
     )
@@ -86,6 +84,32 @@ async def rollout_group(
         teacher=builder.teacher,
         tag=builder.tag,
         answer=builder.answer,
+    )
+
+
+def _trajectory(segments: tuple[Segment, ...], episode: Episode) -> Trajectory:
+    return Trajectory(
+        segments=segments,
+        reward=episode.reward,
+        stop_reason=episode.stop_reason,
+        metrics=episode.metrics,
+    )
+
+
+def _ruled(trajectory: Trajectory, episode: Episode, rules: LengthRules | None) -> Trajectory:
+    """The trajectory with the reward that the rules leave it: less the penalty of its longest turn,
+    which is its metric `overlong`."""
+    if rules is None:
+        return trajectory
+    metrics, penalty = trajectory.metrics, 0.0
+    if rules.overlong_buffer:
+        penalty = rules.penalty(max(len(turn.sample.tokens_T) for turn in episode.turns))
+        metrics = {**metrics, "overlong": penalty}
+    return replace(
+        trajectory,
+        reward=trajectory.reward - penalty,
+        metrics=metrics,
+        reward_counts=rules.counts(trajectory.stop_reason),
     )
 
 

@@ -27,6 +27,7 @@ from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvStream
 from distill.errors import described
+from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.types import TrajectoryGroup
 
@@ -87,6 +88,7 @@ class RolloutWorker:
         policy_top_k: at how many of the policy's own likeliest tokens the objective wants to know
             the teacher, at each action.
         teacher_top_k: at how many of the teacher's likeliest (others).
+        lengths: what the lengths of episodes do to their rewards.
         max_groups: most groups under way at once.
     """
 
@@ -104,12 +106,14 @@ class RolloutWorker:
         models: Mapping[str, Sampler] | None = None,
         policy_top_k: int = 0,
         teacher_top_k: int = 0,
+        lengths: LengthRules | None = None,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
         self._reference = reference
         self._models = {**teachers, **(models or {})}
         self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
+        self._lengths = lengths
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -202,6 +206,7 @@ class RolloutWorker:
                     models=self._models,
                     user_code=partial(self._user_code, under_way),
                     ended=scorer.ended,
+                    lengths=self._lengths,
                 )
                 sampled = time.perf_counter()
                 under_way.enter("scoring")

@@ -24,12 +24,14 @@ from distill.delivery import Overdue, StepRuleName
 from distill.errors import ConfigError
 from distill.objective.settings import (
     AUTO,
+    DEFAULT_OVERLONG_PENALTY,
     ObjectiveConfig,
     PolicyObjective,
     require_comparison,
     require_reward,
     require_teacher,
 )
+from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
@@ -277,6 +279,11 @@ class RolloutConfig(
         self._check_replay()
         self._check_kept()
         self._check_env()
+        if self.objective().overlong_buffer > self.max_new_tokens:
+            raise ConfigError(
+                f"overlong_buffer={self.objective().overlong_buffer} must be at most "
+                f"max_new_tokens={self.max_new_tokens}: it is the end of a response"
+            )
         self._check_sleep()
 
     def _check_sleep(self) -> None:
@@ -354,6 +361,19 @@ class RolloutConfig(
     @abstractmethod
     def objective(self) -> ObjectiveConfig:
         """The whole objective."""
+
+    def length_rules(self) -> LengthRules | None:
+        """What the lengths of responses do to their rewards; None: nothing."""
+        objective = self.objective()
+        if not objective.mask_truncated and not objective.overlong_buffer:
+            return None
+        penalty = objective.overlong_penalty
+        return LengthRules(
+            max_new_tokens=self.max_new_tokens,
+            mask_truncated=objective.mask_truncated,
+            overlong_buffer=objective.overlong_buffer,
+            overlong_penalty=DEFAULT_OVERLONG_PENALTY if penalty is None else penalty,
+        )
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """Teachers by name; the name of one that is alone is empty."""
@@ -554,6 +574,11 @@ class RlConfig(RolloutConfig, PolicyObjective):
             raise ConfigError(
                 f"dynamic_sampling={self.dynamic_sampling} must be 0 (off) or more, and finite: "
                 "how many times prompts_per_step groups a step may pass over"
+            )
+        if self.dynamic_sampling and self.baseline == "global":
+            raise ConfigError(
+                f"dynamic_sampling={self.dynamic_sampling} with baseline=global would throw away a "
+                "signal: a group of one reward is better or worse than the others; leave it out"
             )
         if self.dynamic_sampling and not self.most_replaced:
             raise ConfigError(

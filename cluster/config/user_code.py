@@ -1,4 +1,5 @@
-"""User code tried once before a run: an environment, or a reward, of somebody's own.
+"""User code tried once before a run: an environment, a reward, an advantage or a loss of somebody's
+own.
 
 What is built in is not. A problem may be at fault and not the code, so what goes wrong on one is
 tried on another.
@@ -16,6 +17,8 @@ from cluster.config.on_policy import RolloutConfig
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
+from distill.objective.custom import AdvantageTrial, LossTrial, own_advantage, own_loss
+from distill.objective.settings import is_own
 from distill.rewards.model_reward import REWARD_MODEL
 from distill.rewards.registry import CheckedReward
 
@@ -61,6 +64,38 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
         )
     if failed:
         raise ConfigError(f"{failed}. {_WAY_OUT}")
+
+
+def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:
+    """Finds an advantage and a loss of the user's own, and tries each on made-up numbers, in a
+    process of its own.
+
+    Raises:
+        ConfigError: one cannot be imported or called so; it raises, hangs, or answers in another
+            form than the objective needs.
+    """
+    objective = config.objective()
+    trials: list[tuple[str, Callable[[], None]]] = []
+    if objective.advantage is not None:
+        own_advantage(objective.advantage)
+        trial = AdvantageTrial(name=objective.advantage, group_size=config.group_size)
+        trials.append((f"advantage={objective.advantage}", trial))
+    if is_own(objective.loss):
+        own_loss(objective.loss)
+        trials.append((f"loss={objective.loss}", LossTrial(name=objective.loss)))
+    for setting, trial in trials if config.try_first else ():
+        try:
+            wrong = tried(trial, _START_S)
+        except NotTried as error:
+            say(f"{setting} is not tried before the run: {error}")
+            continue
+        except TimeoutError:
+            raise ConfigError(
+                f"{setting}, tried before the run on made-up numbers, did not end within "
+                f"{_START_S:g} s. {_WAY_OUT}"
+            ) from None
+        if wrong is not None:
+            raise ConfigError(f"{wrong}; tried before the run on made-up numbers. {_WAY_OUT}")
 
 
 def _has_user_code(config: RolloutConfig) -> bool:

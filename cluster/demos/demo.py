@@ -53,13 +53,13 @@ def demo(config: DemoConfig, console: Console) -> None:
     started = time.perf_counter()
     out = fresh_directory(Path(config.out).resolve(), "demo")
     data = write_data(out, FORGET_CARRY, config.seed)
-    distillation = _distillation(config, out, data)
-    with connected(distillation):
+    opd = distillation(config, out, data)
+    with connected(opd):
         for name in FORGET_CARRY:
             console.rule(f"{name}: supervised fine-tuning")
             run_sft(schooling(out, data, name, config.seed), console)
         console.rule(f"on-policy distillation at T = {config.temperature:g}")
-        run_on_policy(distillation, console)
+        run_on_policy(opd, console)
     _report(out, time.perf_counter() - started, console)
 
 
@@ -148,7 +148,8 @@ def schooling(out: Path, data: Data, name: str, seed: int) -> SftConfig:
     )
 
 
-def _distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
+def distillation(config: DemoConfig, out: Path, data: Data) -> OpdConfig:
+    """What the demo runs, once its models have been to school."""
     return OpdConfig(
         student=str(out / STUDENT / "final"),
         teacher=str(out / TEACHER / "final"),

@@ -183,6 +183,7 @@ class RolloutCast:
                 models=self._models_to_ask,
                 policy_top_k=config.objective().asked_of_policy,
                 teacher_top_k=config.objective().asked_of_teacher,
+                lengths=config.length_rules(),
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
                 sampling=config.train_sampling(),

@@ -15,7 +15,7 @@ from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
-from cluster.config.user_code import try_user_code
+from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
 from cluster.handshake.handshake import ENGINE_DEADLINE_S, PARTS, LearnerLogprobs, handshake
@@ -61,6 +61,7 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
             config, config.recipe, title="student", model=config.student,
             tokenizer=inputs.tokenizer, say=say,
         )  # fmt: skip
+        try_own_objective(config, say)
         if config.rollouts is None:
             try_user_code(config, inputs, say)
     kept = None if config.rollouts is None else kept_steps(config)
@@ -135,9 +136,12 @@ def _sources(train: EnvDataset) -> str:
 def _objective_line(objective: ObjectiveConfig) -> str:
     terms = []
     if objective.kl_coef:
-        terms.append(f"{objective.kl_coef:g} x {objective.divergence} ({objective.estimator})")
+        clip = "" if objective.kl_clip is None else f", clipped at {objective.kl_clip:g} nats"
+        how = f"{objective.estimator}{clip}"
+        terms.append(f"{objective.kl_coef:g} x {objective.divergence} ({how})")
     if objective.reward_coef:
-        terms.append(f"{objective.reward_coef:g} x reward (baseline {objective.baseline})")
+        compared = objective.advantage or f"baseline {objective.baseline}"
+        terms.append(f"{objective.reward_coef:g} x reward ({compared})")
     for name in ("reference_kl_coef", "entropy_coef", "bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")

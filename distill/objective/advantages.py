@@ -1,44 +1,19 @@
-"""Parts of advantages: baselines, discounted sums, log-prob gaps. Numpy, no gradients."""
+"""Parts of tokens' advantages: discounted sums, log-prob gaps. Numpy, no gradients."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from distill.errors import DataError
-from distill.objective.settings import Baseline
 from distill.stops import hits
 from distill.types import FloatArray, Segment
 
-# Added to a group's standard deviation before dividing by it.
-STD_FLOOR = 1e-6
+if TYPE_CHECKING:  # rollout workers do without torch
+    from torch import Tensor
 
-
-def group_centred(rewards_G: FloatArray) -> FloatArray:
-    """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division."""
-    rewards_G = np.asarray(rewards_G, dtype=np.float32)
-    return rewards_G - rewards_G.mean()
-
-
-def leave_one_out(rewards_G: FloatArray) -> FloatArray:
-    """A_i = r_i - mean of the other members (RLOO: Kool et al. 2019, Ahmadian et al. 2024).
-
-    Raises:
-        DataError: a group of one has no other members.
-    """
-    rewards_G = np.asarray(rewards_G, dtype=np.float32)
-    if len(rewards_G) < 2:
-        raise DataError("leave_one_out needs a group of at least 2")
-    return group_centred(rewards_G) * np.float32(len(rewards_G) / (len(rewards_G) - 1))
-
-
-def reward_advantages(
-    rewards_G: FloatArray, *, baseline: Baseline, scale_by_std: bool
-) -> FloatArray:
-    """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
-    advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
-    if scale_by_std:
-        advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
-    return advantages_G
+Gaps = TypeVar("Gaps", FloatArray, "Tensor")
 
 
 def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
@@ -71,6 +46,23 @@ def outside_top(
         actions_N = np.where(hits(actions_N, stop_event), stop_event[0], actions_N)
     in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
     return on_actions(segment, np.where(in_top_N, 0, values_T[segment.action_mask_T]))
+
+
+def teacher_gaps(segment: Segment) -> FloatArray:
+    """log p_T(y_t) - log q_T(y_t) of the action tokens, shape (actions,).
+
+    Raises:
+        DataError: the segment has not been scored by a teacher.
+    """
+    if segment.teacher_logprobs_T is None:
+        raise DataError("teacher_logprobs_T is missing: the segment was not scored by a teacher")
+    mask_T = segment.action_mask_T
+    return segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
+
+
+def clipped(gaps_N: Gaps, kl_clip: float | None) -> Gaps:
+    """The gaps within [-kl_clip, kl_clip]; all of them without one. Arrays or tensors."""
+    return gaps_N if kl_clip is None else gaps_N.clip(-kl_clip, kl_clip)
 
 
 def reference_gaps(segment: Segment) -> FloatArray:

@@ -37,6 +37,13 @@ class OtherRows:
 
 
 NO_OTHER_ROWS = OtherRows()
+_OPTIONAL_FLOATS = (
+    "proximal_logprobs_T",
+    "reference_logprobs_T",
+    "sampled_kl_coef_T",
+    "clipped_kl_coef_T",
+    "teacher_gaps_T",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +67,9 @@ class TrainingRow:
         teacher_top: that teacher's likeliest tokens, one row per trained token.
         sampled_kl_coef_T: weight of log p - log q of the sampled token in `advantages_T`, where
             that log p is the sampler's; None: the advantage has no such term.
+        clipped_kl_coef_T: weight of the teacher's such term where kl_clip bounds it.
+        teacher_gaps_T: log p - log q of the sampled tokens, of the sampler's p; None without
+            kl_clip.
         ends_sequence: False where the row that follows goes on with the same sequence.
         other_rows: what is needed of the rest of that sequence.
 
@@ -82,15 +92,15 @@ class TrainingRow:
     teacher_replaces: int = 0
     teacher_top: LikeliestTokens | None = None
     sampled_kl_coef_T: FloatArray | None = None
+    clipped_kl_coef_T: FloatArray | None = None
+    teacher_gaps_T: FloatArray | None = None
     ends_sequence: bool = True
     other_rows: OtherRows = NO_OTHER_ROWS
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature, f"temperature of {self.source}")
         floats = ["advantages_T", "behaviour_logprobs_T"]
-        for name in ("proximal_logprobs_T", "reference_logprobs_T", "sampled_kl_coef_T"):
-            if getattr(self, name) is not None:
-                floats.append(name)
+        floats += [name for name in _OPTIONAL_FLOATS if getattr(self, name) is not None]
         for name in ("loss_mask_T", *floats):
             if len(getattr(self, name)) != len(self.tokens_T):
                 raise DataError(
@@ -151,6 +161,8 @@ class Batch:
     teacher_top_ids_NK: Tensor | None
     teacher_top_logprobs_NK: Tensor | None
     sampled_kl_coef_N: Tensor | None
+    clipped_kl_coef_N: Tensor | None
+    teacher_gaps_N: Tensor | None
     rows: tuple[TrainingRow, ...]
 
     def sum_by_row(self, values_N: Tensor) -> Tensor:
@@ -449,5 +461,7 @@ def collate(rows: Sequence[TrainingRow], device: str = "cpu") -> Batch:
             gather([top.logprobs_NK for top in tops], torch.float32) if have_tops else None
         ),
         sampled_kl_coef_N=gather_optional("sampled_kl_coef_T"),
+        clipped_kl_coef_N=gather_optional("clipped_kl_coef_T"),
+        teacher_gaps_N=gather_optional("teacher_gaps_T"),
         rows=tuple(rows),
     )

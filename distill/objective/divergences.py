@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import DataError
+from distill.objective.advantages import clipped
 from distill.objective.settings import DivergenceName
 
 # Least mass of a teacher's tail. What is left of 1 after its top K carries their rounding errors,
@@ -42,6 +43,17 @@ def kl(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
     """KL(p || q) = sum_v p(v) (log p(v) - log q(v))."""
     assert log_p_NV.shape == log_q_NV.shape, "the distributions are over different things"
     return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dim=-1)
+
+
+def clipped_reverse_kl(log_p_NV: Tensor, log_q_NV: Tensor, kl_clip: float) -> Tensor:
+    """sum_v p(v) clip(log p(v) - log q(v)), the clipped log ratio held fixed in the gradient.
+
+    No divergence, but the mean of the sampled estimator with the same clip; its gradient tends to
+    that of KL(p || q) as the clip grows.
+    """
+    assert log_p_NV.shape == log_q_NV.shape, "the distributions are over different things"
+    gap_NV = clipped((log_p_NV - log_q_NV).detach(), kl_clip)
+    return (log_p_NV.exp() * gap_NV).sum(dim=-1)
 
 
 def generalised_jsd(log_p_NV: Tensor, log_q_NV: Tensor, beta: float) -> Tensor:
@@ -132,13 +144,16 @@ def with_tail(log_q_NK: Tensor) -> Tensor:
     return torch.cat([log_q_NK, rest_N1.log().to(log_q_NK.dtype)], dim=1)
 
 
-def top_of_reverse_kl(log_p_NV: Tensor, ids_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+def top_of_reverse_kl(
+    log_p_NV: Tensor, ids_NK: Tensor, log_q_NK: Tensor, kl_clip: float | None = None
+) -> Tensor:
     """The part of KL(p || q) that falls on K tokens: sum_k p_k (log p_k - log q_k).
 
     By itself no divergence: it is least where p puts its mass elsewhere, which is how truncated
     reverse KL collapses. It is meant to be completed by the sampled term of the tokens outside; so
     the log ratio is held fixed in the gradient, as it is there (their two extra terms, the
-    gradients of the two masses, cancel).
+    gradients of the two masses, cancel). With a clip, of the clipped log ratios.
     """
     log_p_NK = _top_logprobs(log_p_NV, ids_NK)
-    return (log_p_NK.exp() * (log_p_NK - log_q_NK).detach()).sum(dim=1)
+    gap_NK = clipped((log_p_NK - log_q_NK).detach(), kl_clip)
+    return (log_p_NK.exp() * gap_NK).sum(dim=1)

@@ -17,12 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distill.objective.custom import own_loss
 from distill.objective.settings import (
     CLIP,
     CORRECTION_CAP,
     DRO_BETA,
     DUAL_CLIP,
     PolicyObjective,
+    is_own,
 )
 
 Metrics = dict[str, Tensor]
@@ -135,6 +137,9 @@ def token_losses(
 
     Args:
         mean_of_sequence: of values (N,), the mean of each token's whole sequence; for gspo.
+
+    Raises:
+        DataError: a loss of the user's own failed.
     """
     old_N, advantages_N = old_N.detach(), advantages_N.detach()
     assert logprobs_N.shape == old_N.shape == advantages_N.shape and logprobs_N.ndim == 1
@@ -158,6 +163,9 @@ def token_losses(
                 logprobs_N, old_N, advantages_N, mean_of_sequence,
                 clip_low=low, clip_high=high,
             )  # fmt: skip
+        case own if is_own(own):
+            loss_N = own_loss(own)(logprobs_N, old_N, advantages_N)
+            return TokenLoss(loss_N, torch.zeros_like(old_N))
         case unknown:
             raise AssertionError(f"loss={unknown} should have been refused")
 

@@ -2,17 +2,18 @@
 
 Everything is at the rollout temperature. p is the learner's policy, mu the one that sampled, q the
 teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y_s) over s >= t,
-with g = kl_discount_factor; at 0 it is x(y_t).
+with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, kl_clip].
 
     1  terms per token     A_t = reward_coef A_i + bonus_coef b_t            rewards
                                + reference_kl_coef S(mean_kl - log p + log ref)
-                               - kl_coef S(log p - log q)                    teacher: sampled
+                               - kl_coef S(clip(log p - log q))              teacher: sampled
     2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
     3  loss over ratios    sum_t  -r A_t  (or a bounded form)  + D_t  - entropy_coef H(p)(y_<t)
 
     opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`.
 
-The first part is numpy, made once for a whole step where its groups arrive (`policy_terms`). The
+The first part is numpy, made once for a whole step where its groups arrive (`policy_terms`; A_i by
+`reward_advantages`, the only thing that looks at several groups). The
 other two are torch, made for each micro-batch under the present weights: `teacher_divergence`
 within the projection to the vocabulary, `policy_loss` on what comes out of it. The pieces they are
 made of: `advantages`, `divergences`, `losses`, beside this file.
@@ -29,17 +30,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from distill.errors import DataError
 from distill.models.logprobs import DivergenceOf, TokenStats
 from distill.objective.advantages import (
+    clipped,
     discounted_future_sum,
     on_actions,
     outside_top,
     reference_gaps,
-    reward_advantages,
+    teacher_gaps,
 )
 from distill.objective.batching import Batch
 from distill.objective.divergences import (
+    clipped_reverse_kl,
     coarse,
     divergence,
     shared_columns,
@@ -55,6 +57,7 @@ from distill.objective.losses import (
     ratio_metrics,
     token_losses,
 )
+from distill.objective.reward_advantages import GroupRewards, sample_advantages
 from distill.objective.settings import (
     AUTO,
     CLIP,
@@ -80,11 +83,16 @@ class TokenTerms(NamedTuple):
         sampled_kl_coef_T: weight of -log p in `advantages_T`, in the terms of teacher and reference
             together; None: it has none.
         teacher_coef: weight of the divergence from the teacher; 0: there is none.
+        clipped_kl_coef_T: with kl_clip, the weight of the teacher's term alone, which is then not
+            in `sampled_kl_coef_T`; None without.
+        teacher_gaps_T: with kl_clip, log mu - log q of the sampled tokens, unclipped.
     """
 
     advantages_T: FloatArray
     sampled_kl_coef_T: FloatArray | None
     teacher_coef: float
+    clipped_kl_coef_T: FloatArray | None = None
+    teacher_gaps_T: FloatArray | None = None
 
 
 def policy_terms(
@@ -102,11 +110,11 @@ def policy_terms(
         DataError: a segment lacks a score that the objective needs.
     """
     mean_kl = mean_reference_kl(groups_P) if objective.reference_kl_coef else 0.0
-    for group in groups_P:
+    advantages_P = sample_advantages([GroupRewards.of(group) for group in groups_P], objective)
+    for group, advantages_G in zip(groups_P, advantages_P, strict=True):
         coef = objective.kl_coef
         if coef and teacher_weights is not None:
             coef *= teacher_weights[group.teacher]
-        advantages_G = trajectory_advantages(group, objective)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
             terms = _teacher_terms(trajectory, objective, coef, stop_event)
             if objective.reference_kl_coef:
@@ -122,16 +130,6 @@ def policy_terms(
                     for reward_T, term in zip(rewards, terms, strict=True)
                 ],
             )
-
-
-def trajectory_advantages(group: TrajectoryGroup, objective: PolicyObjective) -> FloatArray:
-    """reward_coef * A_i of a group's trajectories, shape (G,)."""
-    rewards_G = np.array([member.reward for member in group.trajectories_G], np.float32)
-    if not objective.reward_coef:
-        return np.zeros_like(rewards_G)
-    return objective.reward_coef * reward_advantages(
-        rewards_G, baseline=objective.baseline, scale_by_std=objective.scale_by_std
-    )
 
 
 def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective) -> FloatArray:
@@ -186,44 +184,47 @@ def _teacher_terms(
     """The teacher's part: an advantage where it is known by the sampled token, a divergence else;
     with tail=sampled the first outside the tokens that it was asked for, the second within."""
     assert objective.estimator != AUTO, "the run chooses an estimator before it trains"
-    segments = trajectory.segments
+    segments, clip = trajectory.segments, objective.kl_clip
     divergence_coef = 0.0 if objective.estimator == "sampled" else coef
-    outside = objective.samples_tail
-    if not coef or not (outside or objective.estimator == "sampled"):
+    samples = objective.samples_tail or objective.estimator == "sampled"
+    sampled_coef = coef if samples else 0.0
+    if not coef or not (samples or clip):
         zeros = [np.zeros(len(segment), np.float32) for segment in segments]
         return [TokenTerms(zeros_T, None, divergence_coef) for zeros_T in zeros]
     terms = []
-    sampled = opd_advantages(segments, coef, objective.kl_discount_factor)
+    sampled = opd_advantages(segments, sampled_coef, objective.kl_discount_factor, clip)
     for segment, advantages_T in zip(segments, sampled, strict=True):
-        term = advantages_T, on_actions(segment, np.full(segment.num_actions, coef, np.float32))
-        if outside:
-            advantages_T, coefs_T = (outside_top(segment, of_T, stop_event) for of_T in term)
-            term = advantages_T, coefs_T
-        terms.append(TokenTerms(*term, divergence_coef))
+        coefs_T = on_actions(segment, np.full(segment.num_actions, sampled_coef, np.float32))
+        if objective.samples_tail:
+            advantages_T = outside_top(segment, advantages_T, stop_event)
+            coefs_T = outside_top(segment, coefs_T, stop_event)
+        term = TokenTerms(advantages_T, coefs_T, divergence_coef)
+        if clip is not None:
+            gaps_T = on_actions(segment, teacher_gaps(segment))
+            term = term._replace(
+                sampled_kl_coef_T=None, clipped_kl_coef_T=coefs_T, teacher_gaps_T=gaps_T
+            )
+        terms.append(term)
     return terms
 
 
 def opd_advantages(
-    segments: Sequence[Segment], kl_coef: float, kl_discount_factor: float
+    segments: Sequence[Segment],
+    kl_coef: float,
+    kl_discount_factor: float,
+    kl_clip: float | None = None,
 ) -> list[FloatArray]:
-    """A_t = -kl_coef * sum_{s >= t} g^{s-t} (log p_T(y_s) - log q_T(y_s)) on actions, 0 elsewhere.
+    """A_t = -kl_coef * sum_{s >= t} g^{s-t} clip(log p_T(y_s) - log q_T(y_s)) on actions, else 0.
 
     The sum goes to the end of the trajectory, whose segments these are; one array for each. log p_T
     is the behaviour log-prob, log q_T the teacher's, both at the segment's temperature, so
-    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0. The loss puts the learner's own log p_T in place of
-    the behaviour's: `own_advantages`.
+    E[A_t] = -kl_coef * KL(p_T || q_T) at g = 0 without a clip. The loss puts the learner's own
+    log p_T in place of the behaviour's: `own_advantages`.
 
     Raises:
         DataError: a segment has not been scored by a teacher.
     """
-    gaps = []
-    for segment in segments:
-        if segment.teacher_logprobs_T is None:
-            raise DataError(
-                "teacher_logprobs_T is missing: the segment was not scored by a teacher"
-            )
-        mask_T = segment.action_mask_T
-        gaps.append(segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T])
+    gaps = [clipped(teacher_gaps(segment), kl_clip) for segment in segments]
     return [
         on_actions(segment, -kl_coef * sum_N)
         for segment, sum_N in zip(segments, _to_the_end(gaps, kl_discount_factor), strict=True)
@@ -241,15 +242,22 @@ def teacher_divergence(
     estimator=full: over the vocabulary, by the teacher's `distribution`. top_k: over the tokens
     that the teacher was asked for and the rest as one bucket, or, with tail=sampled, those tokens'
     part of the reverse KL, which the sampled term completes. Which tokens they are may depend on
-    the state in any way, and not on the token that is sampled in it.
+    the state in any way, and not on the token that is sampled in it. With kl_clip each log ratio in
+    it is bounded, as that of the sampled token is.
     """
     if how.estimator == "sampled" or not how.kl_coef:
         return None
     jsd_beta = DEFAULT_JSD_BETA if how.jsd_beta is None else how.jsd_beta
+
+    def of_whole(log_p_NV: Tensor, log_q_NV: Tensor) -> Tensor:
+        if how.kl_clip is not None:
+            return clipped_reverse_kl(log_p_NV, log_q_NV, how.kl_clip)
+        return divergence(log_p_NV, log_q_NV, how.divergence, jsd_beta)
+
     if how.estimator == "full":
         assert distribution is not None, "estimator=full needs the teachers in the learner"
-        return lambda log_p_NV, positions: divergence(
-            *shared_columns(log_p_NV, distribution(positions)), how.divergence, jsd_beta
+        return lambda log_p_NV, positions: of_whole(
+            *shared_columns(log_p_NV, distribution(positions))
         )
     ids_NK, log_q_NK = batch.teacher_top_ids_NK, batch.teacher_top_logprobs_NK
     assert ids_NK is not None and log_q_NK is not None, "the rows lack the teacher's top_k"
@@ -258,8 +266,8 @@ def teacher_divergence(
         ids_nK = ids_NK[positions]
         log_q_nK = without_padding(log_p_NV.shape[1], ids_nK, log_q_NK[positions])
         if how.samples_tail:
-            return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK)
-        return divergence(coarse(log_p_NV, ids_nK), with_tail(log_q_nK), how.divergence, jsd_beta)
+            return top_of_reverse_kl(log_p_NV, ids_nK, log_q_nK, how.kl_clip)
+        return of_whole(coarse(log_p_NV, ids_nK), with_tail(log_q_nK))
 
     return of_top
 
@@ -280,7 +288,7 @@ def policy_loss(
     `train/approx_kl_k1` to `k3`; `train/ess_*`, from which `finish_metrics` makes the effective
     sample size; `train/clip_share`, and by side where the loss has bounds on the ratio;
     `train/correction_share`; `train/entropy`;
-    `opd/divergence` where there is one.
+    `opd/divergence` where there is one; `opd/clipped_share` with kl_clip.
     """
     logprobs_N, behaviour_N = stats.logprobs_N, batch.behaviour_logprobs_N
     weight_N, corrected_N = torch.ones_like(behaviour_N), None
@@ -310,6 +318,8 @@ def policy_loss(
         metrics["train/correction_share"] = corrected_N.sum() / counts.tokens
     if stats.divergence_N is not None:
         metrics["opd/divergence"] = stats.divergence_N.detach().sum() / counts.tokens
+    if how.kl_clip is not None:
+        metrics["opd/clipped_share"] = _clipped(logprobs_N, batch, how.kl_clip) / counts.tokens
     return (scale_N * per_token_N).sum(), metrics
 
 
@@ -323,14 +333,32 @@ def own_advantages(logprobs_N: Tensor, batch: Batch, how: ObjectiveConfig) -> Te
     pi / mu, A = c (log q - log pi) has the gradient of -c KL(pi || q); log mu in place of log pi,
     that of -c (KL(pi || q) - KL(pi || mu)), which drives pi away from the policy that sampled. What
     centres the reference's term is a baseline: it stays as it was sampled, one for the whole step.
+    With kl_clip the teacher's d is what its clipped gap moves by.
     """
     advantages_N = batch.advantages_N.detach()
-    if (coef_N := batch.sampled_kl_coef_N) is None:
+    if batch.sampled_kl_coef_N is None and batch.clipped_kl_coef_N is None:
         return advantages_N
     moved_N = (logprobs_N - batch.behaviour_logprobs_N).detach()
+    moved_kl_N = torch.zeros_like(moved_N)
+    if (coef_N := batch.sampled_kl_coef_N) is not None:
+        moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
+    if (coef_N := batch.clipped_kl_coef_N) is not None:
+        gap_N, clip = _teacher_gaps(batch), how.kl_clip
+        moved_gap_N = clipped(gap_N + moved_N, clip) - clipped(gap_N, clip)
+        moved_kl_N = moved_kl_N + coef_N.to(moved_N.dtype) * moved_gap_N
     after_B = batch.of_rows([row.other_rows.future_kl for row in batch.rows])
-    moved_kl_N = coef_N.to(moved_N.dtype) * moved_N
     return advantages_N - batch.future_sum(moved_kl_N, how.kl_discount_factor, after_B)
+
+
+def _clipped(logprobs_N: Tensor, batch: Batch, kl_clip: float) -> Tensor:
+    """The number of tokens whose log pi - log q is beyond the clip, under the present weights."""
+    moved_N = logprobs_N.detach() - batch.behaviour_logprobs_N
+    return ((_teacher_gaps(batch) + moved_N).abs() > kl_clip).sum()
+
+
+def _teacher_gaps(batch: Batch) -> Tensor:
+    assert batch.teacher_gaps_N is not None, "kl_clip needs the teacher's log-probs in the rows"
+    return batch.teacher_gaps_N
 
 
 def mean_of_sequence(log_ratio_N: Tensor, batch: Batch) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from distill.objective.advantages import discounted_future_sum, on_actions
+from distill.objective.advantages import clipped, discounted_future_sum, on_actions
 from distill.objective.batching import OtherRows, TrainingRow
 from distill.objective.objectives import TokenTerms, policy_terms
 from distill.objective.settings import ObjectiveConfig
@@ -64,6 +64,8 @@ def _policy_row(
         teacher_replaces=segment.teacher_replaces,
         teacher_top=segment.teacher_top,
         sampled_kl_coef_T=terms.sampled_kl_coef_T,
+        clipped_kl_coef_T=terms.clipped_kl_coef_T,
+        teacher_gaps_T=terms.teacher_gaps_T,
         ends_sequence=segment is trajectory.segments[-1],
         other_rows=OtherRows(tokens=tokens - segment.num_actions),
     )
@@ -116,13 +118,23 @@ def _others(
             old_N = logprobs_N if proximal_T is None else proximal_T[mask_T]
         log_ratios.insert(0, float((logprobs_N.astype(np.float64) - old_N).sum()))
         future_kls.insert(0, following)
-        if row.sampled_kl_coef_T is not None:
-            kl_N = np.append(row.sampled_kl_coef_T[mask_T] * moved_N, following)
-            following = float(discounted_future_sum(kl_N, objective.kl_discount_factor)[0])
+        kl_N = np.append(_moved_kl(row, moved_N, objective.kl_clip), following)
+        following = float(discounted_future_sum(kl_N, objective.kl_discount_factor)[0])
     return [
         replace(row.other_rows, log_ratio=sum(log_ratios) - log_ratio, future_kl=future_kl)
         for row, log_ratio, future_kl in zip(rows, log_ratios, future_kls, strict=True)
     ]
+
+
+def _moved_kl(row: TrainingRow, moved_N: np.ndarray, kl_clip: float | None) -> np.ndarray:
+    """What log pi in place of log mu adds to the sampled KLs of a row's tokens, weighted."""
+    mask_T, kl_N = row.loss_mask_T, np.zeros_like(moved_N)
+    if (coef_T := row.sampled_kl_coef_T) is not None:
+        kl_N += coef_T[mask_T] * moved_N
+    if (coef_T := row.clipped_kl_coef_T) is not None and row.teacher_gaps_T is not None:
+        gap_N = row.teacher_gaps_T[mask_T]
+        kl_N += coef_T[mask_T] * (clipped(gap_N + moved_N, kl_clip) - clipped(gap_N, kl_clip))
+    return kl_N
 
 
 def rows_by_group(

@@ -17,7 +17,7 @@ from distill.lookup import known_names
 from distill.settings import Section
 
 LossName = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
-Baseline = Literal["mean", "leave_one_out"]
+Baseline = Literal["mean", "leave_one_out", "global"]
 Correction = Literal["none", "truncate", "mask"]
 Normalisation = Literal["token", "sequence"]
 EstimatorName = Literal["auto", "sampled", "full", "top_k"]
@@ -56,7 +56,8 @@ class PolicyObjective:
 
     loss: str = chz.field(
         default="importance_sampling",
-        doc="loss over the ratio of learner to sampler: importance_sampling, ppo, cispo, dro, gspo",
+        doc="loss over the ratio of learner to sampler: importance_sampling, ppo, cispo, dro, "
+        "gspo; or module:function of (logprobs_N, old_N, advantages_N), tensors: tokens' losses",
     )
     clip_low: float | None = chz.field(
         default=None, doc="how far below 1 a ratio may go; default: ppo 0.2, cispo 1, gspo 3e-4"
@@ -95,10 +96,31 @@ class PolicyObjective:
     reward_coef: float = chz.field(default=0.0, doc="weight of the task reward's advantage")
     baseline: Baseline = chz.field(
         default="mean",
-        doc="what a reward is compared with: the group's mean, or the mean of the other members",
+        doc="what a reward is compared with: mean (of its group), leave_one_out (the mean of the "
+        "group's others), global (the mean of the whole step: REINFORCE++)",
     )
     scale_by_std: bool = chz.field(
-        default=False, doc="divide reward advantages by the group's standard deviation"
+        default=False,
+        doc="divide reward advantages by the standard deviation of the group; baseline=global: of "
+        "the step",
+    )
+    advantage: str | None = chz.field(
+        default=None,
+        doc="in place of baseline and scale_by_std: module:function of the step's groups "
+        "(distill.objective.reward_advantages.GroupRewards), an array of each group's advantages",
+    )
+    mask_truncated: bool = chz.field(
+        default=False,
+        doc="leave out rewards of samples that ended by length: advantage 0, and not in any "
+        "baseline; the teacher's and the reference's terms stay",
+    )
+    overlong_buffer: int = chz.field(
+        default=0,
+        doc="tokens before max_new_tokens within which a response's reward sinks to its reward "
+        "less overlong_penalty, linearly (DAPO); 0: it does not",
+    )
+    overlong_penalty: float | None = chz.field(
+        default=None, doc="what a response at max_new_tokens loses; 1"
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="rl: leave out groups whose members all have the same reward"
@@ -114,7 +136,8 @@ class PolicyObjective:
 
     @chz.validate
     def _policy_in_range(self) -> None:
-        check_name("loss", self.loss, get_args(LossName))
+        if not is_own(self.loss):
+            check_name("loss", self.loss, get_args(LossName))
         check_name("correction", self.correction, get_args(Correction))
         check_name("normalisation", self.normalisation, get_args(Normalisation))
         check_name("baseline", self.baseline, get_args(Baseline))
@@ -156,13 +179,49 @@ class PolicyObjective:
             for name, off in (
                 ("baseline", "mean"),
                 ("scale_by_std", False),
+                ("advantage", None),
                 ("remove_constant_reward_groups", False),
+                ("mask_truncated", False),
+                ("overlong_buffer", 0),
             ):
                 if getattr(self, name) != off:
                     raise ConfigError(
                         f"{name}={getattr(self, name)} is for task rewards, and reward_coef=0 "
                         "trains on none; leave it out, or give a reward_coef"
                     )
+        self._check_advantage()
+        self._check_overlong()
+
+    def _check_advantage(self) -> None:
+        """Raises ConfigError for what a function in place of the baseline, or one of the whole
+        step, leaves without effect."""
+        if self.advantage is not None and not is_own(self.advantage):
+            raise ConfigError(
+                f"advantage={self.advantage} is not `package.module:function`; baseline= has the "
+                "names of those that are built in"
+            )
+        for name, off in (("baseline", "mean"), ("scale_by_std", False)):
+            if self.advantage is not None and getattr(self, name) != off:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} changes nothing with advantage="
+                    f"{self.advantage}, which is in its place; leave one of them out"
+                )
+        if self.remove_constant_reward_groups and self.baseline == "global":
+            raise ConfigError(
+                "remove_constant_reward_groups=True with baseline=global would throw away a "
+                "signal: a group of one reward is better or worse than the others; leave it out"
+            )
+
+    def _check_overlong(self) -> None:
+        if self.overlong_buffer < 0:
+            raise ConfigError(f"overlong_buffer={self.overlong_buffer} must not be negative")
+        penalty = self.overlong_penalty
+        if penalty is not None and not 0 < penalty < float("inf"):
+            raise ConfigError(f"overlong_penalty={penalty} must be above 0, and finite")
+        if penalty is not None and not self.overlong_buffer:
+            raise ConfigError(
+                f"overlong_penalty={penalty} changes nothing with overlong_buffer=0; give a buffer"
+            )
 
 
 @chz.chz
@@ -172,6 +231,11 @@ class ObjectiveConfig(PolicyObjective):
     section: ClassVar[Section] = Section.OBJECTIVE
 
     kl_coef: float = chz.field(default=1.0, doc="weight of the teacher's term")
+    kl_clip: float | None = chz.field(
+        default=None,
+        doc="most that a token's log p - log q counts, either way, in nats (reverse_kl): bounds "
+        "the signal, and biases it; unset: all of it",
+    )
     estimator: str = chz.field(
         default="sampled",
         doc="what is known of the teacher's distribution. sampled: the token that was sampled; "
@@ -222,6 +286,8 @@ class ObjectiveConfig(PolicyObjective):
         if self.teacher_top_k is not None and self.teacher_top_k < 1:
             raise ConfigError(f"teacher_top_k={self.teacher_top_k} must be at least 1")
 
+        self._check_clip()
+
     @chz.validate
     def _no_filter_beside_a_teacher(self) -> None:
         if self.remove_constant_reward_groups and self.kl_coef:
@@ -250,6 +316,22 @@ class ObjectiveConfig(PolicyObjective):
         ):
             if getattr(self, name) is not None and not needed:
                 raise ConfigError(f"{name}={getattr(self, name)} changes nothing without {belongs}")
+
+    def _check_clip(self) -> None:
+        clip = self.kl_clip
+        if clip is None:
+            return
+        if not 0 < clip < float("inf"):
+            raise ConfigError(
+                f"kl_clip={clip} must be above 0, and finite; leave it out to clip nothing"
+            )
+        if self.divergence != "reverse_kl":
+            raise ConfigError(
+                f"kl_clip={clip} is of log p - log q, of which divergence={self.divergence} is no "
+                "mean; leave it out, or use divergence=reverse_kl"
+            )
+        if self.kl_coef == 0:
+            raise ConfigError(f"kl_clip={clip} changes nothing with kl_coef=0; leave it out")
 
     def _check_discount(self) -> None:
         """Raises ConfigError for a discount where no term is sampled, or only a part of one."""
@@ -304,6 +386,7 @@ _SUPPORT: dict[DivergenceName, TopKFrom] = {
     "reverse_kl": "student", "forward_kl": "teacher", "jsd": "union",
 }  # fmt: skip
 DEFAULT_JSD_BETA = 0.5
+DEFAULT_OVERLONG_PENALTY = 1.0
 
 
 def require_teacher(objective: ObjectiveConfig) -> None:
@@ -328,11 +411,17 @@ def require_reward(objective: PolicyObjective, group_size: int) -> None:
 
 def require_comparison(objective: PolicyObjective, group_size: int) -> None:
     """Raises ConfigError for rewards that are compared with nothing but themselves."""
-    if group_size < 2:
+    if group_size < 2 and objective.baseline != "global" and objective.advantage is None:
         raise ConfigError(
             f"group_size={group_size} with reward_coef={objective.reward_coef}: a reward less the "
-            "mean of its group of one is zero, and so is the gradient; use at least 2"
+            "mean of its group of one is zero, and so is the gradient; use at least 2, or "
+            "baseline=global"
         )
+
+
+def is_own(name: str) -> bool:
+    """True for `package.module:function`, a user's own."""
+    return ":" in name
 
 
 def check_name(field: str, value: str, known: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
 from collections.abc import Callable, Hashable
@@ -16,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from distill.errors import ConfigError, DataError, described
-from distill.lookup import resolve_function
+from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.model_reward import ModelReward
@@ -136,21 +135,8 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
     if (model := ModelReward.named(name)) is not None:
         return model
     function = resolve_function("reward", name, _BUILT_IN)
-    _require_two_arguments(name, function)
+    require_arguments("reward", name, function, "response", "answer")
     return CheckedReward(name=name, function=function, timeout_s=timeout_s)
-
-
-def _require_two_arguments(name: str, function: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say
-        return
-    try:
-        signature.bind("response", "answer")
-    except TypeError as error:
-        raise ConfigError(
-            f"reward={name!r} is called as (response, answer), and takes {signature}: {error}"
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

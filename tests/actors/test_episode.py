@@ -14,6 +14,7 @@ from actors.rollout.episode import rollout_group
 from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
 from distill.errors import DataError, EngineError
+from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.types import StopReason, TokenArray, TrajectoryGroup
 from tests.samples import TEMPERATURE, ids, sample
@@ -73,9 +74,15 @@ class ScriptedBuilder(EnvGroupBuilder):
         return self.envs
 
 
-def rollout(builder: ScriptedBuilder, engine: CountingEngine | None = None) -> TrajectoryGroup:
+def rollout(
+    builder: ScriptedBuilder,
+    engine: CountingEngine | None = None,
+    lengths: LengthRules | None = None,
+) -> TrajectoryGroup:
     policy = engine or CountingEngine()
-    return asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=3, seed=0))
+    return asyncio.run(
+        rollout_group(policy, builder, SAMPLING, group_id=3, seed=0, lengths=lengths)
+    )
 
 
 def test_members_with_one_prompt_are_one_request() -> None:
@@ -208,6 +215,19 @@ def test_environments_may_ask_the_models_of_the_run() -> None:
         )
     )  # fmt: skip
     assert given == {"maths": teacher, "policy": policy}
+
+
+@pytest.mark.parametrize("stop", [StopReason.EOS, StopReason.LENGTH])
+def test_long_turns_cost_and_what_was_cut_off_does_not_count(stop: StopReason) -> None:
+    """Every turn has two tokens."""
+    rules = LengthRules(
+        max_new_tokens=5, mask_truncated=True, overlong_buffer=4, overlong_penalty=3.0
+    )
+    builder = ScriptedBuilder(envs=[ScriptedEnv([ids(5), ids(5, 40, 50, 6)])])
+    [made] = rollout(builder, CountingEngine(stop), rules).trajectories_G
+    assert made.reward == 2 - 3 / 4
+    assert made.metrics == {"turns": 2, "overlong": 3 / 4}
+    assert made.reward_counts == (stop is StopReason.EOS)
 
 
 def test_an_aborted_sample_ends_the_group() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import chz
 import pytest
 
 from actors.rollout import tryout
@@ -18,7 +19,7 @@ from cluster.command import parse
 from cluster.config import user_code
 from cluster.config.checks import check_rollout
 from cluster.config.on_policy import OpdConfig
-from cluster.config.user_code import try_user_code
+from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.train import main
 from distill.errors import ConfigError
 from tests.conftest import TinyPair
@@ -100,11 +101,23 @@ CODE = """
 """
 
 
+OBJECTIVES = """
+    def by_length(rewards_P):
+        return [group.lengths_G - group.lengths_G.mean() for group in rewards_P]
+
+    def of_two(logprobs_N, old_N):
+        return logprobs_N
+
+    def wrong(logprobs_N, old_N, advantages_N):
+        return -logprobs_N * advantages_N.mean()
+"""
+
+
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     name = f"users_{tmp_path.name.replace('-', '_')}"
     path = tmp_path / f"{name}.py"
-    path.write_text(textwrap.dedent(CODE))
+    path.write_text(textwrap.dedent(CODE) + textwrap.dedent(OBJECTIVES))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, name, raising=False)
     return path
@@ -114,6 +127,17 @@ def trial(config: OpdConfig) -> list[str]:
     said: list[str] = []
     try_user_code(config, check_rollout(config), said.append)
     return said
+
+
+def test_an_objective_of_one_s_own_is_tried_on_made_up_numbers(opd: NewOpd, code: Path) -> None:
+    fine = opd(reward_coef=1.0, advantage=f"{code.stem}:by_length")
+    try_own_objective(fine, pytest.fail)
+    with pytest.raises(ConfigError, match=r"is called as .logprobs_N, old_N, advantages_N., and"):
+        try_own_objective(opd(loss=f"{code.stem}:of_two", try_first=False), pytest.fail)
+    wrong = opd(loss=f"{code.stem}:wrong")
+    with pytest.raises(ConfigError, match=r"gives a token another loss.*tried before the run on"):
+        try_own_objective(wrong, pytest.fail)
+    try_own_objective(chz.replace(wrong, try_first=False), pytest.fail)
 
 
 def own(opd: NewOpd, code: Path, breaks: str, *more: str) -> OpdConfig:

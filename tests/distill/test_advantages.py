@@ -12,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill.errors import DataError
-from distill.objective.advantages import (
+from distill.objective.advantages import discounted_future_sum, outside_top, reference_gaps
+from distill.objective.objectives import opd_advantages, policy_terms
+from distill.objective.reward_advantages import (
     STD_FLOOR,
-    discounted_future_sum,
     group_centred,
     leave_one_out,
-    outside_top,
-    reference_gaps,
     reward_advantages,
 )
-from distill.objective.objectives import opd_advantages, policy_terms
 from distill.objective.settings import Baseline, ObjectiveConfig
 from distill.types import FloatArray, Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import segment, segment_fields, trajectory

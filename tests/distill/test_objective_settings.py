@@ -53,10 +53,28 @@ REFUSED_OF_POLICIES: list[tuple[dict[str, Any], str]] = [
      "trains on none; leave it out, or give a reward_coef"),
     ({"scale_by_std": True}, "scale_by_std=True is for task rewards"),
     ({"remove_constant_reward_groups": True}, "remove_constant_reward_groups=True is for task"),
+    ({"advantage": "a:b"}, "advantage=a:b is for task rewards, and reward_coef=0 trains on none"),
+    ({"mask_truncated": True}, "mask_truncated=True is for task rewards"),
+    ({"overlong_buffer": 8}, "overlong_buffer=8 is for task rewards"),
+    ({"reward_coef": 1.0, "overlong_buffer": -1}, "overlong_buffer=-1 must not be negative"),
+    ({"reward_coef": 1.0, "overlong_penalty": 1.0}, "overlong_penalty=1.0 changes nothing with"),
+    ({"reward_coef": 1.0, "overlong_buffer": 1, "overlong_penalty": 0.0}, "overlong_penalty=0.0 "
+     "must be above 0, and finite"),
+    ({"reward_coef": 1.0, "advantage": "mine"}, "advantage=mine is not `package.module:function`"),
+    ({"reward_coef": 1.0, "advantage": "a:b", "scale_by_std": True}, "scale_by_std=True changes "
+     "nothing with advantage=a:b, which is in its place"),
+    ({"reward_coef": 1.0, "baseline": "global", "remove_constant_reward_groups": True},
+     "remove_constant_reward_groups=True with baseline=global would throw away a signal"),
+    ({"loss": "a:b", "clip_low": 0.1}, "clip_low=0.1 changes nothing with loss=a:b"),
 ]  # fmt: skip
 
 REFUSED_OF_TEACHERS: list[tuple[dict[str, Any], str]] = [
     ({"kl_coef": -1.0}, "kl_coef=-1.0 must be 0 or above, and finite"),
+    *(({"kl_clip": clip}, f"kl_clip={clip} must be above 0, and finite; leave it out to clip "
+       "nothing") for clip in (0.0, -1.0, NAN, INFINITY)),
+    ({"kl_clip": 5.0, "kl_coef": 0.0}, "kl_clip=5.0 changes nothing with kl_coef=0"),
+    ({"kl_clip": 5.0, "estimator": "full", "divergence": "jsd"}, "kl_clip=5.0 is of log p - log q, "
+     "of which divergence=jsd is no mean"),
     ({"estimator": "k1"}, "estimator=k1 is refused: differentiated as a loss, log p - log q has "
      "the gradient E[grad log p] = 0 and never sees the teacher. estimator=sampled is"),
     ({"estimator": "k2"}, "estimator=k2 is refused: differentiated as a loss it is the sampled "
@@ -114,6 +132,11 @@ def test_refused_of_a_teacher(settings: dict[str, Any], message: str) -> None:
         {"estimator": "top_k", "teacher_top_k": 1, "divergence": "forward_kl"},
         {"estimator": "top_k", "tail": "sampled"},
         {"kl_discount_factor": 1.0},
+        {"kl_clip": 5.0},
+        {"kl_clip": 5.0, "estimator": "top_k", "tail": "bucket"},
+        {"loss": "package.module:function", "correction": "mask"},
+        {"reward_coef": 1.0, "baseline": "global", "scale_by_std": True, "mask_truncated": True},
+        {"reward_coef": 1.0, "advantage": "package.module:function", "overlong_buffer": 8},
         {"kl_discount_factor": 1.0, "estimator": "full", "reference_kl_coef": 0.1},
         {"correction": "mask", "correction_cap": 1.0},
     ],

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from distill.errors import DataError
-from distill.objective.advantages import group_centred, on_actions
+from distill.objective.advantages import on_actions
 from distill.objective.objectives import opd_advantages
+from distill.objective.reward_advantages import group_centred
 from distill.objective.rows import advantage_metrics, policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, TopLogprobs, TrajectoryGroup

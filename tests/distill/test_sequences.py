@@ -52,6 +52,10 @@ HOW: dict[str, dict[str, Any]] = {
     "reference, discounted, beside a divergence": {
         "reference_kl_coef": 0.4, "kl_discount_factor": 0.8, "estimator": "full",
     },
+    "clipped, discounted": {"kl_clip": 0.6, "kl_discount_factor": 0.8},
+    "clipped, reference, discounted": {
+        "kl_clip": 0.6, "reference_kl_coef": 0.4, "kl_discount_factor": 0.8,
+    },
     "gspo": {"loss": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     "gspo, sequence, discounted": {
         "loss": "gspo", "clip_low": 10.0, "clip_high": 10.0, "kl_discount_factor": 0.5,
@@ -122,7 +126,8 @@ def written_out(
             for s in range(t, sum(sizes)):
                 discount = how.kl_discount_factor ** (s - t)
                 if how.estimator == "sampled":
-                    A -= how.kl_coef * discount * (log_pi[s] - log_q[s])
+                    clip = how.kl_clip or math.inf
+                    A -= how.kl_coef * discount * min(max(log_pi[s] - log_q[s], -clip), clip)
                 A += how.reference_kl_coef * discount * (mean_kl - (log_pi[s] - log_ref[s]))
             scale = 1 / counts.tokens
             if how.normalisation == "sequence":

@@ -16,8 +16,10 @@ from torch import Tensor
 from distill.objective.settings import ObjectiveConfig
 from tests.enumeration import (
     ESTIMATORS,
+    KL_CLIP,
     TOP_K,
     World,
+    clipped_kl,
     contexts,
     error,
     flat_gradient,
@@ -57,6 +59,20 @@ def test_off_policy_it_is_the_gradient_of_the_present_policy_s_kl(
     world.move_learner(away)
     made = world.expected_gradient(ObjectiveConfig(**settings), T)
     assert error(made, world.state_gradient(T, reverse_kl)) < 3e-5
+
+
+@pytest.mark.parametrize("away", DISTANCES)
+@pytest.mark.parametrize(
+    "settings", [{}, TOP, {"estimator": "full"}], ids=["sampled", "top_k, tail=sampled", "full"]
+)
+def test_off_policy_a_clip_is_of_the_present_policy_s_gap(
+    world: World, settings: dict[str, Any], away: float
+) -> None:
+    """Not of the sampler's, however far the learner has come."""
+    world.move_learner(away)
+    objective = ObjectiveConfig(kl_clip=KL_CLIP, **settings)
+    made = world.expected_gradient(objective, T)
+    assert error(made, world.state_gradient(T, clipped_kl(KL_CLIP))) < 3e-5
 
 
 def test_the_discounted_reference_is_the_sequence_s_kl_centred(world: World) -> None:

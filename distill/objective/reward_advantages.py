@@ -1,0 +1,133 @@
+"""Advantages of samples: what the members of a step's groups earned, against a baseline.
+
+The first half of every reward's way into the loss, and the only one that looks at several groups:
+`GroupRewards` is all that it knows of them. What becomes of it on a sample's tokens is in
+`distill.objective.objectives`. Numpy, no gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from distill.errors import DataError
+from distill.objective.custom import own_advantage
+from distill.objective.settings import Baseline, PolicyObjective
+from distill.types import BoolArray, FloatArray, StopReason, TrajectoryGroup
+
+# Added to a standard deviation before dividing by it.
+STD_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupRewards:
+    """What the members of one group earned, and what an advantage may depend on besides.
+
+    Attributes:
+        rewards_G: float32, the penalty for overlong responses in them.
+        lengths_G: sampled tokens.
+        truncated_G: True where the episode ended by length.
+        counted_G: False where mask_truncated leaves the reward out: whatever the advantage, it is
+            0 then.
+        source, tag: of the prompt, as `TrajectoryGroup` has them.
+    """
+
+    rewards_G: FloatArray
+    lengths_G: npt.NDArray[np.int64]
+    truncated_G: BoolArray
+    counted_G: BoolArray
+    source: str = ""
+    tag: str | None = None
+
+    @classmethod
+    def of(cls, group: TrajectoryGroup) -> GroupRewards:
+        members = group.trajectories_G
+        return cls(
+            rewards_G=np.array([member.reward for member in members], np.float32),
+            lengths_G=np.array([sum(s.num_actions for s in m.segments) for m in members]),
+            truncated_G=np.array([m.stop_reason is StopReason.LENGTH for m in members]),
+            counted_G=np.array([member.reward_counts for member in members]),
+            source=group.source,
+            tag=group.tag,
+        )
+
+
+def sample_advantages(
+    rewards_P: Sequence[GroupRewards], objective: PolicyObjective
+) -> list[FloatArray]:
+    """reward_coef * A_i of the members of each of a step's groups, shape (G,) each.
+
+    Rewards that do not count have no advantage, and are in no baseline.
+
+    Raises:
+        DataError: an `advantage` of the user's own failed.
+    """
+    if not objective.reward_coef:
+        return [np.zeros_like(group.rewards_G) for group in rewards_P]
+    if objective.advantage is not None:
+        made_P = own_advantage(objective.advantage)(rewards_P)
+    elif objective.baseline == "global":
+        made_P = _global_advantages(rewards_P, objective.scale_by_std)
+    else:
+        made_P = [_in_group(group, objective) for group in rewards_P]
+    coef = np.float32(objective.reward_coef)
+    return [
+        np.where(group.counted_G, coef * made_G, np.float32(0))
+        for group, made_G in zip(rewards_P, made_P, strict=True)
+    ]
+
+
+def _in_group(group: GroupRewards, objective: PolicyObjective) -> FloatArray:
+    """A_i of the members that count, compared with one another; 0 of a single one."""
+    made_G = np.zeros_like(group.rewards_G)
+    if objective.baseline != "leave_one_out" or group.counted_G.sum() > 1:
+        counted = group.rewards_G[group.counted_G]
+        if len(counted):
+            made_G[group.counted_G] = reward_advantages(
+                counted, baseline=objective.baseline, scale_by_std=objective.scale_by_std
+            )
+    return made_G
+
+
+def _global_advantages(rewards_P: Sequence[GroupRewards], scale_by_std: bool) -> list[FloatArray]:
+    """A_i = r_i - mean of the whole step, divided by its standard deviation if asked to.
+
+    The normalisation of REINFORCE++ (Hu 2025).
+    """
+    counted_N = np.concatenate([group.rewards_G[group.counted_G] for group in rewards_P])
+    if not len(counted_N):
+        return [np.zeros_like(group.rewards_G) for group in rewards_P]
+    scale = counted_N.std() + STD_FLOOR if scale_by_std else 1.0
+    mean = counted_N.mean()
+    return [((group.rewards_G - mean) / scale).astype(np.float32) for group in rewards_P]
+
+
+def group_centred(rewards_G: FloatArray) -> FloatArray:
+    """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division."""
+    rewards_G = np.asarray(rewards_G, dtype=np.float32)
+    return rewards_G - rewards_G.mean()
+
+
+def leave_one_out(rewards_G: FloatArray) -> FloatArray:
+    """A_i = r_i - mean of the other members (RLOO: Kool et al. 2019, Ahmadian et al. 2024).
+
+    Raises:
+        DataError: a group of one has no other members.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float32)
+    if len(rewards_G) < 2:
+        raise DataError("leave_one_out needs a group of at least 2")
+    return group_centred(rewards_G) * np.float32(len(rewards_G) / (len(rewards_G) - 1))
+
+
+def reward_advantages(
+    rewards_G: FloatArray, *, baseline: Baseline, scale_by_std: bool
+) -> FloatArray:
+    """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
+    advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
+    if scale_by_std:
+        advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
+    return advantages_G

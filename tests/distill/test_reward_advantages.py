@@ -1,0 +1,225 @@
+"""Advantages of samples over a step, what lengths do to rewards, and functions of a user's."""
+
+from __future__ import annotations
+
+import textwrap
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distill.errors import ConfigError, DataError
+from distill.objective.custom import AdvantageTrial, LossTrial
+from distill.objective.losses import token_losses
+from distill.objective.reward_advantages import GroupRewards, sample_advantages
+from distill.objective.rows import policy_rows
+from distill.objective.settings import ObjectiveConfig, PolicyObjective
+from distill.rewards.length import LengthRules
+from distill.types import StopReason, TrajectoryGroup
+from tests.samples import segment, trajectory
+
+# Rewards of three groups; those in brackets were cut off.
+GROUPS: list[list[float | list[float]]] = [[1.0, 0.0, [5.0], 2.0], [3.0, 3.0, 3.0], [[7.0], 4.0]]
+
+
+def step() -> list[TrajectoryGroup]:
+    made = []
+    for g, rewards in enumerate(GROUPS):
+        members = []
+        for i, reward in enumerate(rewards):
+            cut = isinstance(reward, list)
+            members.append(
+                trajectory(
+                    segment(2, 1 + i, seed=i),
+                    reward=reward[0] if isinstance(reward, list) else reward,
+                    stop=StopReason.LENGTH if cut else StopReason.EOS,
+                    reward_counts=not cut,
+                )
+            )
+        made.append(TrajectoryGroup(group_id=g, trajectories_G=tuple(members), source=f"s{g}"))
+    return made
+
+
+def counted(rewards: list[float | list[float]]) -> list[float]:
+    return [reward for reward in rewards if not isinstance(reward, list)]
+
+
+def by_hand(objective: PolicyObjective, g: int, i: int) -> float:
+    reward = GROUPS[g][i]
+    if isinstance(reward, list):
+        return 0.0
+    others = counted(GROUPS[g])
+    if objective.baseline == "global":
+        others = [r for rewards in GROUPS for r in counted(rewards)]
+    baseline, scale = fmean(others), pstdev(others) + 1e-6 if objective.scale_by_std else 1.0
+    if objective.baseline == "leave_one_out":
+        rest = list(others)
+        rest.remove(reward)
+        baseline = fmean(rest) if rest else reward
+    return objective.reward_coef * (reward - baseline) / scale
+
+
+@pytest.mark.parametrize("by_std", [False, True])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "global"])
+def test_rewards_that_do_not_count_are_in_no_baseline(baseline: str, by_std: bool) -> None:
+    objective = ObjectiveConfig(
+        kl_coef=0.0,
+        reward_coef=2.0,
+        baseline=baseline,
+        scale_by_std=by_std,  # pyright: ignore[reportArgumentType]
+    )
+    made = sample_advantages([GroupRewards.of(group) for group in step()], objective)
+    for g, advantages_G in enumerate(made):
+        expected = [by_hand(objective, g, i) for i in range(len(GROUPS[g]))]
+        assert advantages_G.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    on_rows = [row.advantages_T[-1] for row in policy_rows(step(), objective)]
+    assert on_rows == [advantage for advantages_G in made for advantage in advantages_G]
+
+
+def test_a_step_without_a_reward_that_counts_has_no_signal() -> None:
+    [group] = [group for group in step() if group.group_id == 2]
+    alone = TrajectoryGroup(group_id=0, trajectories_G=group.trajectories_G[:1])
+    for baseline in ("mean", "leave_one_out", "global"):
+        objective = ObjectiveConfig(kl_coef=0.0, reward_coef=1.0, baseline=baseline)
+        [made_G] = sample_advantages([GroupRewards.of(alone)], objective)
+        assert made_G.tolist() == [0.0]
+    assert alone.constant_reward == 7.0
+
+
+def test_a_group_is_constant_by_the_rewards_that_count() -> None:
+    assert [group.constant_reward for group in step()] == [None, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (60, 0.0), (70, 0.5), (80, 1.0), (100, 2.0), (130, 2.0)]
+)
+def test_the_penalty_grows_through_the_buffer(length: int, penalty: float) -> None:
+    rules = LengthRules(max_new_tokens=100, overlong_buffer=40, overlong_penalty=2.0)
+    assert rules.penalty(length) == pytest.approx(penalty)
+    assert LengthRules(max_new_tokens=100).penalty(length) == 0.0
+
+
+CODE = """
+    import numpy as np
+
+    SEEN = []
+
+    def lengths(rewards_P):
+        SEEN[:] = rewards_P
+        return [group.lengths_G for group in rewards_P]
+
+    def raises(rewards_P):
+        raise KeyError("bank")
+
+    def one_short(rewards_P):
+        return [group.rewards_G[1:] for group in rewards_P]
+
+    def divided(rewards_P):
+        return [group.rewards_G / 0 * np.nan for group in rewards_P]
+
+    def takes_two(rewards_P, more):
+        return rewards_P
+
+    def pg(logprobs_N, old_N, advantages_N):
+        return -(logprobs_N - old_N).exp() * advantages_N
+
+    def detached(logprobs_N, old_N, advantages_N):
+        return -logprobs_N.detach() * advantages_N
+
+    def over_the_batch(logprobs_N, old_N, advantages_N):
+        return -logprobs_N * (advantages_N - advantages_N.mean())
+
+    def summed(logprobs_N, old_N, advantages_N):
+        return (-logprobs_N * advantages_N).sum()
+
+    def infinite(logprobs_N, old_N, advantages_N):
+        return logprobs_N / 0
+
+    def nothing(logprobs_N, old_N, advantages_N):
+        return 0 * logprobs_N
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("own")
+    (directory / "own_objectives.py").write_text(textwrap.dedent(CODE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        yield "own_objectives"
+
+
+def with_advantage(name: str) -> ObjectiveConfig:
+    return ObjectiveConfig(kl_coef=0.0, reward_coef=0.5, advantage=name)
+
+
+def test_an_advantage_of_one_s_own_is_told_all_that_happened(own: str) -> None:
+    facts = [GroupRewards.of(group) for group in step()]
+    made = sample_advantages(facts, with_advantage(f"{own}:lengths"))
+    assert [made_G.tolist() for made_G in made] == [[0.5, 1, 0, 2], [0.5, 1, 1.5], [0, 1]]
+    import own_objectives  # pyright: ignore[reportMissingImports]
+
+    first = own_objectives.SEEN[0]
+    assert first.rewards_G.tolist() == [1, 0, 5, 2] and first.source == "s0"
+    assert first.truncated_G.tolist() == [False, False, True, False]
+    AdvantageTrial(name=f"{own}:lengths", group_size=4)()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("raises", "raised KeyError"),
+        ("one_short", r"returned arrays of shapes \[\(3,\), \(3,\)\]; one array a group"),
+        ("divided", "a number that is not finite"),
+    ],
+)
+def test_what_is_wrong_with_an_advantage_is_said(own: str, name: str, problem: str) -> None:
+    with (
+        pytest.raises(DataError, match=f"advantage={own}:{name} .*{problem}"),
+        np.errstate(all="ignore"),
+    ):
+        AdvantageTrial(name=f"{own}:{name}", group_size=4)()
+
+
+def test_functions_are_found_and_can_be_called_so_or_are_refused(own: str) -> None:
+    for trial, problem in (
+        (AdvantageTrial(name=f"{own}:takes_two", group_size=2), "takes .rewards_P, more.: missing"),
+        (AdvantageTrial(name=f"{own}:misspelt", group_size=2), "cannot be imported"),
+        (LossTrial(name=f"{own}:raises"), "is called as .logprobs_N, old_N, advantages_N., and"),
+        (LossTrial(name="no_such_module:loss"), "cannot be imported: ModuleNotFoundError"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            trial()
+
+
+def test_a_loss_of_one_s_own_is_the_tokens_losses(own: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logprobs_N, old_N, advantages_N = torch.randn(3, 6, generator=generator)
+    logprobs_N.requires_grad_()
+
+    def losses(loss: str) -> tuple[list[float], list[float]]:
+        how = ObjectiveConfig(loss=loss)
+        made = token_losses(logprobs_N, old_N, advantages_N, how, lambda values_N: values_N)
+        assert not made.side_N.any()
+        [gradient_N] = torch.autograd.grad(made.loss_N.sum(), logprobs_N)
+        return made.loss_N.tolist(), gradient_N.tolist()
+
+    assert losses(f"{own}:pg") == losses("importance_sampling")
+    LossTrial(name=f"{own}:pg")()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("detached", "does not depend on logprobs_N"),
+        ("over_the_batch", "gives a token another loss beside other tokens"),
+        ("summed", r"returned a tensor of shape \(\); a tensor of the tokens' losses"),
+        ("infinite", "not finite"),
+        ("nothing", "a gradient of 0 at every token"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said(own: str, name: str, problem: str) -> None:
+    with pytest.raises(DataError, match=f"loss={own}:{name} .*{problem}"):
+        LossTrial(name=f"{own}:{name}")()
