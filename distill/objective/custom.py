@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,10 @@ from torch import Tensor
 
 from distill.errors import DataError, described
 from distill.lookup import require_arguments, resolve_function
+from distill.objective.group_rewards import GroupRewards
 from distill.types import FloatArray
 
-if TYPE_CHECKING:
-    from distill.objective.reward_advantages import GroupRewards
-
-OwnAdvantage = Callable[["Sequence[GroupRewards]"], list[FloatArray]]
+OwnAdvantage = Callable[[Sequence[GroupRewards]], list[FloatArray]]
 OwnLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _TRIED_TOKENS = 8
@@ -102,8 +100,6 @@ class AdvantageTrial:
     group_size: int
 
     def __call__(self) -> None:
-        from distill.objective.reward_advantages import GroupRewards
-
         members = np.arange(self.group_size)
         truncated_G = members % 3 == 2
         groups = [

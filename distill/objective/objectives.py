@@ -49,6 +49,7 @@ from distill.objective.divergences import (
     with_tail,
     without_padding,
 )
+from distill.objective.group_rewards import GroupRewards
 from distill.objective.losses import (
     SQUARES,
     Metrics,
@@ -57,7 +58,7 @@ from distill.objective.losses import (
     ratio_metrics,
     token_losses,
 )
-from distill.objective.reward_advantages import GroupRewards, sample_advantages
+from distill.objective.reward_advantages import sample_advantages
 from distill.objective.settings import (
     AUTO,
     CLIP,

@@ -8,51 +8,17 @@ The first half of every reward's way into the loss, and the only one that looks 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from distill.errors import DataError
 from distill.objective.custom import own_advantage
+from distill.objective.group_rewards import GroupRewards
 from distill.objective.settings import Baseline, PolicyObjective
-from distill.types import BoolArray, FloatArray, StopReason, TrajectoryGroup
+from distill.types import FloatArray
 
 # Added to a standard deviation before dividing by it.
 STD_FLOOR = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GroupRewards:
-    """What the members of one group earned, and what an advantage may depend on besides.
-
-    Attributes:
-        rewards_G: float32, the penalty for overlong responses in them.
-        lengths_G: sampled tokens.
-        truncated_G: True where the episode ended by length.
-        counted_G: False where mask_truncated leaves the reward out: whatever the advantage, it is
-            0 then.
-        source, tag: of the prompt, as `TrajectoryGroup` has them.
-    """
-
-    rewards_G: FloatArray
-    lengths_G: npt.NDArray[np.int64]
-    truncated_G: BoolArray
-    counted_G: BoolArray
-    source: str = ""
-    tag: str | None = None
-
-    @classmethod
-    def of(cls, group: TrajectoryGroup) -> GroupRewards:
-        members = group.trajectories_G
-        return cls(
-            rewards_G=np.array([member.reward for member in members], np.float32),
-            lengths_G=np.array([sum(s.num_actions for s in m.segments) for m in members]),
-            truncated_G=np.array([m.stop_reason is StopReason.LENGTH for m in members]),
-            counted_G=np.array([member.reward_counts for member in members]),
-            source=group.source,
-            tag=group.tag,
-        )
 
 
 def sample_advantages(

@@ -107,7 +107,7 @@ class PolicyObjective:
     advantage: str | None = chz.field(
         default=None,
         doc="in place of baseline and scale_by_std: module:function of the step's groups "
-        "(distill.objective.reward_advantages.GroupRewards), an array of each group's advantages",
+        "(distill.objective.group_rewards.GroupRewards), an array of each group's advantages",
     )
     mask_truncated: bool = chz.field(
         default=False,

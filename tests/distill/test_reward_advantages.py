@@ -12,8 +12,9 @@ import torch
 
 from distill.errors import ConfigError, DataError
 from distill.objective.custom import AdvantageTrial, LossTrial
+from distill.objective.group_rewards import GroupRewards
 from distill.objective.losses import token_losses
-from distill.objective.reward_advantages import GroupRewards, sample_advantages
+from distill.objective.reward_advantages import sample_advantages
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig, PolicyObjective
 from distill.rewards.length import LengthRules

@@ -161,6 +161,39 @@ def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_pat
     assert summary["eval after"]["eval/accuracy"] >= summary["eval before"]["eval/accuracy"]
 
 
+def test_an_advantage_and_a_loss_of_one_s_own_train_as_those_that_are_built_in(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """Beside them, long responses cost, and what was cut off does not count."""
+    prompts = write(
+        tmp_path / "prompts.jsonl", *({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
+    )
+
+    def trained(name: str, **settings: object) -> list[dict[str, float]]:
+        config = RlConfig(
+            student=tiny_pair.student, prompts=prompts, out=str(tmp_path / name),
+            reward="contains", mask_truncated=True, overlong_buffer=12, overlong_penalty=0.3,
+            stop_tokens=",".join("abcdefghijklmnopqrst"),
+            **SMALL | {"steps": 2, "max_new_tokens": 16} | settings,
+        )  # fmt: skip
+        run_on_policy(config, QUIET)
+        return metrics(tmp_path / name)
+
+    built_in = trained("built-in", baseline="global", scale_by_std=True)
+    own = trained(
+        "own", advantage="tests.e2e.objectives:global_advantage",
+        loss="tests.e2e.objectives:policy_gradient", try_first=False,
+    )  # fmt: skip
+    assert [s["train/loss"] for s in own] == pytest.approx([s["train/loss"] for s in built_in])
+    one, other = weights(tmp_path / "built-in/final"), weights(tmp_path / "own/final")
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+    for step in built_in:
+        # Whatever is cut off is as long as can be.
+        assert 0 < 0.3 * step["rollout/stop/length"] <= step["env/overlong"] + 1e-6
+    start = weights(tiny_pair.student)
+    assert not all(torch.equal(start[name], one[name]) for name in one)
+
+
 def test_a_step_without_a_signal_updates_nothing_and_says_so(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
