@@ -14,6 +14,7 @@ from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
 if TYPE_CHECKING:  # rollout workers ask engines, and start without torch
+    from distill.weights.delta import WeightDelta
     from distill.weights.shared_memory import SharedTensors
     from distill.weights.tensors import PackedTensors
 
@@ -179,9 +180,9 @@ class CollectiveBroadcast:
 
 
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
-# learner), as files, or over a network.
+# learner), as a change of those that it has, as files, or over a network.
 WeightSource: TypeAlias = (
-    "PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast"
+    "PackedTensors | SharedTensors | WeightDelta | CheckpointDirectory | CollectiveBroadcast"
 )
 
 

@@ -32,6 +32,7 @@ How the weights come is a matter of where the learner is:
                           the server reads it as the learner wrote it
                           (actors/sglang/plugin/weight_loader.py)
     PackedTensors         in this process's memory: copied into such a block first
+    WeightDelta           what changed since the last ones: patched into a block that keeps those
     CheckpointDirectory   files that the server reads by itself
     CollectiveBroadcast   a torch.distributed group that the server's ranks join, once; the whole
                           protocol is in cluster/weights/collective.py
@@ -69,6 +70,7 @@ from distill.engine import (
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.models.checkpoint_names import pushed_shapes
 from distill.types import StopReason
+from distill.weights.delta import ReceivedWeights, WeightDelta
 from distill.weights.model_weights import BUCKET_BYTES, HeldWeights, plan_buckets
 from distill.weights.shared_memory import SharedBlock, SharedTensors
 from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite, layout_digest
@@ -174,6 +176,7 @@ class WeightSession:
         self._shapes = cache(shapes)
         self._in_flight: InFlight = in_flight
         self._block = SharedBlock()
+        self._received = ReceivedWeights()
         self._server: _ServerFacts | None = None
         self._group: str | None = None
         self._layout: tuple[TensorLayout, ...] = ()  # of what groups send, told when one is formed
@@ -267,6 +270,8 @@ class WeightSession:
                 arrive whole (the error says that the engine must be restarted).
         """
         async with self._loading:
+            if isinstance(weights, WeightDelta):
+                weights = await asyncio.to_thread(self._received.take, weights)
             await self._check(weights)
             if isinstance(weights, CollectiveBroadcast):
                 await self._join(weights)

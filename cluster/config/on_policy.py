@@ -257,6 +257,11 @@ class RolloutConfig(
                 f"weights={self.weights} with local=True: the engines are in the learner's own "
                 "process; use weights=auto"
             )
+        if self.weights_delta:
+            raise ConfigError(
+                "weights_delta=True with local=True changes nothing: the engines are in the "
+                "learner's own process; leave one of them out"
+            )
 
     @chz.validate
     def _in_range(self) -> None:

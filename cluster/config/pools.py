@@ -13,6 +13,13 @@ from distill.settings import MAY_CHANGE, Section
 
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
 
+# Why what changed would not help there.
+_WHOLE = {
+    "shared_memory": "no network lies between the learner and engines on its node",
+    "group": "the ranks of a group take whole tensors",
+    "disk": "engines read whole checkpoints from it",
+}
+
 
 @chz.chz
 class PolicySettings(EngineChoices, ServerSettings):
@@ -31,6 +38,13 @@ class PolicySettings(EngineChoices, ServerSettings):
         "node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL or gloo); "
         "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
         "shares; auto: each engine by its place",
+        metadata=MAY_CHANGE,
+    )
+    weights_delta: bool = chz.field(
+        default=False,
+        doc="to engines on other nodes (to all with weights=object_store) a push sends the values "
+        "that changed since the one before, not all: for slow networks, with engines in bfloat16 "
+        "and small learning rates. Learner and engines keep a copy of the weights in main memory",
         metadata=MAY_CHANGE,
     )
     probe_every: int = chz.field(
@@ -64,6 +78,13 @@ class PolicySettings(EngineChoices, ServerSettings):
             raise ConfigError(
                 "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
                 "weights=auto"
+            )
+
+        if self.weights_delta and self.weights not in ("auto", "object_store"):
+            raise ConfigError(
+                f"weights_delta=True with weights={self.weights} changes nothing: "
+                f"{_WHOLE[self.weights]}; use weights=object_store, or weights=auto for engines on "
+                "other nodes"
             )
 
     def proofs(self, device: str) -> int:

@@ -343,6 +343,7 @@ class RolloutCast:
                 probe_every=config.probe_every,
                 prove_every=config.proofs(device),
                 bucket_bytes=config.push_bucket_bytes,
+                deltas=config.weights_delta,
                 timeout_s=config.deadline_s,
             ),
             store=directory.store,

@@ -208,7 +208,9 @@ def describe_layout(config: CommonConfig) -> str:
     push = ""
     if isinstance(config, RolloutConfig) and config.rollouts is None:
         dtype = choose_dtype(config.dtype, device)
-        push = push_line(estimate_memory(config.student), dtype, config.policy_engines)
+        push = push_line(
+            estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
+        )
     plan = render(
         Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
     )

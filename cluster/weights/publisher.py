@@ -32,6 +32,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
+from cluster.weights.delta import DeltaSender
 from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.proof import PushProof
 from cluster.weights.transport import Transport
@@ -63,6 +64,7 @@ class PushSettings:
         learner_dtype: what the learner computes in; how far it may be from an engine.
         probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
         bucket_bytes: most that a collective sends at once.
+        deltas: engines on other nodes are sent what changed.
         timeout_s: longest a push may take.
     """
 
@@ -77,6 +79,7 @@ class PushSettings:
     prove_every: int
     timeout_s: float
     bucket_bytes: int = BUCKET_BYTES
+    deltas: bool = False
 
 
 class Publisher:
@@ -97,6 +100,7 @@ class Publisher:
         self._engines = dict(engines)
         self._credit = credit
         self._settings = settings
+        self._deltas = DeltaSender() if settings.deltas else None
         self._learner_logprobs = learner_logprobs
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
@@ -119,7 +123,8 @@ class Publisher:
     def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         """Returns `push/*` metrics: bytes, seconds, the engines' longest pause.
 
-        Of the version before: the probe's gap, and the share of parameters that are proven.
+        Of the version before: the probe's gap, and the share of parameters that are proven. With
+        deltas: the share of values that changed, and the number of engines that got all of them.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
@@ -128,6 +133,8 @@ class Publisher:
         """
         metrics, self._found = self._found | self._settled(), {}
         started = time.perf_counter()
+        if self._deltas is not None:
+            self._deltas.count()
         pauses = self._push(weights, version)
         metrics |= {
             "push/bytes": total_bytes(weights),
@@ -135,6 +142,8 @@ class Publisher:
             "push/pause": max(pauses.values(), default=0.0),
             "push/engines": len(pauses),
         }
+        if self._deltas is not None:
+            metrics |= self._deltas.metrics(pauses, total_bytes(weights))
         self._credit.publish(version, trained)
         if _is_due(version, self._settings.probe_every):
             self._ask(version)
@@ -320,6 +329,7 @@ class Publisher:
             model=settings.model,
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
+            deltas=self._deltas,
         )
 
 

@@ -2,7 +2,8 @@
 
 shared_memory  same node: one copy into a block that stays; engines, SGLang's processes among
                them, read it there (distill/weights/shared_memory.py)
-object_store   any node: `ray.put` once, and Ray brings it to each node once
+object_store   any node: `ray.put` once, and Ray brings it to each node once; of what changed alone
+               with `weights_delta=True` (cluster/weights/delta.py)
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
 group          other nodes, other GPUs: a torch.distributed group with SGLang's ranks
                (cluster/weights/collective.py)
@@ -10,6 +11,7 @@ group          other nodes, other GPUs: a torch.distributed group with SGLang's 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +23,7 @@ import torch
 
 from cluster.config.pools import WeightsChoice
 from cluster.weights.collective import CollectiveTransport, own_address
+from cluster.weights.delta import DeltaSender, DeltaTransport
 from cluster.weights.gather import values
 from cluster.weights.transport import Transport
 from cluster.weights.ways import Place, plan_ways
@@ -31,6 +34,8 @@ from distill.nccl import nccl_settings
 from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
+
+logger = logging.getLogger(__name__)
 
 
 class SharedMemoryTransport(Transport):
@@ -121,6 +126,7 @@ def choose_transports(
     model: str,
     timeout_s: float,
     bucket_bytes: int = BUCKET_BYTES,
+    deltas: DeltaSender | None = None,
 ) -> list[Transport]:
     """Transports that reach all engines; with auto, each by its place (`plan_ways`).
 
@@ -130,6 +136,7 @@ def choose_transports(
         device: the learner's, cpu or cuda.
         directory: shared by all nodes, for `disk`.
         model: the checkpoint that is trained.
+        deltas: sends what changed, in place of all, by the object store.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
@@ -138,7 +145,7 @@ def choose_transports(
     if choice == "disk":
         return [DiskTransport(engines, directory, model)]
     if choice == "object_store":
-        return [ObjectStoreTransport(engines)]
+        return [_by_store(engines, deltas)]
     if choice == "group" and not served:
         raise ConfigError(
             "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
@@ -150,12 +157,19 @@ def choose_transports(
     learner = _place(None) if on_cuda else replace(_place(None), gpus=())
     learner = replace(learner, gpus=learner.gpus[:1])
     transports: list[Transport] = []
-    for way, names in plan_ways(choice, learner, places, served=served).items():
+    ways = plan_ways(choice, learner, places, served=served, deltas=deltas is not None)
+    if deltas is not None and "object_store" not in ways:
+        logger.warning(
+            "weights_delta=True changes nothing for %s: from the learner's own node they get whole "
+            "weights",
+            ", ".join(engines),
+        )
+    for way, names in ways.items():
         chosen = {name: engines[name] for name in names}
         if way == "shared_memory":
             transports.append(SharedMemoryTransport(chosen))
         elif way == "object_store":
-            transports.append(ObjectStoreTransport(chosen))
+            transports.append(_by_store(chosen, deltas))
         else:
             everyone_is_here = all(places[name].node == learner.node for name in names)
             transports.append(
@@ -168,6 +182,10 @@ def choose_transports(
                 )
             )
     return transports
+
+
+def _by_store(engines: Mapping[str, Any], deltas: DeltaSender | None) -> Transport:
+    return ObjectStoreTransport(engines) if deltas is None else DeltaTransport(engines, deltas)
 
 
 def _place(_actor: object) -> Place:

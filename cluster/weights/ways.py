@@ -8,6 +8,9 @@
 
 The embedded engine joins no group: on the learner's node it reads shared memory, elsewhere Ray's
 object store.
+
+With `deltas` what engines on other nodes get is what changed, by the object store: a group's
+ranks take whole tensors.
 """
 
 from __future__ import annotations
@@ -42,19 +45,25 @@ class Place:
 
 
 def plan_ways(
-    choice: WeightsChoice, learner: Place, engines: Mapping[str, Place], *, served: bool
+    choice: WeightsChoice,
+    learner: Place,
+    engines: Mapping[str, Place],
+    *,
+    served: bool,
+    deltas: bool = False,
 ) -> dict[Way, list[str]]:
     """The names of the engines of each way; ways without engines are left out.
 
     Args:
         served: the engines are SGLang servers, which can join a group.
+        deltas: on other nodes they are to be sent what changed.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
     """
     ways: dict[Way, list[str]] = {}
     for name, place in engines.items():
-        ways.setdefault(_way(choice, learner, place, served), []).append(name)
+        ways.setdefault(_way(choice, learner, place, served, deltas), []).append(name)
     if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
@@ -71,11 +80,11 @@ def plan_ways(
     return {way: names for way, names in ways.items() if names}
 
 
-def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool) -> Way:
+def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, deltas: bool) -> Way:
     if choice != "auto":
         return choice
     if engine.node != learner.node:
-        return "group" if served else "object_store"
+        return "group" if served and not deltas else "object_store"
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"
     return "shared_memory"

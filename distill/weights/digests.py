@@ -1,13 +1,17 @@
 """Digests of tensors as SGLang's weights checker takes them, so that both sides can be compared.
 
 On a CPU the first eight bytes of SHA-256; on a GPU a sum of hashed words, for which SGLang has a
-Triton kernel and this file the same sum in torch (`word_sum`).
+Triton kernel and this file the same sum in torch (`word_sum`). Where both sides are ours and no
+server has its say, `checksum` is a tenth of the work.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,6 +20,7 @@ _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
 # Words of a tile, each hashed by its own; tiles at a time, which bounds the memory that it takes.
 _TILE = 8192
 _TILES = 256
+_ROW = 1024  # words that `checksum` takes as a row
 _SEED = 0x243F6A88
 _SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # a factor and a rotation for each half
@@ -27,6 +32,21 @@ def digest(tensor: Tensor) -> str:
     if tensor.is_cuda:
         return f"{word_sum(data):016x}"
     return hashlib.sha256(data.numpy().data).hexdigest()[:16]
+
+
+def checksum(data: npt.NDArray[Any]) -> str:
+    """A name for the array's values and their places, at the speed of memory.
+
+    Of sums over rows and columns of words: it finds what went wrong, and no forger.
+
+    Args:
+        data: contiguous; its bytes are a multiple of eight.
+    """
+    words = data.reshape(-1).view(np.int64)
+    whole = len(words) - len(words) % _ROW
+    rows_RC = words[:whole].reshape(-1, _ROW)
+    sums = (rows_RC.sum(axis=0), rows_RC.sum(axis=1), words[whole:])
+    return hashlib.sha256(b"".join(part.tobytes() for part in sums)).hexdigest()
 
 
 def word_sum(data: Tensor) -> int:

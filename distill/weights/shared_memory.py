@@ -24,6 +24,7 @@ from torch import Tensor
 
 from distill.errors import EngineError
 from distill.weights.model_weights import COPY_BYTES, Weights, names_of, plan_buckets
+from distill.weights.patches import Bits
 from distill.weights.tensors import TensorLayout
 
 # Wide enough for any dtype, and for the copy to run at full speed.
@@ -98,7 +99,7 @@ class SharedBlock:
 
     def __init__(self) -> None:
         self._file: _Memory | None = None
-        self._layouts: tuple[TensorLayout, ...] = ()
+        self.layouts: tuple[TensorLayout, ...] = ()  # of what was written last
 
     def write(self, weights: Weights) -> None:
         """Copies weights in, a bucket at a time, from any device; what was there before is gone.
@@ -106,22 +107,50 @@ class SharedBlock:
         Raises:
             EngineError: there is no room for them in memory.
         """
-        layouts = tuple(weights.layouts)
+        self.reserve(weights.layouts)
+        for layouts, memory in self._buckets():
+            _fill(memory, layouts, weights)
+
+    def reserve(self, layouts: Sequence[TensorLayout]) -> None:
+        """Makes room for such tensors; of what values, nobody knows yet. Raises as `write`."""
+        self.layouts = tuple(layouts)
         if self._file is None or len(self._file.bytes) < _total(layouts):
             self._file = None
             self._file = _Memory(_total(layouts))
-        self._layouts = layouts
-        views = _views(self._file.bytes, layouts)
-        for bucket in plan_buckets(layouts, COPY_BYTES):
-            for name, tensor in weights.gather(names_of(bucket)).items():
-                views[name].copy_(tensor)
+
+    def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
+        """Writes weights of the same layouts. Yields each bucket's values before and after.
+
+        A bucket is written when the next is asked for: the copy is whole when all were.
+        """
+        room = max((len(memory) for _, memory in self._buckets()), default=0)
+        scratch = torch.empty(room, dtype=torch.uint8)
+        for layouts, memory in self._buckets():
+            new = scratch[: len(memory)].zero_()  # between tensors, too
+            _fill(new, layouts, weights)
+            yield _bits(memory, layouts), _bits(new, layouts)
+            memory.copy_(new)
+
+    def bits(self) -> list[Bits]:
+        """The memory bucket by bucket (`plan_buckets`), as integers of its values' width."""
+        return [_bits(memory, layouts) for layouts, memory in self._buckets()]
+
+    def _buckets(self) -> list[tuple[list[TensorLayout], Tensor]]:
+        """Tensors that are written together, and the bytes where they lie."""
+        assert self._file is not None, "nothing was written yet"
+        made, offset = [], 0
+        for bucket in plan_buckets(self.layouts, COPY_BYTES):
+            end = offset + sum(map(_size, bucket))
+            made.append((bucket, self._file.bytes[offset:end]))
+            offset = end
+        return made
 
     def share(self) -> SharedTensors:
         """A reference to the last write; valid until the next one, or until this process ends."""
         assert self._file is not None, "nothing was written yet"
         descriptor = self._file.descriptor
         return SharedTensors(
-            layouts=self._layouts, path=_path(descriptor), identity=_identity(descriptor)
+            layouts=self.layouts, path=_path(descriptor), identity=_identity(descriptor)
         )
 
 
@@ -170,6 +199,17 @@ def _views(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
         views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
         offset += _size(layout)
     return views
+
+
+def _fill(memory: Tensor, layouts: Sequence[TensorLayout], weights: Weights) -> None:
+    views = _views(memory, layouts)
+    for name, tensor in weights.gather(names_of(layouts)).items():
+        views[name].copy_(tensor)
+
+
+def _bits(memory: Tensor, layouts: Sequence[TensorLayout]) -> Bits:
+    """Of tensors of one dtype."""
+    return memory.numpy().view(f"u{layouts[0].torch_dtype.itemsize}")
 
 
 def _gone(why: str) -> EngineError:

@@ -173,7 +173,8 @@ def test_a_run_in_one_process_starts_no_ray(tiny_pair: TinyPair, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "setting", ["learner_workers=2", "policy_engines_max=3", "weights=object_store"]
+    "setting",
+    ["learner_workers=2", "policy_engines_max=3", "weights=object_store", "weights_delta=True"],
 )
 def test_what_one_process_cannot_have_is_refused(
     tiny_pair: TinyPair, tmp_path: Path, setting: str

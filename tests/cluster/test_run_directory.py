@@ -39,7 +39,7 @@ MAY_CHANGE = {
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
-    "weights": "disk", "probe_every": 0, "prove_every": 3,
+    "weights": "object_store", "probe_every": 0, "prove_every": 3,
     "gradient_checkpointing": True, "learner_workers": 2,
     "compile": True, "offload_optimizer": True, "trace_step": 1,
     "hang_after_s": 9.0, "max_restarts": 3, "placement": "spread", "placement_deadline_s": 9.0,
@@ -50,6 +50,7 @@ MAY_CHANGE = {
     "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
     "background_checkpoints": False, "max_running_requests": 8, "packing": True,
+    "weights_delta": True,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,

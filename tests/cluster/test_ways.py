@@ -55,6 +55,19 @@ def test_elsewhere_the_node_decides(learner, engine, served, way) -> None:
 
 
 @pytest.mark.parametrize(
+    "engine, served, way",
+    [
+        (place("b", 1), True, "object_store"),  # not a group, whose ranks take whole tensors
+        (place("b"), False, "object_store"),
+        (place("a", 1), True, "group"),
+        (place("a", 0), True, "shared_memory"),
+    ],
+)
+def test_what_changed_goes_to_other_nodes_by_the_store(engine, served, way) -> None:
+    assert plan_ways("auto", LEARNER, {"e": engine}, served=served, deltas=True) == {way: ["e"]}
+
+
+@pytest.mark.parametrize(
     "engines, message",
     [
         ({"x": place("a", 0)}, "x shares a GPU with the learner: NCCL takes a GPU once"),

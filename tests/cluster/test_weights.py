@@ -49,7 +49,13 @@ from distill.errors import (
 from distill.models.loading import load_causal_lm, read_weights
 from distill.nccl import nccl_settings
 from distill.sampling import TrainSampling
-from distill.weights.model_weights import HeldWeights, Weights, gather_all, plan_buckets
+from distill.weights.model_weights import (
+    HeldWeights,
+    Weights,
+    gather_all,
+    plan_buckets,
+    total_bytes,
+)
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
@@ -578,6 +584,24 @@ def test_every_transport_into_a_server(
     assert gap is not None and gap < 1e-4
     for transport in publish._transports or []:
         transport.abort()
+
+
+def test_what_changed_into_a_server(server: Any, learner: Learner) -> None:
+    """By Ray's object store, patched beside the server, proven by its checksums."""
+    publish = publisher(
+        {"policy engine 0": server}, learner, Queue(), choice="object_store", served=True,
+        deltas=True,
+    )  # fmt: skip
+    for version in range(3):
+        for parameter in learner.model.parameters():
+            parameter.data[..., version::50] *= 1.02
+        metrics = sent(publish, learner.weights(), version)
+        assert metrics["push/whole_engines"] == (version == 0)
+        assert all((sample.versions_T == version).all() for sample in samples(server))
+    assert metrics["push/bytes"] < total_bytes(learner.weights()) / 10
+    assert metrics["push/changed_share"] < 0.05 and metrics["push/proven"] == 1
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-4
 
 
 def test_a_tensor_that_was_skipped_is_found_in_a_server(

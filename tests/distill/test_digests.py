@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import numpy as np
 import pytest
 import torch
 
-from distill.weights.digests import digest, word_sum
+from distill.weights.digests import checksum, digest, word_sum
 
 
 def slow(data: bytes) -> int:
@@ -63,3 +64,16 @@ def test_on_a_cpu_it_is_sha_256() -> None:
     data = matrix.contiguous().view(torch.uint8).numpy().tobytes()
     assert digest(matrix) == hashlib.sha256(data).hexdigest()[:16]
     assert digest(torch.zeros(0)) == hashlib.sha256(b"").hexdigest()[:16]
+
+
+def test_a_checksum_sees_every_value_and_its_place() -> None:
+    data = np.random.default_rng(0).integers(0, 2**16, 3 * 4096 + 40, dtype=np.uint16)
+    seen = {checksum(data)}
+    for i in (0, 4096, len(data) - 1):  # of the first row, another, and what makes no row
+        other = data.copy()
+        other[i] ^= 1
+        seen.add(checksum(other))
+    for shift in (4, 4096, 4092):  # words, rows, both
+        seen.add(checksum(np.roll(data, shift)))
+    assert len(seen) == 7 and checksum(data.copy()) in seen
+    assert checksum(data[:0]) == checksum(data[:0].view(np.uint32))

@@ -26,6 +26,7 @@ from distill.objective.batching import (
 )
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
+from distill.weights.delta import ReceivedWeights, SentWeights
 from distill.weights.model_weights import gather_all, total_bytes
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
@@ -128,7 +129,16 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     except NonFiniteError as error:
         told["failed"] = str(error)
     told["after failure"] = numbers(learner)
+    sent = SentWeights()
+    sent.advance(learner.weights(torch.bfloat16), 0)
+    told["changes"] = [sent.whole()]
     told["accumulated"] = accumulated(learner)
+    sent.advance(learner.weights(torch.bfloat16), 1)
+    told["changes"].append(sent.delta())
+    told["stepped"] = {
+        name: tensor.float().numpy()
+        for name, tensor in gather_all(learner.weights(torch.bfloat16)).items()
+    }
     local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
     told["spoilt"] = learner.weights().first_non_finite()
     return told
@@ -227,6 +237,16 @@ def test_weights_are_rounded_on_the_way_if_told(together: dict[str, Any]) -> Non
     for name, weight in together["weights"].items():
         rounded = torch.from_numpy(weight).bfloat16().float().numpy()
         np.testing.assert_array_equal(together["rounded"][name], rounded)
+
+
+def test_what_changed_of_shards_makes_the_whole_weights(together: dict[str, Any]) -> None:
+    received = ReceivedWeights()
+    for delta in together["changes"]:
+        made = received.take(delta).unpack()
+    assert together["changes"][1].base is not None
+    assert made.keys() == together["stepped"].keys()
+    for name, tensor in made.items():
+        np.testing.assert_array_equal(tensor.float().numpy(), together["stepped"][name])
 
 
 def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -> None:

@@ -1,0 +1,152 @@
+"""Weights as what changed since those that were sent before: for networks that are slow.
+
+    sender      sent.advance(weights, version)   keeps what was sent, and finds what differs
+                sent.delta(), sent.whole()       to who holds what was sent before, and to others
+    receiver    received.take(delta)             patches its own copy, which any process can read
+
+In bfloat16 an update at a small learning rate leaves most values as they were. Both sides keep a
+whole copy in main memory, in the same order; patches are of buckets of it. What a receiver makes
+must have the digest of what the sender has: on another base, or with a byte lost, it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distill.errors import EngineError
+from distill.weights.digests import checksum
+from distill.weights.model_weights import Weights
+from distill.weights.patches import Patch
+from distill.weights.shared_memory import SharedBlock, SharedTensors
+from distill.weights.tensors import TensorLayout, layout_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightDelta:
+    """Weights by patches of those of another version, or whole.
+
+    Attributes:
+        version: of the weights that it makes, and `result` their digest.
+        base: digest of the weights that it is a change of; None: it is whole.
+        base_version: what those were sent as.
+        layouts: of a whole one; a change is of its base's.
+        patches: one for each bucket.
+    """
+
+    version: int
+    result: str
+    base: str | None
+    base_version: int | None
+    layouts: tuple[TensorLayout, ...]
+    patches: tuple[Patch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(patch.nbytes for patch in self.patches)
+
+
+class SentWeights:
+    """Copy of the weights that were sent last."""
+
+    def __init__(self) -> None:
+        self._block = SharedBlock()
+        self._checksums: list[str] = []
+        self._version = 0
+        self._delta: WeightDelta | None = None
+        self.digest: str | None = None  # of the copy; None: there is none
+        self.changed_share: float | None = None  # of values, by the last `advance`
+
+    def advance(self, weights: Weights, version: int) -> None:
+        """Takes on these weights; they are finite.
+
+        Raises:
+            EngineError: there is no room for the copy in memory.
+        """
+        before, of = self.digest, self._version
+        self.digest = self._delta = self.changed_share = None  # if this fails, the copy is mixed
+        layouts = tuple(weights.layouts)
+        if before is None or layouts != self._block.layouts:
+            self._block.write(weights)
+            self._checksums = [checksum(bits) for bits in self._block.bits()]
+            self._version, self.digest = version, _digest(layouts, self._checksums)
+            return
+        patches = []
+        for i, (old, new) in enumerate(self._block.rewrite(weights)):
+            patches.append(Patch.between(old, new))
+            if patches[-1].changed:
+                self._checksums[i] = checksum(new)
+        self._version, self.digest = version, _digest(layouts, self._checksums)
+        values = sum(len(bits) for bits in self._block.bits())
+        self.changed_share = sum(patch.changed for patch in patches) / max(1, values)
+        self._delta = WeightDelta(
+            version=version,
+            result=self.digest,
+            base=before,
+            base_version=of,
+            layouts=(),
+            patches=tuple(patches),
+        )
+
+    def delta(self) -> WeightDelta | None:
+        """What the last `advance` changed; None if there was nothing before, or most is new."""
+        if self._delta is None or self._delta.nbytes >= sum(b.nbytes for b in self._block.bits()):
+            return None
+        return self._delta
+
+    def whole(self) -> WeightDelta:
+        """All of the copy: views of it, good until the next `advance`."""
+        assert self.digest is not None, "nothing was sent yet"
+        return WeightDelta(
+            version=self._version,
+            result=self.digest,
+            base=None,
+            base_version=None,
+            layouts=self._block.layouts,
+            patches=tuple(map(Patch.whole, self._block.bits())),
+        )
+
+
+class ReceivedWeights:
+    """Copy of the weights that came last, in memory that processes of this machine share."""
+
+    def __init__(self) -> None:
+        self._block = SharedBlock()
+        self._digest: str | None = None  # None: it holds nothing that a change could be of
+        self._lock = threading.Lock()
+
+    def take(self, delta: WeightDelta) -> SharedTensors:
+        """The weights that it makes; readable until the next call.
+
+        Raises:
+            EngineError: it is a change of other weights than are held here, or does not make what
+                was sent. A whole one helps.
+        """
+        with self._lock:
+            if delta.base is not None and delta.base != self._digest:
+                raise EngineError(
+                    f"weights version {delta.version} came as a change of version "
+                    f"{delta.base_version}, which this engine has no copy of; the engine goes on "
+                    "with the weights it had"
+                )
+            self._digest = None
+            if delta.base is None:
+                self._block.reserve(delta.layouts)
+            buckets = self._block.bits()
+            for bits, patch in zip(buckets, delta.patches, strict=True):
+                patch.apply(bits)
+            found = _digest(self._block.layouts, [checksum(bits) for bits in buckets])
+            if found != delta.result:
+                raise EngineError(
+                    f"what was made of weights version {delta.version} is not what was sent, by "
+                    "checksum; the engine goes on with the weights it had"
+                )
+            self._digest = found
+            return self._block.share()
+
+
+def _digest(layouts: Sequence[TensorLayout], checksums: Sequence[str]) -> str:
+    told = f"{layout_digest(layouts)} {checksums}"
+    return hashlib.sha256(told.encode()).hexdigest()
