@@ -34,8 +34,8 @@ How the weights come is a matter of where the learner is:
     PackedTensors         in this process's memory: copied into such a block first
     WeightDelta           what changed since the last ones: patched into a block that keeps those
     CheckpointDirectory   files that the server reads by itself
-    CollectiveBroadcast   a torch.distributed group that the server's ranks join, once; the whole
-                          protocol is in cluster/weights/collective.py
+    CollectiveBroadcast   a torch.distributed group that the server's ranks join, once
+                          (actors/sglang/weight_group.py)
 
 Everything that can be known to be wrong is refused before the server is touched. Where a load
 fails later, the server may hold parts of two versions: nothing is generated or scored with those;
@@ -46,38 +46,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
-
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+from typing import Any, TypeAlias, TypeVar
 
 from actors.sglang.client import SglangClient
 from actors.sglang.flags import InFlight
 from actors.sglang.plugin.weight_loader import LOADER, serialized_order
-from distill.engine import (
-    SENDS,
-    CheckpointDirectory,
-    CollectiveBroadcast,
-    Sample,
-    WeightSource,
-)
+from actors.sglang.weight_checks import ServerFacts, Shapes, check_shapes
+from actors.sglang.weight_group import NOT_RECEIVED, ServerGroup
+from distill.engine import CheckpointDirectory, CollectiveBroadcast, Sample, WeightSource
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.models.checkpoint_names import pushed_shapes
 from distill.types import StopReason
 from distill.weights.delta import ReceivedWeights, WeightDelta
-from distill.weights.model_weights import BUCKET_BYTES, HeldWeights, plan_buckets
+from distill.weights.model_weights import BUCKET_BYTES, HeldWeights
 from distill.weights.shared_memory import SharedBlock, SharedTensors
-from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite, layout_digest
-
-logger = logging.getLogger(__name__)
-
-Shapes = Mapping[str, tuple[int, ...]]
+from distill.weights.tensors import PackedTensors, TensorLayout, first_non_finite
 
 # SGLang's words for what becomes of samples under way.
 _PAUSES: Mapping[InFlight, str] = {
@@ -86,12 +73,11 @@ _PAUSES: Mapping[InFlight, str] = {
     "finish": "retract",
     "in_place": "in_place",
 }
-# What a head that is not in a bundle shares its weights with.
-_TIED = "model.embed_tokens.weight"
 # What a sleeping server has released, in SGLang's words: taken back before a load, and after it.
 _WEIGHTS, _REST = ("weights",), ("kv_cache", "cuda_graph")
-# SGLang's word for a broadcast that broke off before anything was written.
-_NOT_RECEIVED = "Failed to receive weights"
+
+# What a load is of, once a change of weights has become those.
+_Whole: TypeAlias = PackedTensors | SharedTensors | CheckpointDirectory | CollectiveBroadcast
 
 _T = TypeVar("_T")
 
@@ -119,42 +105,6 @@ class _Traffic:
         await self._ended.wait()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ServerFacts:
-    """What a load needs to know of a server.
-
-    Attributes:
-        ranks: its tensor parallelism.
-        drafts: it decodes speculatively.
-        own_draft: the draft is a part of the served model's own checkpoint.
-    """
-
-    ranks: int
-    drafts: bool
-    own_draft: bool
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> _ServerFacts:
-        draft = info.get("speculative_draft_model_path")
-        return cls(
-            ranks=int(info.get("tp_size") or 1),
-            drafts=info.get("speculative_algorithm") is not None,
-            own_draft=draft is None or draft == info.get("model_path"),
-        )
-
-    @property
-    def has_other_draft(self) -> bool:
-        return self.drafts and not self.own_draft
-
-    @property
-    def selector(self) -> dict[str, str]:
-        """Which of the server's models a load is for: a draft of its own names has no part in it.
-
-        Such a draft has tensors by the same names (`layers.0...`), and would take the policy's.
-        """
-        return {"selector": "all" if self.drafts and self.own_draft else "target"}
-
-
 class WeightSession:
     """Serialises loads, and decides what happens to the requests under way meanwhile."""
 
@@ -177,10 +127,8 @@ class WeightSession:
         self._in_flight: InFlight = in_flight
         self._block = SharedBlock()
         self._received = ReceivedWeights()
-        self._server: _ServerFacts | None = None
-        self._group: str | None = None
-        self._layout: tuple[TensorLayout, ...] = ()  # of what groups send, told when one is formed
-        self._store: TCPStore | None = None
+        self._server: ServerFacts | None = None
+        self._group = ServerGroup(self._order)
         # Why the server's weights are of no single version; None while they are.
         self._torn: str | None = None
         self._loading = asyncio.Lock()
@@ -240,8 +188,8 @@ class WeightSession:
 
     async def ranks(self, layout: Sequence[TensorLayout]) -> int:
         """The server's tensor parallelism. Raises EngineError if these are not its tensors."""
-        _check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
-        self._layout = tuple(layout)
+        check_shapes({tensor.name: tensor.shape for tensor in layout}, self._shapes())
+        self._group.expect(layout)
         return (await self._facts()).ranks
 
     async def checksums(self) -> list[dict[str, str]]:
@@ -274,7 +222,7 @@ class WeightSession:
                 weights = await asyncio.to_thread(self._received.take, weights)
             await self._check(weights)
             if isinstance(weights, CollectiveBroadcast):
-                await self._join(weights)
+                await self._group.join(weights)
             self._open.clear()
             try:
                 await self._quiet()
@@ -331,35 +279,32 @@ class WeightSession:
             await self._order("/resume_memory_occupation", {"tags": list(tags)})
             self._released -= frozenset(tags)
 
-    async def _check(self, weights: WeightSource) -> None:
+    async def _check(self, weights: _Whole) -> None:
         """A server would load what it knows, keep the rest, and die of the first NaN it samples."""
         if isinstance(weights, CollectiveBroadcast):
-            if layout_digest(self._layout) != weights.layout:
-                raise EngineError(
-                    "the group sends other tensors than this engine was told of when it was formed"
-                )
+            self._group.check(weights)
         elif isinstance(weights, CheckpointDirectory):
             try:
                 found = await asyncio.to_thread(pushed_shapes, weights.path)
             except CheckpointError as error:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
-            _check_shapes(found, self._shapes())
+            check_shapes(found, self._shapes())
             if (await self._facts()).has_other_draft:  # SGLang loads the directory into both
                 raise EngineError(
                     "weights=disk would load the policy into its draft model as well; use "
                     "weights=auto"
                 )
         elif isinstance(weights, SharedTensors):  # its writer has looked at the values
-            _check_shapes(weights.shapes, self._shapes())
+            check_shapes(weights.shapes, self._shapes())
         else:
             tensors = dict(weights.unpack())
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            _check_shapes(shapes, self._shapes())
+            check_shapes(shapes, self._shapes())
             bad = await asyncio.to_thread(first_non_finite, tensors)
             if bad is not None:
                 raise EngineError(f"{bad!r} is not finite in the bundle; the old weights stay")
 
-    async def _paused(self, weights: WeightSource, version: int) -> float:
+    async def _paused(self, weights: _Whole, version: int) -> float:
         if isinstance(weights, PackedTensors):  # this copy needs no pause
             await asyncio.to_thread(self._block.write, HeldWeights(dict(weights.unpack())))
         await self._pause()
@@ -432,16 +377,13 @@ class WeightSession:
         await self._order("/begin_weight_update", selector)
         with self._writing(version) as written:
             try:
-                await asyncio.to_thread(self._announce, weights, version)
-                buckets = plan_buckets(self._layout, weights.bucket_bytes)
-                for i, bucket in enumerate(buckets):
-                    last = i == len(buckets) - 1
-                    body = _bucket_body(weights.group, bucket) | selector
-                    body |= self._ending(version, last=last)
+                await asyncio.to_thread(self._group.announce, weights, version)
+                for bucket, last in self._group.orders(weights):
+                    body = bucket | selector | self._ending(version, last=last)
                     await self._order("/update_weights_from_distributed", body)
-                    written.append(i)
+                    written.append(len(written))
             except EngineError:
-                await self._leave()
+                await self._group.leave()
                 raise
             finally:
                 await self._order("/end_weight_update", {})
@@ -457,7 +399,7 @@ class WeightSession:
         try:
             yield written
         except BaseException as error:  # a cancelled load tears the weights, too
-            if isinstance(error, EngineError) and _NOT_RECEIVED in str(error) and not written:
+            if isinstance(error, EngineError) and NOT_RECEIVED in str(error) and not written:
                 raise EngineError(f"{error}; the engine goes on with the weights it had") from error
             self._torn = (
                 f"the load of weights version {version} broke off, and the server may hold parts "
@@ -467,60 +409,6 @@ class WeightSession:
             if isinstance(error, EngineError):
                 raise EngineError(f"{error}; {self._torn}") from error
             raise
-
-    async def _join(self, weights: CollectiveBroadcast) -> None:
-        if self._group == weights.group:
-            return
-        await self._leave()
-        body = {
-            "master_address": weights.address,
-            "master_port": weights.port,
-            "rank_offset": weights.rank_offset,
-            "world_size": weights.world_size,
-            "group_name": weights.group,
-            "backend": weights.backend,
-        }
-        joining = self._order("/init_weights_update_group", body)
-        try:
-            await asyncio.wait_for(joining, weights.join_deadline_s)
-        except TimeoutError:
-            raise EngineError(
-                f"the server did not join the weight group at {weights.address}:{weights.port} "
-                f"within {weights.join_deadline_s:.0f} s; can it reach that address? "
-                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
-                "weights=object_store or weights=disk"
-            ) from None
-        self._group = weights.group
-
-    async def _leave(self) -> None:
-        """Forgets a group that is of no more use."""
-        group, self._group, self._store = self._group, None, None
-        if group is None:
-            return
-        try:
-            await self._order("/destroy_weights_update_group", {"group_name": group})
-        except EngineError as error:
-            logger.warning("could not leave weight group %s: %s", group, error)
-
-    def _announce(self, weights: CollectiveBroadcast, version: int) -> None:
-        """Announces to rank 0 that this engine is about to receive, and waits for its word.
-
-        Without it the server would wait in a broadcast, which over NCCL nothing ends but its death.
-        """
-        try:
-            if self._store is None:
-                timeout = timedelta(seconds=weights.join_deadline_s)
-                self._store = TCPStore(
-                    weights.address, weights.port, is_master=False, timeout=timeout
-                )
-            self._store.set(weights.ready_key(version), "1")
-            key = weights.word_key(version)
-            self._store.wait([key], timedelta(seconds=weights.timeout_s))
-            word = self._store.get(key).decode()
-        except RuntimeError as error:
-            raise EngineError(f"{_NOT_RECEIVED}: the learner's store is gone ({error})") from error
-        if word != SENDS:
-            raise EngineError(f"{_NOT_RECEIVED}: the learner gave the push up")
 
     async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
         """Answer to an administrative request. Raises EngineError if the server refuses it."""
@@ -532,31 +420,7 @@ class WeightSession:
             raise EngineError(f"{path} was refused: {answer.get('message', answer)}")
         return answer
 
-    async def _facts(self) -> _ServerFacts:
+    async def _facts(self) -> ServerFacts:
         if self._server is None:
-            self._server = _ServerFacts.of(await self._client.get("/server_info"))
+            self._server = ServerFacts.of(await self._client.get("/server_info"))
         return self._server
-
-
-def _bucket_body(group: str, bucket: Sequence[TensorLayout]) -> dict[str, Any]:
-    return {
-        "names": [tensor.name for tensor in bucket],
-        "dtypes": [tensor.dtype for tensor in bucket],
-        "shapes": [list(tensor.shape) for tensor in bucket],
-        "group_name": group,
-        "load_format": "flattened_bucket",
-    }
-
-
-def _check_shapes(shapes: Shapes, own: Shapes) -> None:
-    """Raises EngineError: the first tensor that is unknown, of another shape, or missing."""
-    for name, shape in shapes.items():
-        if name not in own:
-            raise EngineError(f"the bundle holds {name!r}, which the model does not have")
-        if shape != own[name]:
-            raise EngineError(
-                f"{name!r} has shape {shape} in the bundle and {own[name]} in the model"
-            )
-    for name in own:
-        if name not in shapes and not (name.endswith("lm_head.weight") and _TIED in shapes):
-            raise EngineError(f"the bundle lacks {name!r}")

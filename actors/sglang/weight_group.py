@@ -1,0 +1,117 @@
+"""A server's end of a weight group: its ranks join once, and receive bucket by bucket in each push.
+
+The protocol is in cluster/weights/collective.py. A server that waits in a broadcast that is not to
+come can be ended only with its process, so it is told to receive when the learner says it sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from distill.engine import SENDS, CollectiveBroadcast
+from distill.errors import EngineError
+from distill.weights.model_weights import plan_buckets
+from distill.weights.tensors import TensorLayout, layout_digest
+
+logger = logging.getLogger(__name__)
+
+# SGLang's word for a broadcast that broke off before anything was written.
+NOT_RECEIVED = "Failed to receive weights"
+
+# Sends the server an administrative request; raises EngineError if it refuses.
+Order = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+
+
+class ServerGroup:
+    """The group that a server is in, if any, and the tensors that come by it."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._name: str | None = None
+        self._layout: tuple[TensorLayout, ...] = ()  # told when a group is formed
+        self._store: TCPStore | None = None
+
+    def expect(self, layout: Sequence[TensorLayout]) -> None:
+        """What the group that is about to be formed will send."""
+        self._layout = tuple(layout)
+
+    def check(self, weights: CollectiveBroadcast) -> None:
+        """Raises EngineError for a broadcast of other tensors."""
+        if layout_digest(self._layout) != weights.layout:
+            raise EngineError(
+                "the group sends other tensors than this engine was told of when it was formed"
+            )
+
+    async def join(self, weights: CollectiveBroadcast) -> None:
+        """Has the server's ranks join, unless they have."""
+        if self._name == weights.group:
+            return
+        await self.leave()
+        body = {
+            "master_address": weights.address,
+            "master_port": weights.port,
+            "rank_offset": weights.rank_offset,
+            "world_size": weights.world_size,
+            "group_name": weights.group,
+            "backend": weights.backend,
+        }
+        joining = self._order("/init_weights_update_group", body)
+        try:
+            await asyncio.wait_for(joining, weights.join_deadline_s)
+        except TimeoutError:
+            raise EngineError(
+                f"the server did not join the weight group at {weights.address}:{weights.port} "
+                f"within {weights.join_deadline_s:.0f} s; can it reach that address? "
+                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the interface to use; otherwise "
+                "weights=object_store or weights=disk"
+            ) from None
+        self._name = weights.group
+
+    async def leave(self) -> None:
+        """Forgets a group that is of no more use."""
+        name, self._name, self._store = self._name, None, None
+        if name is None:
+            return
+        try:
+            await self._order("/destroy_weights_update_group", {"group_name": name})
+        except EngineError as error:
+            logger.warning("could not leave weight group %s: %s", name, error)
+
+    def announce(self, weights: CollectiveBroadcast, version: int) -> None:
+        """Announces to rank 0 that this engine is about to receive, and waits for its word.
+
+        Without it the server would wait in a broadcast, which over NCCL nothing ends but its death.
+        """
+        try:
+            if self._store is None:
+                timeout = timedelta(seconds=weights.join_deadline_s)
+                self._store = TCPStore(
+                    weights.address, weights.port, is_master=False, timeout=timeout
+                )
+            self._store.set(weights.ready_key(version), "1")
+            key = weights.word_key(version)
+            self._store.wait([key], timedelta(seconds=weights.timeout_s))
+            word = self._store.get(key).decode()
+        except RuntimeError as error:
+            raise EngineError(f"{NOT_RECEIVED}: the learner's store is gone ({error})") from error
+        if word != SENDS:
+            raise EngineError(f"{NOT_RECEIVED}: the learner gave the push up")
+
+    def orders(self, weights: CollectiveBroadcast) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The body of the request that receives each bucket; True with the last."""
+        buckets = plan_buckets(self._layout, weights.bucket_bytes)
+        for i, bucket in enumerate(buckets, start=1):
+            body = {
+                "names": [tensor.name for tensor in bucket],
+                "dtypes": [tensor.dtype for tensor in bucket],
+                "shapes": [list(tensor.shape) for tensor in bucket],
+                "group_name": weights.group,
+                "load_format": "flattened_bucket",
+            }
+            yield body, i == len(buckets)
