@@ -5,7 +5,7 @@
     receiver    received.take(delta)             patches its own copy, which any process can read
 
 In bfloat16 an update at a small learning rate leaves most values as they were. Both sides keep a
-whole copy in main memory, in the same order; patches are of buckets of it. What a receiver makes
+whole copy in main memory; patches are of pieces of its tensors. What a receiver makes
 must have the digest of what the sender has: on another base, or with a byte lost, it is refused.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distill.errors import EngineError
 from distill.weights.digests import checksum
@@ -33,7 +33,7 @@ class WeightDelta:
         base: digest of the weights that it is a change of; None: it is whole.
         base_version: what those were sent as.
         layouts: of a whole one; a change is of its base's.
-        patches: one for each bucket.
+        patches: one for each piece of the tensors, in order.
     """
 
     version: int
@@ -70,16 +70,19 @@ class SentWeights:
         layouts = tuple(weights.layouts)
         if before is None or layouts != self._block.layouts:
             self._block.write(weights)
-            self._checksums = [checksum(bits) for bits in self._block.bits()]
+            self._checksums = [checksum(piece) for piece in self._block.pieces()]
             self._version, self.digest = version, _digest(layouts, self._checksums)
             return
         patches = []
         for i, (old, new) in enumerate(self._block.rewrite(weights)):
-            patches.append(Patch.between(old, new))
-            if patches[-1].changed:
+            patch = Patch.between(old, new)
+            if patch.changed:
                 self._checksums[i] = checksum(new)
+            if patch.form == "all":  # what is new lies where the old was, from the next piece on
+                patch = replace(patch, values=old)
+            patches.append(patch)
         self._version, self.digest = version, _digest(layouts, self._checksums)
-        values = sum(len(bits) for bits in self._block.bits())
+        values = sum(len(piece) for piece in self._block.pieces())
         self.changed_share = sum(patch.changed for patch in patches) / max(1, values)
         self._delta = WeightDelta(
             version=version,
@@ -91,8 +94,11 @@ class SentWeights:
         )
 
     def delta(self) -> WeightDelta | None:
-        """What the last `advance` changed; None if there was nothing before, or most is new."""
-        if self._delta is None or self._delta.nbytes >= sum(b.nbytes for b in self._block.bits()):
+        """What the last `advance` changed; None if there was nothing before, or most is new.
+
+        Good until the next `advance`.
+        """
+        if self._delta is None or self._delta.nbytes >= sum(t.nbytes for t in self._block.layouts):
             return None
         return self._delta
 
@@ -105,7 +111,7 @@ class SentWeights:
             base=None,
             base_version=None,
             layouts=self._block.layouts,
-            patches=tuple(map(Patch.whole, self._block.bits())),
+            patches=tuple(map(Patch.whole, self._block.pieces())),
         )
 
 
@@ -134,10 +140,11 @@ class ReceivedWeights:
             self._digest = None
             if delta.base is None:
                 self._block.reserve(delta.layouts)
-            buckets = self._block.bits()
-            for bits, patch in zip(buckets, delta.patches, strict=True):
-                patch.apply(bits)
-            found = _digest(self._block.layouts, [checksum(bits) for bits in buckets])
+            checksums = []
+            for piece, patch in zip(self._block.pieces(), delta.patches, strict=True):
+                patch.apply(piece)
+                checksums.append(checksum(piece))
+            found = _digest(self._block.layouts, checksums)
             if found != delta.result:
                 raise EngineError(
                     f"what was made of weights version {delta.version} is not what was sent, by "

@@ -40,12 +40,12 @@ def checksum(data: npt.NDArray[Any]) -> str:
     Of sums over rows and columns of words: it finds what went wrong, and no forger.
 
     Args:
-        data: contiguous; its bytes are a multiple of eight.
+        data: contiguous.
     """
-    words = data.reshape(-1).view(np.int64)
-    whole = len(words) - len(words) % _ROW
-    rows_RC = words[:whole].reshape(-1, _ROW)
-    sums = (rows_RC.sum(axis=0), rows_RC.sum(axis=1), words[whole:])
+    data = data.reshape(-1).view(np.uint8)
+    whole = len(data) - len(data) % (8 * _ROW)
+    rows_RC = data[:whole].view(np.int64).reshape(-1, _ROW)
+    sums = (rows_RC.sum(axis=0), rows_RC.sum(axis=1), data[whole:])
     return hashlib.sha256(b"".join(part.tobytes() for part in sums)).hexdigest()
 
 

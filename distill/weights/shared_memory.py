@@ -29,6 +29,8 @@ from distill.weights.tensors import TensorLayout
 
 # Wide enough for any dtype, and for the copy to run at full speed.
 _ALIGNMENT = 64
+# What is compared and patched at a time.
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,10 @@ class SharedBlock:
             EngineError: there is no room for them in memory.
         """
         self.reserve(weights.layouts)
-        for layouts, memory in self._buckets():
-            _fill(memory, layouts, weights)
+        views = self._views()
+        for bucket in plan_buckets(self.layouts, COPY_BYTES):
+            for name, tensor in weights.gather(names_of(bucket)).items():
+                views[name].copy_(tensor)
 
     def reserve(self, layouts: Sequence[TensorLayout]) -> None:
         """Makes room for such tensors; of what values, nobody knows yet. Raises as `write`."""
@@ -119,31 +123,28 @@ class SharedBlock:
             self._file = _Memory(_total(layouts))
 
     def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
-        """Writes weights of the same layouts. Yields each bucket's values before and after.
+        """Writes weights of the same layouts. Yields each piece's values before and after.
 
-        A bucket is written when the next is asked for: the copy is whole when all were.
+        What was before is written over when the next is asked for: the block is whole when all
+        were. Pieces are those of `pieces`, as is their order.
         """
-        room = max((len(memory) for _, memory in self._buckets()), default=0)
-        scratch = torch.empty(room, dtype=torch.uint8)
-        for layouts, memory in self._buckets():
-            new = scratch[: len(memory)].zero_()  # between tensors, too
-            _fill(new, layouts, weights)
-            yield _bits(memory, layouts), _bits(new, layouts)
-            memory.copy_(new)
-
-    def bits(self) -> list[Bits]:
-        """The memory bucket by bucket (`plan_buckets`), as integers of its values' width."""
-        return [_bits(memory, layouts) for layouts, memory in self._buckets()]
-
-    def _buckets(self) -> list[tuple[list[TensorLayout], Tensor]]:
-        """Tensors that are written together, and the bytes where they lie."""
-        assert self._file is not None, "nothing was written yet"
-        made, offset = [], 0
+        views = self._views()
         for bucket in plan_buckets(self.layouts, COPY_BYTES):
-            end = offset + sum(map(_size, bucket))
-            made.append((bucket, self._file.bytes[offset:end]))
-            offset = end
-        return made
+            tensors = weights.gather(names_of(bucket))
+            for name in names_of(bucket):
+                new = tensors[name].detach().to("cpu").contiguous()
+                for old_piece, new_piece in zip(_pieces(views[name]), _pieces(new), strict=True):
+                    yield old_piece, new_piece
+                    old_piece[:] = new_piece
+
+    def pieces(self) -> Iterator[Bits]:
+        """The tensors in order, in pieces that a processor's cache holds, as integers."""
+        for view in self._views().values():
+            yield from _pieces(view)
+
+    def _views(self) -> dict[str, Tensor]:
+        assert self._file is not None, "nothing was written yet"
+        return _views(self._file.bytes, self.layouts)
 
     def share(self) -> SharedTensors:
         """A reference to the last write; valid until the next one, or until this process ends."""
@@ -201,15 +202,11 @@ def _views(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
     return views
 
 
-def _fill(memory: Tensor, layouts: Sequence[TensorLayout], weights: Weights) -> None:
-    views = _views(memory, layouts)
-    for name, tensor in weights.gather(names_of(layouts)).items():
-        views[name].copy_(tensor)
-
-
-def _bits(memory: Tensor, layouts: Sequence[TensorLayout]) -> Bits:
-    """Of tensors of one dtype."""
-    return memory.numpy().view(f"u{layouts[0].torch_dtype.itemsize}")
+def _pieces(tensor: Tensor) -> Iterator[Bits]:
+    bits = tensor.reshape(-1).view(torch.uint8).numpy().view(f"u{tensor.itemsize}")
+    step = PIECE_BYTES // tensor.itemsize
+    for start in range(0, len(bits), step):
+        yield bits[start : start + step]
 
 
 def _gone(why: str) -> EngineError:

@@ -28,6 +28,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from tests.bench.data_path import data_path_table, measure_data_path
+from tests.bench.deltas import deltas_table, measure_deltas
 from tests.bench.driver import driver_table, measure_driver
 from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
@@ -107,6 +108,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         pair = (made.student, made.teacher, made.prompts)
     stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
     transports = measure_transports(work)
+    deltas = measure_deltas(work)
     estimators = measure_estimators()
     memory = measure_memory(config.temperature)
     learner = measure_learner(work / "learner", config.temperature)
@@ -126,6 +128,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     report = {
         "stages": stages,
         "transports": transports,
+        "deltas": deltas,
         "estimators": estimators,
         "memory": memory,
         "learner": learner,
@@ -182,6 +185,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(table)
     for table in (*transports_tables(report["transports"]), *scaling_tables(report["scaling"])):
         console.print(table)
+    console.print(deltas_table(report["deltas"]))
     console.print(queue_table(report["queue"]))
     console.print(data_path_table(report["data_path"]))
     console.print(driver_table(report["driver"]))

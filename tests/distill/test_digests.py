@@ -75,5 +75,6 @@ def test_a_checksum_sees_every_value_and_its_place() -> None:
         seen.add(checksum(other))
     for shift in (4, 4096, 4092):  # words, rows, both
         seen.add(checksum(np.roll(data, shift)))
-    assert len(seen) == 7 and checksum(data.copy()) in seen
+    seen |= {checksum(data[:n]) for n in (1, 5, 4097)}  # of any length
+    assert len(seen) == 10 and checksum(data.copy()) in seen
     assert checksum(data[:0]) == checksum(data[:0].view(np.uint32))
