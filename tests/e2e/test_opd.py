@@ -105,6 +105,11 @@ def test_overlapped_runs_are_stale_by_at_most_the_bound(
 def test_several_engines_and_workers_share_the_work(
     tiny_pair: TinyPair, tmp_path: Path, local: bool
 ) -> None:
+    """On Ray with pushes of what changed, to engines in bfloat16."""
+    changes: dict[str, Any] = {
+        "weights": "object_store", "weights_delta": True, "dtype": "bfloat16", "lr": 1e-6,
+        "prove_every": 1,
+    }  # fmt: skip
     out = distil(
         tiny_pair,
         tmp_path / "run",
@@ -113,9 +118,18 @@ def test_several_engines_and_workers_share_the_work(
         rollout_workers=2,
         steps=4,
         local=local,
+        **{} if local else changes,
     )
     assert trained_groups(out) == list(range(4 * PROMPTS_PER_STEP))
-    assert metrics(out)[0]["train/logprob_gap"] < 1e-4
+    steps = metrics(out)
+    if local:
+        assert steps[0]["train/logprob_gap"] < 1e-4
+        return
+    assert [step["push/whole_engines"] for step in steps] == [2, 0, 0, 0]
+    assert all(step["push/proven"] == 1 for step in steps[1:])
+    for step in steps[1:]:
+        assert 0 < step["push/changed_share"] < 0.5
+        assert step["push/bytes"] < steps[0]["push/bytes"] / 2
 
 
 def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path: Path) -> None:
