@@ -125,11 +125,11 @@ def test_several_engines_and_workers_share_the_work(
     if local:
         assert steps[0]["train/logprob_gap"] < 1e-4
         return
-    assert [step["push/whole_engines"] for step in steps] == [2, 0, 0, 0]
-    assert all(step["push/proven"] == 1 for step in steps[1:])
-    for step in steps[1:]:
-        assert 0 < step["push/changed_share"] < 0.5
-        assert step["push/bytes"] < steps[0]["push/bytes"] / 2
+    whole = (out / "final/model.safetensors").stat().st_size / 2
+    for step in steps:  # the first weights came before them
+        assert step["push/engines"] == 2 and step["push/whole_engines"] == 0
+        assert 0 < step["push/changed_share"] < 0.5 and step["push/bytes"] < whole / 2
+        assert step["push/proven"] == 1
 
 
 def test_the_outputs_are_what_the_readme_promises(tiny_pair: TinyPair, tmp_path: Path) -> None:
