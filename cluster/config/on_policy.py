@@ -284,6 +284,11 @@ class RolloutConfig(
         self._check_replay()
         self._check_kept()
         self._check_env()
+        if self.objective().baseline == "global" and self.prompts_per_step * self.group_size < 2:
+            raise ConfigError(
+                "baseline=global with prompts_per_step=1 and group_size=1: a reward less the mean "
+                "of a step of one sample is zero, and so is the gradient; raise one of them"
+            )
         if self.objective().overlong_buffer > self.max_new_tokens:
             raise ConfigError(
                 f"overlong_buffer={self.objective().overlong_buffer} must be at most "

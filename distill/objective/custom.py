@@ -45,7 +45,7 @@ def own_advantage(name: str) -> OwnAdvantage:
     def advantages(rewards_P: Sequence[GroupRewards]) -> list[FloatArray]:
         try:
             made = [np.asarray(made_G, np.float32) for made_G in function(rewards_P)]
-        except BaseException as error:  # the user's may raise anything
+        except (Exception, SystemExit) as error:  # the user's may raise anything
             raise DataError(f"advantage={name} raised {described(error)}") from error
         wanted = [group.rewards_G.shape for group in rewards_P]
         if (shapes := [made_G.shape for made_G in made]) != wanted:
@@ -74,7 +74,7 @@ def own_loss(name: str) -> OwnLoss:
     def loss(logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor) -> Tensor:
         try:
             made_N = function(logprobs_N, old_N, advantages_N)
-        except Exception as error:  # the user's may raise anything
+        except (Exception, SystemExit) as error:  # the user's may raise anything
             raise DataError(f"loss={name} raised {described(error)}") from error
         if not isinstance(made_N, Tensor) or made_N.shape != logprobs_N.shape:
             raise DataError(

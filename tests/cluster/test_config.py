@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import chz
 import numpy as np
@@ -255,6 +256,26 @@ def test_dynamic_sampling_in_range(value: float, message: str) -> None:
             student="s", prompts="p", out="o", temperature=1.0, steps=1, max_new_tokens=8,
             prompts_per_step=4, reward="contains", dynamic_sampling=value,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"baseline": "global", "dynamic_sampling": 3.0}, "dynamic_sampling=3.0 with baseline=glo"),
+        ({"baseline": "global", "prompts_per_step": 1, "group_size": 1}, "of a step of one sample"),
+        ({"overlong_buffer": 9, "max_new_tokens": 8}, "overlong_buffer=9 must be at most max_new_"),
+        ({"group_size": 1}, "use at least 2, or baseline=global"),
+    ],
+)
+def test_rewards_compared_over_the_step_and_cut_by_length(
+    settings: dict[str, Any], message: str
+) -> None:
+    given: dict[str, Any] = {
+        "student": "a", "prompts": "p", "out": "o", "temperature": 1.0, "reward": "contains",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        RlConfig(**given | settings)
+    RlConfig(**given, baseline="global", group_size=1, overlong_buffer=8)
 
 
 # The command line
