@@ -179,6 +179,9 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
     sleeps: bool = chz.field(
         default=False, doc="sglang: it releases its GPU memory when told to, until weights arrive"
     )
+    routed_experts: bool = chz.field(
+        default=False, doc="it records the experts of a mixture that tokens are routed to"
+    )
     log_path: str | None = chz.field(default=None, doc="sglang: file for what the server prints")
     request_deadline_s: float = chz.field(default=1800.0, doc="sglang: longest request, seconds")
     stops: StopTokens | None = chz.field(
@@ -230,6 +233,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
             "threads": self.threads,
             "max_running_requests": self.max_running_requests,
             "stops": self.stops,
+            "routed_experts": self.routed_experts,
         }
         if self.kind == "embedded":
             return shared | {"score_token_budget": self.score_token_budget}

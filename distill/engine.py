@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 
 from distill.errors import DataError
+from distill.routing import ExpertArray
 from distill.sampling import Sampling, check_temperature
 from distill.tokenizer import TokenizerProbe
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
@@ -30,6 +31,8 @@ class GenerateRequest:
         session: requests of one session share a prefix, so one engine serves them best, which has
             it cached; "": nobody shares its prefix.
         top_k: also the ids of the likeliest tokens where each was sampled, so many; 0: none.
+        experts: also the experts of a mixture that tokens are routed to.
+        known: of how many of the prompt's tokens the caller has the experts already.
     """
 
     prompt_tokens_T: TokenArray
@@ -38,6 +41,8 @@ class GenerateRequest:
     seed: int
     session: str = ""
     top_k: int = 0
+    experts: bool = False
+    known: int = 0
 
     def __post_init__(self) -> None:
         if len(self.prompt_tokens_T) == 0:
@@ -46,6 +51,11 @@ class GenerateRequest:
             raise DataError(f"GenerateRequest.num_samples = {self.num_samples} must be at least 1")
         if self.top_k < 0:
             raise DataError(f"GenerateRequest.top_k = {self.top_k} must be 0 (none) or above")
+        if not 0 <= self.known <= (length := len(self.prompt_tokens_T)):
+            raise DataError(
+                f"GenerateRequest.known = {self.known} must be in [0, {length}]: tokens of the "
+                "prompt"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +71,9 @@ class Sample:
         top_ids_TK: int32 ids of the likeliest outcomes where each token was sampled, by the weights
             that sampled it; the engine's `stop_event` is one by the id of its first token. None:
             not asked for.
+        experts_NLK: experts of the prompt's tokens from the request's `known` on, and of the new
+            ones but the last, which has been through no layer yet; as `distill.routing` has them.
+            None: not asked for, or not known of a sample that was aborted.
     """
 
     tokens_T: TokenArray
@@ -69,6 +82,7 @@ class Sample:
     stop_reason: StopReason
     cached_tokens: int | None = None
     top_ids_TK: TokenArray | None = None
+    experts_NLK: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -300,6 +314,15 @@ def check_prompt(request: GenerateRequest, vocab_size: int, context_length: int)
             f"the model's context of {context_length}; shorten or condense it"
         )
     return min(request.sampling.max_new_tokens, room)
+
+
+def check_records(request: GenerateRequest, records: bool) -> None:
+    """Raises DataError for experts that are asked of an engine which does not record them."""
+    if request.experts and not records:
+        raise DataError(
+            "GenerateRequest.experts of an engine that records none; start it with "
+            "routed_experts=True"
+        )
 
 
 def check_chains(requests: Sequence[ScoreRequest], vocab_size: int, context_length: int) -> None:

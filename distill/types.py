@@ -5,6 +5,7 @@ Legend of shape suffixes, the same letters everywhere in this project:
     _P  problems (prompts)     _G  members of one group      _T  tokens of one segment
     _D  training rows          _B  rows packed in a batch    _V  vocabulary
     _K  top-k                  _N  positions, flattened      _H  hidden size
+    _L  layers (or, of what is packed end to end, tokens)
 
 `tokens_P_G_T[p][g][t]` is one token. All log-probs are natural logarithms (nats). Arrays are numpy,
 read-only after construction, so a group is a handful of buffers on the wire.
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from distill.errors import DataError
 from distill.privileged import check_context
+from distill.routing import ExpertArray
 from distill.sampling import check_temperature
 
 TokenArray = npt.NDArray[np.int32]
@@ -59,6 +61,16 @@ def _freeze(name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> np.nda
         array = array.copy()
         array.flags.writeable = False
     return array
+
+
+def _frozen_experts(experts_TLK: ExpertArray) -> ExpertArray:
+    if experts_TLK.ndim != 3 or experts_TLK.dtype not in (np.uint8, np.uint16):
+        raise DataError(
+            f"experts_TLK has shape {experts_TLK.shape} and dtype {experts_TLK.dtype}; it must be "
+            "(tokens, layers, experts of a token) in uint8 or uint16"
+        )
+    flat = _freeze("experts_TLK", experts_TLK.reshape(-1), experts_TLK.dtype.type)
+    return flat.reshape(experts_TLK.shape)
 
 
 def _check_logprobs(name: str, logprobs_T: FloatArray, mask_T: BoolArray) -> None:
@@ -178,6 +190,8 @@ class Segment:
             0 without one.
         reference_logprobs_T: float32 log-probs of the reference policy, at T; None without one.
         bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
+        experts_TLK: the experts of a mixture that the engine routed each token to, as
+            `distill.routing` has them; None: a dense policy, or nobody replays them.
 
     Raises:
         DataError: names the field that breaks a rule.
@@ -196,6 +210,7 @@ class Segment:
     teacher_replaces: int = 0
     reference_logprobs_T: FloatArray | None = None
     bonuses_T: FloatArray | None = None
+    experts_TLK: ExpertArray | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -215,7 +230,11 @@ class Segment:
         if self.teacher_context_T is not None:
             context_T = _freeze("teacher_context_T", self.teacher_context_T, np.int32)
             set_(self, "teacher_context_T", context_T)
-        for name in ("action_mask_T", "versions_T", *float_names):
+        arrays = ["action_mask_T", "versions_T", *float_names]
+        if self.experts_TLK is not None:
+            set_(self, "experts_TLK", _frozen_experts(self.experts_TLK))
+            arrays.append("experts_TLK")
+        for name in arrays:
             if len(getattr(self, name)) != len(self.tokens_T):
                 raise DataError(
                     f"{name} has {len(getattr(self, name))} entries for {len(self.tokens_T)} tokens"

@@ -235,6 +235,10 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
         default="float32", doc="what it computes in; weights, gradients and moments stay float32"
     )
 
+    replays_routing: bool = chz.field(
+        default=False,
+        doc="rows bring the experts of a mixture that their tokens are to go through",
+    )
     stops: StopTokens | None = chz.field(
         default=None, doc="where responses end; saved with the model. None: as it was, no event"
     )

@@ -24,6 +24,7 @@ from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyH
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
+from learner.routing_replay import Piece, RoutingReplay
 from learner.sharding import Root
 
 
@@ -44,6 +45,7 @@ class Forward:
         shares: bool | None = None,
         packs: bool = False,
         event: Event = (),
+        replay: RoutingReplay | None = None,
     ) -> None:
         """Takes the model over: its attention function is switched, run it through this only.
 
@@ -60,6 +62,7 @@ class Forward:
                 here.
             packs: rows follow one another unpadded, in one row.
             event: tokens that are one outcome in all statistics (`distill.stops`).
+            replay: has the model's routers choose the experts that rows bring along.
 
         Raises:
             ConfigError: its logits cannot be reproduced, or it cannot pack.
@@ -81,7 +84,7 @@ class Forward:
                 f"packing=True: {type(model).__name__} runs with its own attention, which would "
                 "let packed rows see one another; use packing=False"
             )
-        self.packs = packs
+        self.packs, self._replay = packs, replay
         # Of the last pass's tokens, as layers saw them: those that are no padding. None: all.
         self.real_tokens: Tensor | None = None
         self._causal_lm, self._dropout = model, dropout
@@ -167,14 +170,20 @@ class Forward:
             return self._with_shared_prefixes(batch.rows)
         if self.packs:
             return self._packed(batch.rows)
+        self._route([(row, slice(None)) for row in batch.rows], padded=True)
         self.real_tokens = _real([len(row) for row in batch.rows], batch.tokens_BT.device)
         hidden_BTH = self._model.hidden_padded(batch.tokens_BT)
         return hidden_BTH.flatten(0, 1).index_select(0, batch.position_N)
+
+    def _route(self, *blocks: Sequence[Piece], padded: bool) -> None:
+        if self._replay is not None:
+            self._replay.begin(blocks, padded=padded)
 
     def _packed(self, rows_B: Sequence[TrainingRow]) -> Tensor:
         """Hidden states that predict the trained tokens, of rows one after another."""
         assert isinstance(self._model, SharedPrefixModel)
         self.real_tokens = None
+        self._route([(row, slice(None)) for row in rows_B], padded=False)
         hidden_LH = self._model.hidden_packed([row.tokens_T for row in rows_B])
         trained_L = np.concatenate([row.loss_mask_T for row in rows_B])
         position_N = torch.from_numpy(trained_L.nonzero()[0] - 1)  # a row's first is never trained
@@ -185,6 +194,7 @@ class Forward:
         assert isinstance(self._model, SharedPrefixModel)
         place_of_prefix: dict[bytes, int] = {}
         prefixes, prefix_of_row, suffixes, positions = [], [], [], []
+        once: list[Piece] = []
         for row in rows_B:
             # The last context token predicts the first trained one, so it belongs to the suffix.
             end = row.first_trained - 1
@@ -192,9 +202,12 @@ class Forward:
             place = place_of_prefix.setdefault(prefix_T.tobytes(), len(prefixes))
             if place == len(prefixes):
                 prefixes.append(prefix_T)
+                once.append((row, slice(0, end)))  # as the first row that has it was routed
             prefix_of_row.append(place)
             suffixes.append(row.tokens_T[end:-1])
             positions.append(torch.from_numpy(row.loss_mask_T[end + 1 :].nonzero()[0]))
+        tails = [(row, slice(row.first_trained - 1, -1)) for row in rows_B]
+        self._route(once, tails, padded=not self.packs)
         lengths = list(map(len, suffixes))
         if self.packs:
             self.real_tokens = None

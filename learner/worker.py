@@ -14,7 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -58,6 +58,7 @@ from learner.optimizer import (
 )
 from learner.process_group import WorkerGroup
 from learner.router_balance import RouterBalance
+from learner.routing_replay import RoutingReplay
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.state_copy import CopyCost, MomentsCopy
 from learner.trace import Stages
@@ -66,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 # Of a micro-batch's trained tokens among all of its part: what train/router_aux is a mean by.
 ROUTER_SHARE = f"train/router_aux{OWN_SHARE}"
+# Optimizer updates between two of which a micro-batch is also run as the learner would route it.
+UNREPLAYED_EVERY = 10
+_UNREPLAYED = "train/logprob_gap_unreplayed"
 
 
 class LossFunction(Protocol):
@@ -180,6 +184,7 @@ class LearnerWorker:
             compile_layers(self.model)
         if group.size > 1:
             self._root = shard(self.model, group, compute_dtype)
+        self._replay = RoutingReplay(self.model) if config.replays_routing else None
         self._forward = Forward(
             self.model,
             dtype=compute_dtype,
@@ -189,6 +194,7 @@ class LearnerWorker:
             shares=shares,
             packs=config.packing,
             event=() if config.stops is None else config.stops.event,
+            replay=self._replay,
         )
         self._balance = RouterBalance(self.model) if config.router_aux_coef else None
         self._reshard_root()
@@ -274,10 +280,11 @@ class LearnerWorker:
         Where any worker's loss, or the gradient, is not finite, no worker touches its weights.
         """
         self.zero_grad(None)
+        unreplayed = self._gap_without_replay(micro_batches)
         passed = self._pass(micro_batches)
         updated = self._optim_step(1.0, passed.non_finite is None)
         return StepShare(
-            metrics=passed.metrics,
+            metrics={**passed.metrics, **unreplayed},
             non_finite=passed.non_finite,
             grad_norm=updated.grad_norm,
             lr=updated.lr,
@@ -315,15 +322,31 @@ class LearnerWorker:
 
     def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
         """The micro-batch's loss; with its share, by trained tokens, of that of the routers."""
-        loss = self.losses[micro.loss]
+        if self._balance is not None:
+            self._balance.begin()
+        made, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+        if self._replay is not None:
+            metrics = {**metrics, **self._replay.take()}
         if self._balance is None:
-            return loss(self._forward, batch, micro.counts)
-        self._balance.begin()
-        made, metrics = loss(self._forward, batch, micro.counts)
+            return made, metrics
         share = len(batch.tokens_N) / micro.counts.tokens
         aux = share * self._balance.take(self._forward.real_tokens)
         noted = {"train/router_aux": aux.detach(), ROUTER_SHARE: aux.new_tensor(share)}
         return made + self._config.router_aux_coef * aux, metrics | noted
+
+    def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Of the first micro-batch, and of some updates only: the mean of |log p - log p of the
+        sampler| where the learner's routers choose for themselves."""
+        if self._replay is None or self.schedule.last_epoch % UNREPLAYED_EVERY:
+            return {}
+        first = micro_batches[0]
+        with self._stages("forward"):
+            [logprobs] = self.logprobs([[replace(row, experts_TLK=None) for row in first.rows_B]])
+        if not first.counted or all(row.experts_TLK is None for row in first.rows_B):
+            return {}
+        sampled = [row.behaviour_logprobs_T[row.loss_mask_T] for row in first.rows_B]
+        gap_N = np.abs(np.concatenate(logprobs) - np.concatenate(sampled))
+        return {_UNREPLAYED: float(gap_N.sum()), _UNREPLAYED + OWN_SHARE: len(gap_N)}
 
     def optim_step(self, divisor: float) -> UpdateShare:
         """Updates its share of the weights by what has accumulated, divided by `divisor`; drops it.

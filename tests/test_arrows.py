@@ -26,9 +26,9 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "settings", "sampling", "privileged", "types", "stops", "delivery",
-        "tokenizer", "weights", "engine", "sandbox", "chat", "text", "models", "objective",
-        "data", "rewards", "tools", "envs", "envs/games", "handshake",
+        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "stops",
+        "delivery", "tokenizer", "weights", "engine", "sandbox", "chat", "text", "models",
+        "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
     "actors": [
         "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from actors.embedded.routing_recorder import RoutingRecorder
 from actors.embedded.token_sampling import SamplingPlan
 from distill.engine import GenerateRequest, Sample, ScoreRequest
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel, last_of_each
+from distill.routing import ExpertArray
 from distill.sampling import Sampling, TrainSampling
 from distill.stops import StopTokens
 from distill.types import StopReason, TokenArray
@@ -35,6 +37,8 @@ class Row:
         limit: most new tokens, by max_new_tokens and by the model's context.
         given: a token whose log-probs are reported in place of the sampled tokens' own.
         top_k: number of likeliest outcomes to name where each token is sampled.
+        known: of how many tokens the experts are not wanted; None: of none are they.
+        experts: of a mixture, of the tokens that have been through the model, piece by piece.
         stop_reason: None while the row is live.
         failed: the model gave non-finite logits; the row ended without a stop reason.
     """
@@ -46,10 +50,13 @@ class Row:
     uniforms_T: npt.NDArray[np.float64]
     given: int | None = None
     top_k: int = 0
+    known: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    experts: list[ExpertArray] = field(default_factory=list)
+    routed: int = 0
     stop_reason: StopReason | None = None
     failed: bool = False
 
@@ -62,7 +69,25 @@ class Row:
             versions_T=np.array(self.versions, dtype=np.int32),
             stop_reason=self.stop_reason,
             top_ids_TK=self._top_ids_TK() if self.top_k else None,
+            experts_NLK=self._experts_NLK(),
         )
+
+    def note_experts(self, first: int, experts_NLK: ExpertArray) -> None:
+        """Keeps the experts of the tokens from position `first` on, as far as they are new.
+
+        A context that is run again, under other weights, is not: a token was sampled after it went
+        through these.
+        """
+        if self.known is None or not first <= self.routed < first + len(experts_NLK):
+            return
+        self.experts.append(experts_NLK[self.routed - first :])
+        self.routed = first + len(experts_NLK)
+
+    def _experts_NLK(self) -> ExpertArray | None:
+        if self.known is None or not self.experts:
+            return None
+        end = len(self.prompt_T) + len(self.tokens) - 1
+        return np.concatenate(self.experts)[self.known : end]
 
     def _top_ids_TK(self) -> TokenArray:
         return np.array(self.top_ids, np.int32).reshape(len(self.tokens), self.top_k)
@@ -76,6 +101,7 @@ def new_rows(request: GenerateRequest, limit: int, *, owner: Any) -> list[Row]:
         uniforms_T = np.random.Generator(np.random.Philox(entropy)).random(limit)
         prompt_T = request.prompt_tokens_T.astype(np.int32)
         row = Row(owner, prompt_T, request.sampling, limit, uniforms_T, top_k=request.top_k)
+        row.known = request.known if request.experts else None
         rows.append(row)
     return rows
 
@@ -100,8 +126,22 @@ def reading_rows(request: ScoreRequest, *, owner: Any) -> list[Row]:
     ]
 
 
+class Routed(NamedTuple):
+    """Experts of a row's tokens, from position `first` on."""
+
+    row: int
+    first: int
+    experts_NLK: ExpertArray
+
+
 class Decoder(Protocol):
-    """Contexts of the live rows, in the caller's order."""
+    """Contexts of the live rows, in the caller's order.
+
+    `routed` tells of the last `admit` or `feed`, where experts are recorded: the rows of the one
+    are those that were admitted, of the other all.
+    """
+
+    routed: list[Routed]
 
     def admit(self, rows: Sequence[Row]) -> Tensor:
         """Adds rows after the live ones; returns the hidden state of each one's last token."""
@@ -165,6 +205,7 @@ class DecodeBatch:
             return
         new = [self._waiting.popleft() for _ in range(free)]
         hidden_NH = self._decoder.admit(new)
+        self._note_experts(new)
         if self._hidden_NH is not None:
             hidden_NH = torch.cat([self._hidden_NH, hidden_NH])
         self._hidden_NH = hidden_NH
@@ -195,7 +236,12 @@ class DecodeBatch:
             self.recompute()  # masked or not, a NaN left in the cache would reach other rows
         elif self._rows:
             self._hidden_NH = self._decoder.feed(tokens_N)
+            self._note_experts(self._rows)
         return list(ended.values())
+
+    def _note_experts(self, rows: Sequence[Row]) -> None:
+        for routed in self._decoder.routed:
+            rows[routed.row].note_experts(routed.first, routed.experts_NLK)
 
     def _list(self, ids_NK: npt.NDArray[np.int32] | None) -> None:
         """Gives the rows that want them the likeliest ids at the token that is being sampled."""
@@ -263,6 +309,7 @@ class DecodeBatch:
         self._forget_rows()
         if rows:
             self._hidden_NH = self._decoder.admit(rows)
+            self._note_experts(rows)
             self._rows = rows
 
     def clear(self) -> None:
@@ -278,9 +325,15 @@ class DecodeBatch:
 class RecomputingDecoder:
     """Runs every context in full at every step: quadratic, but right for any causal model."""
 
-    def __init__(self, model: PlainModel | SharedPrefixModel, token_budget: int) -> None:
-        self._model, self._token_budget = model, token_budget
+    def __init__(
+        self,
+        model: PlainModel | SharedPrefixModel,
+        token_budget: int,
+        recorder: RoutingRecorder | None = None,
+    ) -> None:
+        self._model, self._token_budget, self._recorder = model, token_budget, recorder
         self._contexts: list[npt.NDArray[np.int64]] = []
+        self.routed: list[Routed] = []
 
     def admit(self, rows: Sequence[Row]) -> Tensor:
         first = len(self._contexts)
@@ -301,6 +354,7 @@ class RecomputingDecoder:
         self._contexts = []
 
     def _last_hidden(self, contexts: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+        self.routed = []
         longest = max(len(context) for context in contexts)
         size = max(1, self._token_budget // longest)
         hidden = []
@@ -308,4 +362,10 @@ class RecomputingDecoder:
             part = contexts[first : first + size]
             hidden_NTH = self._model.hidden([context.astype(np.int32) for context in part])
             hidden.append(last_of_each(hidden_NTH, [len(context) for context in part]))
+            if self._recorder is not None:
+                experts_NTLK = self._recorder.take(hidden_NTH.shape[:2])
+                for place, (context, experts_TLK) in enumerate(
+                    zip(part, experts_NTLK, strict=True)
+                ):
+                    self.routed.append(Routed(first + place, 0, experts_TLK[: len(context)]))
         return torch.cat(hidden)

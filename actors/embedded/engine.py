@@ -39,6 +39,7 @@ from distill.engine import (
     WeightSource,
     check_chains,
     check_prompt,
+    check_records,
 )
 from distill.errors import CheckpointError, EngineError, EngineLost
 from distill.models.loading import read_weights
@@ -96,6 +97,7 @@ class EmbeddedEngine:
         score_token_budget: most tokens, padding included, in one forward pass over given tokens.
         threads: torch's CPU threads, a setting of the whole process; None leaves it alone.
         stops: where samples end, and whether that is one event; None: as the checkpoint says.
+        routed_experts: it can be asked for the experts of a mixture that tokens are routed to.
 
     Samples are a function of (weights, prompt, sampling, seed, index) up to float rounding: what
     else is in a batch can change the order of a sum, hence a logit's last bits.
@@ -115,10 +117,13 @@ class EmbeddedEngine:
         score_token_budget: int = 16384,
         threads: int | None = None,
         stops: StopTokens | None = None,
+        routed_experts: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._model = LoadedModel(model_path, dtype=dtype, device=device, stops=stops)
+        self._model = LoadedModel(
+            model_path, dtype=dtype, device=device, stops=stops, routed_experts=routed_experts
+        )
         self._model_path, self._dtype = model_path, dtype
         self._score_token_budget = score_token_budget
         decoder = self._model.decoder(score_token_budget)
@@ -147,6 +152,7 @@ class EmbeddedEngine:
         """See `Engine.generate`."""
         self._check_health()
         limit = check_prompt(request, self._model.vocab_size, self._model.context_length)
+        check_records(request, self._model.recorder is not None)
         call = _Generation(asyncio.get_running_loop().create_future())
         call.rows = new_rows(request, limit, owner=call)
         return await self._decoded(call)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.embedded.decoding import Row, plan_removal
+from actors.embedded.decoding import Routed, Row, plan_removal
+from actors.embedded.routing_recorder import RoutingRecorder
 from distill.models.attention import NOWHERE, SlotMap, SuffixPass
 from distill.models.shared_prefix import (
     SharedPrefixModel,
@@ -19,6 +20,7 @@ from distill.models.shared_prefix import (
     pad_right,
     prefix_positions,
 )
+from distill.routing import ExpertArray
 
 _FIRST_ROWS = 32
 _FIRST_COLUMNS = 64
@@ -26,13 +28,14 @@ _FIRST_COLUMNS = 64
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A prompt some live row continues. `users` counts those rows."""
+    """A prompt some live row continues. `users` counts those rows; experts, if recorded."""
 
     key: bytes
     length: int
     hidden_H: Tensor
     slot: int
     users: int = 0
+    experts_TLK: ExpertArray | None = None
 
 
 def _resized(old: Tensor, rows: int, columns: int, used: slice) -> Tensor:
@@ -189,8 +192,14 @@ class _SuffixStore:
 class CachedDecoder:
     """Every context token is run once. Rows with the same prompt share its keys and values."""
 
-    def __init__(self, model: SharedPrefixModel, token_budget: int) -> None:
-        self._model, self._token_budget = model, token_budget
+    def __init__(
+        self,
+        model: SharedPrefixModel,
+        token_budget: int,
+        recorder: RoutingRecorder | None = None,
+    ) -> None:
+        self._model, self._token_budget, self._recorder = model, token_budget, recorder
+        self.routed: list[Routed] = []
         self.reset()
 
     def reset(self) -> None:
@@ -214,6 +223,11 @@ class CachedDecoder:
         self._suffixes.open_rows(len(rows))
         self._fed_N = np.append(self._fed_N, np.zeros(len(rows), dtype=np.int64))
         self._rows_changed()
+        self.routed = [
+            Routed(row, 0, prefix.experts_TLK)
+            for row, prefix in enumerate(new)
+            if prefix.experts_TLK is not None
+        ]
         hidden_NH = torch.stack([prefix.hidden_H for prefix in new])
         if any(row.tokens for row in rows):
             assert len(self._prefix_of_row) == len(rows)
@@ -233,6 +247,10 @@ class CachedDecoder:
             hidden_NTH, run = self._model.prefill(tokens_NT, keep=True)
             hidden_NH = last_of_each(hidden_NTH, lengths)
             self._prefixes.add(run.keys, run.values, batch, lengths, hidden_NH)
+            if self._recorder is not None:
+                experts_NTLK = self._recorder.take(tokens_NT.shape)
+                for name, length, experts_TLK in zip(batch, lengths, experts_NTLK, strict=True):
+                    self._prefixes.by_key[name].experts_TLK = experts_TLK[:length]
 
     def _fits(self, rows: int, length: int) -> bool:
         return rows * length <= self._token_budget
@@ -256,6 +274,7 @@ class CachedDecoder:
         for first in range(0, len(tokens), size):
             part = slice(first, min(first + size, len(tokens)))
             last_NH = self._run(inputs_NS[part], queries_at_NS[part], part)[:, -1]
+            self._note_routed(inputs_NS[part].shape, first)
             fed = torch.from_numpy(self._fed_N[part] > 0).to(last_NH.device)
             hidden_NH[part] = torch.where(fed[:, None], last_NH, hidden_NH[part])
 
@@ -268,7 +287,20 @@ class CachedDecoder:
         self._suffixes.open_columns(positions_N1)
         self._fed_N += 1
         tokens_N1 = torch.from_numpy(tokens_N).to(device)[:, None]
-        return self._run(tokens_N1, positions_N1, slice(0, len(tokens_N)))[:, 0]
+        hidden_N1H = self._run(tokens_N1, positions_N1, slice(0, len(tokens_N)))
+        self.routed = []
+        self._note_routed(tokens_N1.shape, 0)
+        return hidden_N1H[:, 0]
+
+    def _note_routed(self, shape: Sequence[int], first_row: int) -> None:
+        """Notes the experts of the last pass, over (rows, S) tokens: the newest of each row."""
+        if self._recorder is None:
+            return
+        for row, experts_SLK in enumerate(self._recorder.take(shape), start=first_row):
+            fed = int(self._fed_N[row])
+            new = min(fed, len(experts_SLK))
+            first = self._prefix_of_row[row].length + fed - new
+            self.routed.append(Routed(row, first, experts_SLK[len(experts_SLK) - new :]))
 
     def _run(self, tokens_NS: Tensor, positions_NS: Tensor, rows: slice) -> Tensor:
         keys, values, slots, prefix_at_NP = self._view(rows)

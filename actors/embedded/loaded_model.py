@@ -10,6 +10,7 @@ from torch import Tensor
 from actors.embedded.decode_probe import decode_gap
 from actors.embedded.decoding import Decoder, RecomputingDecoder
 from actors.embedded.kv_cache import CachedDecoder
+from actors.embedded.routing_recorder import RoutingRecorder
 from distill.errors import CheckpointError, ConfigError, EngineError
 from distill.models.attention_probe import choose_model
 from distill.models.checkpoint_names import Conversion
@@ -40,14 +41,22 @@ class LoadedModel:
         head: hidden states (N, H) -> logits (N, V).
         stops: where samples end: those given, else the generation config's, else the model's.
         tokenizer: what the checkpoint's tokenizer makes of known texts; None if it has none.
+        recorder: of the experts that tokens are routed to; None: nobody asks for them.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: an unknown dtype, or a model whose logits cannot be reproduced.
+        ConfigError: an unknown dtype, a model whose logits cannot be reproduced, or whose routing
+            cannot be recorded.
     """
 
     def __init__(
-        self, path: str, *, dtype: str, device: str, stops: StopTokens | None = None
+        self,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        stops: StopTokens | None = None,
+        routed_experts: bool = False,
     ) -> None:
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
@@ -59,12 +68,13 @@ class LoadedModel:
         self.context_length = context_length(self._lm.config)
         self.tokenizer = _tokenizer_probe(path)
         self.forward = choose_model(self._lm, decode_gap)
+        self.recorder = RoutingRecorder(self._lm) if routed_experts else None
 
     def decoder(self, token_budget: int) -> Decoder:
         """A decoder of its own, running at most `token_budget` known tokens in one pass."""
         if isinstance(self.forward, SharedPrefixModel):
-            return CachedDecoder(self.forward, token_budget)
-        return RecomputingDecoder(self.forward, token_budget)
+            return CachedDecoder(self.forward, token_budget, self.recorder)
+        return RecomputingDecoder(self.forward, token_budget, self.recorder)
 
     def digests(self) -> dict[str, str]:
         """Digest of each parameter, by name; a tied head's is its embedding's."""

@@ -209,6 +209,18 @@ def _mix(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
+def _known(turns: Sequence[Turn], observation_T: TokenArray) -> int:
+    """Number of an observation's tokens that have been through the policy in the turns before.
+
+    The last one that was sampled has not.
+    """
+    if not turns:
+        return 0
+    seen_T = np.concatenate([turns[-1].observation_T, turns[-1].sample.tokens_T])
+    extended = np.array_equal(observation_T[: len(seen_T)], seen_T)
+    return len(seen_T) - 1 if extended else 0
+
+
 async def _first_turns(
     policy: Sampler,
     envs_G: Sequence[Env],
@@ -265,6 +277,7 @@ async def _play(
             num_samples=1,
             seed=_mix(seed, len(turns)),
             session=session,
+            known=_known(turns, observation_T),
         )
         [sample] = await policy.generate(request)
         return sample

@@ -89,6 +89,7 @@ class RolloutWorker:
             the teacher, at each action.
         teacher_top_k: at how many of the teacher's likeliest (others).
         lengths: what the lengths of episodes do to their rewards.
+        routed_experts: the policy is asked for the experts of a mixture as well.
         max_groups: most groups under way at once.
     """
 
@@ -107,6 +108,7 @@ class RolloutWorker:
         policy_top_k: int = 0,
         teacher_top_k: int = 0,
         lengths: LengthRules | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
@@ -114,6 +116,7 @@ class RolloutWorker:
         self._models = {**teachers, **(models or {})}
         self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
         self._lengths = lengths
+        self._routed_experts = routed_experts
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -198,7 +201,7 @@ class RolloutWorker:
                     tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
                 )
                 group = await rollout_group(
-                    _Sampled(self._policy, under_way, self._policy_top_k),
+                    _Sampled(self._policy, under_way, self._policy_top_k, self._routed_experts),
                     builder,
                     self._sampling,
                     group_id=group_id,
@@ -241,16 +244,18 @@ class RolloutWorker:
 
 
 class _Sampled:
-    """A policy that notes when a group waits for it, and is asked for its likeliest tokens."""
+    """A policy that notes when a group waits for it, and is asked for its likeliest tokens, and for
+    experts, with each sample."""
 
-    def __init__(self, policy: Engine, group: UnderWay, top_k: int) -> None:
-        self._policy, self._group, self._top_k = policy, group, top_k
+    def __init__(self, policy: Engine, group: UnderWay, top_k: int, experts: bool) -> None:
+        self._policy, self._group, self._top_k, self._experts = policy, group, top_k, experts
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         self._group.waits_for_policy += 1
         self._group.enter("sampling")
         try:
-            return await self._policy.generate(replace(request, top_k=self._top_k))
+            asked = replace(request, top_k=self._top_k, experts=self._experts)
+            return await self._policy.generate(asked)
         finally:
             self._group.waits_for_policy -= 1
             if not self._group.waits_for_policy:

@@ -13,6 +13,7 @@ from actors.sglang.plugin.row_temperatures import read_listed
 from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
+from distill.routing import ExpertArray, MixtureShape
 from distill.stops import hits
 from distill.types import FloatArray, StopReason, TokenArray, TopLogprobs
 
@@ -55,6 +56,35 @@ def read_sample(answer: Mapping[str, Any], event: tuple[int, ...] = (), top_k: i
         cached_tokens=meta.get("cached_tokens"),
         top_ids_TK=_output_top_ids(meta, len(tokens_T), top_k, event) if top_k else None,
     )
+
+
+def read_experts(
+    answer: Mapping[str, Any], tokens: int, mixture: MixtureShape
+) -> ExpertArray | None:
+    """The experts of so many tokens; None of a sample that was aborted before it had any."""
+    text = answer["meta_info"].get("routed_experts")
+    if text is None and _stop_reason(answer["meta_info"]) is StopReason.ABORTED:
+        return None
+    shape = (tokens, mixture.layers, mixture.top_k)
+    try:
+        experts_NLK = np.frombuffer(base64.b64decode(text or ""), "<i4").reshape(shape)
+    except (TypeError, ValueError) as error:
+        raise EngineError(
+            f"the server returned no experts of {tokens} tokens in {mixture.layers} layers, "
+            f"{mixture.top_k} each: {error!r}"
+        ) from error
+    if tokens and (experts_NLK.min() < 0 or experts_NLK.max() >= mixture.experts):
+        raise EngineError(
+            f"the server's routed_experts are {experts_NLK.min()} to {experts_NLK.max()}, and the "
+            f"model has {mixture.experts}"
+        )
+    if tokens and mixture.top_k > 1 and not experts_NLK.any():
+        raise EngineError(
+            "the server's routed_experts are 0 throughout: it chooses experts inside a kernel, "
+            "where SGLang records none. Give policy_server_flags='--moe-runner-backend triton', or "
+            "routing_replay=False"
+        )
+    return experts_NLK.astype(mixture.dtype)
 
 
 def _output_top_ids(

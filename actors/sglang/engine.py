@@ -19,17 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from actors.sglang.answers import (
     answers_of,
     read_echo,
+    read_experts,
     read_forced,
     read_input_logprobs,
     read_sample,
@@ -51,8 +52,10 @@ from distill.engine import (
     WeightSource,
     check_chains,
     check_prompt,
+    check_records,
 )
 from distill.errors import DataError, EngineError, EngineLost
+from distill.routing import MixtureShape
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
@@ -85,6 +88,7 @@ class SglangEngine:
         stops: where samples end, and whether that is one event; None leaves it to the server.
         weights: how new weights get in; None for a server that is not ours to change.
         seeded: the server runs deterministically and heeds each request's seed.
+        mixture: the model's, where the server returns the experts that tokens are routed to.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class SglangEngine:
         stops: StopTokens | None,
         weights: WeightSession | None,
         seeded: bool,
+        mixture: MixtureShape | None = None,
     ) -> None:
         self._client = client
         self.server = server
@@ -110,6 +115,7 @@ class SglangEngine:
         self._event = () if stops is None else stops.event
         self._weights = weights
         self._seeded = seeded
+        self._mixture = mixture
         self._starting: asyncio.Task[None] | None = None
         self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
         self._queued = 0  # samples and chains at this engine
@@ -132,6 +138,7 @@ class SglangEngine:
         with self._carrying(request.num_samples):
             await self._ready()
             limit = check_prompt(request, self._vocab_size, self._context_length)
+            check_records(request, self._mixture is not None)
             if self._weights is None:
                 return await self._sample(request, limit)
             return await self._weights.generate(partial(self._sample, request, limit))
@@ -147,7 +154,21 @@ class SglangEngine:
         finally:
             del self._in_flight[ended]
             ended.set_result(None)
-        return [read_sample(answer, self._event, request.top_k) for answer in answers]
+        samples = [read_sample(answer, self._event, request.top_k) for answer in answers]
+        if not request.experts:
+            return samples
+        return [
+            self._with_experts(sample, answer, request)
+            for sample, answer in zip(samples, answers, strict=True)
+        ]
+
+    def _with_experts(
+        self, sample: Sample, answer: Mapping[str, Any], request: GenerateRequest
+    ) -> Sample:
+        assert self._mixture is not None
+        routed = len(request.prompt_tokens_T) + len(sample.tokens_T) - 1
+        experts_NLK = read_experts(answer, max(0, routed - request.known), self._mixture)
+        return replace(sample, experts_NLK=experts_NLK)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See `Engine.score`.

@@ -30,6 +30,7 @@ InFlight = Literal["continue", "restart", "finish", "in_place"]
 Flags = dict[str, list[str]]
 
 _FLOAT32_HEAD = "--enable-fp32-lm-head"
+ROUTED_EXPERTS = "--enable-return-routed-experts"
 # Without a bound the scheduler takes 16 GB of a CPU machine for its KV cache.
 _CPU_KV_TOKENS = 16384
 
@@ -43,6 +44,7 @@ def server_flags(
     context_length: int,
     cache_tokens: int | None = None,
     sleeps: bool = False,
+    routed_experts: bool = False,
     extra: str = "",
 ) -> list[str]:
     """The server's flags. A flag in `extra` replaces the default of the same name.
@@ -52,6 +54,7 @@ def server_flags(
         context_length: positions a request may take.
         cache_tokens: that its cache holds on a GPU; None: as many as SGLang finds room for.
         sleeps: it releases a GPU's memory while others use it (actors/sglang/weights.py).
+        routed_experts: it returns the experts of a mixture that tokens were routed to.
         extra: flags as you would write them on SGLang's own command line.
 
     Raises:
@@ -71,6 +74,11 @@ def server_flags(
         "--log-level-http": ["warning"],
     }
     flags |= _cpu_defaults() if device == "cpu" else _cuda_defaults(cache_tokens, sleeps)
+    if routed_experts:
+        flags[ROUTED_EXPERTS] = []
+    if routed_experts and device != "cpu":
+        # Kernels that choose the experts themselves tell nobody.
+        flags["--moe-runner-backend"] = ["triton"]
     flags |= parse_flags(extra)
     return [part for name, values in flags.items() for part in (name, *values)]
 

@@ -32,6 +32,7 @@ from distill.models.loading import (
     vocab_size,
 )
 from distill.nccl import nccl_settings
+from distill.routing import MixtureShape
 from distill.stops import StopTokens
 from distill.weights.model_weights import BUCKET_BYTES
 
@@ -62,6 +63,7 @@ class HostedSglangEngine(SglangEngine):
         gpu_share: the part of a GPU that the server may fill.
         gpu_beside: bytes of that part which are another process's.
         sleeps: it will be told to `sleep`.
+        routed_experts: it can be asked for the experts of a mixture that tokens are routed to.
         host: address to listen on; only this process speaks to the server.
         log_path: file for what the server prints; None makes one without a name.
         environment: variables added to the server's.
@@ -88,6 +90,7 @@ class HostedSglangEngine(SglangEngine):
         gpu_share: float = 1,
         gpu_beside: int = 0,
         sleeps: bool = False,
+        routed_experts: bool = False,
         host: str = "127.0.0.1",
         log_path: str | None = None,
         environment: dict[str, str] | None = None,
@@ -102,6 +105,9 @@ class HostedSglangEngine(SglangEngine):
             for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
                 logger.warning("SGLang may not start on CUDA here: %s", problem)
         length = context_length(config)
+        mixture = MixtureShape.of(config) if routed_experts else None
+        if routed_experts and mixture is None:
+            raise ConfigError(f"routed_experts=True: {model_path} is dense; leave it out")
         cache_tokens = None
         if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
             parameters = sum(map(prod, tensor_shapes(model_path).values()))
@@ -118,6 +124,7 @@ class HostedSglangEngine(SglangEngine):
             context_length=length + _SPARE_POSITIONS,
             cache_tokens=cache_tokens,
             sleeps=sleeps,
+            routed_experts=routed_experts,
             extra=flags,
         )
         server = SglangServer(
@@ -150,6 +157,7 @@ class HostedSglangEngine(SglangEngine):
                 bucket_bytes=push_bucket_bytes,
             ),
             seeded="--enable-deterministic-inference" in all_flags,
+            mixture=mixture,
         )
 
 

@@ -35,6 +35,8 @@ def sampling_body(
         body["top_logprobs_num"] = request.top_k + merged(() if stops is None else stops.event)
         body["return_flat_raw_output_top_logprobs"] = True
         body["return_flat_raw_top_logprobs_b64"] = True
+    if request.experts:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.known}
     if seeded:
         seeds = [_seed(request, g) for g in range(request.num_samples)]
         body["input_ids"] = [prompt for _ in seeds]

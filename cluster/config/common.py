@@ -316,6 +316,7 @@ class CommonConfig(
             device=device,
             dtype=choose_dtype(self.learner_dtype, device),
             dropout=self.with_dropout(),
+            replays_routing=self.replays_routing(),
             stops=stops,
             **values_of(LearnerSettings, self),
         )
@@ -323,4 +324,8 @@ class CommonConfig(
 
     def with_dropout(self) -> bool:
         """True if the model trains with the dropout of its config; policies never do."""
+        return False
+
+    def replays_routing(self) -> bool:
+        """True if rows bring the experts that their tokens were routed to; only policies' do."""
         return False

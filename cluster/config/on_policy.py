@@ -220,6 +220,13 @@ class RolloutConfig(
         metadata=MAY_CHANGE,
     )
 
+    routing_replay: bool | None = chz.field(
+        default=None,
+        doc="train a mixture's tokens through the experts that the engine sent them to "
+        "(train/routing_mismatch, docs/learner.md); default: where the student is a mixture that "
+        "engine and learner can do this for",
+        metadata=MAY_CHANGE,
+    )
     replay_keep: int = chz.field(
         default=0,
         doc="for cluster.replay: keep what the newest so many steps trained on, in out/replay, at "
@@ -363,6 +370,9 @@ class RolloutConfig(
         if self.eval_prompts is not None:
             unweighted_sources("eval_prompts", self.eval_prompts)
 
+    def replays_routing(self) -> bool:
+        return bool(self.routing_replay)
+
     @property
     @abstractmethod
     def recipe(self) -> str:
@@ -409,6 +419,7 @@ class RolloutConfig(
         self, model: str, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:
         engine = self.evaluation_engine(model, device, log_path, stops)
+        engine = chz.replace(engine, routed_experts=self.replays_routing())
         if not self.engines_sleep_on(device):
             return engine
         beside = self._learner_resting() if device.startswith("cuda") else 0

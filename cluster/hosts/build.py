@@ -184,6 +184,7 @@ class RolloutCast:
                 policy_top_k=config.objective().asked_of_policy,
                 teacher_top_k=config.objective().asked_of_teacher,
                 lengths=config.length_rules(),
+                routed_experts=config.replays_routing(),
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
                 sampling=config.train_sampling(),

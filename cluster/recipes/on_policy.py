@@ -15,6 +15,7 @@ from actors.config import choose_dtype, choose_engine
 from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
@@ -53,6 +54,9 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
         config, said = with_estimator(config)
         if said:
             say(said)
+    config, said = with_routing_replay(config)
+    if said:
+        say(said)
     directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
     resume_from = directory.check(say)
     fork = None

@@ -8,6 +8,7 @@ import numpy as np
 
 from distill.engine import Sample
 from distill.errors import DataError
+from distill.routing import ExpertArray, merged_experts
 from distill.types import FloatArray, Segment, TokenArray
 
 
@@ -21,6 +22,7 @@ class _Chain:
         self.versions: list[TokenArray] = []
         self.bonuses: list[FloatArray] = []
         self.top_ids: list[TokenArray | None] = []
+        self.experts: list[tuple[int, ExpertArray]] = []  # with the position of the first
 
     def seen_T(self) -> TokenArray:
         return np.concatenate(self.tokens) if self.tokens else np.empty(0, np.int32)
@@ -41,8 +43,9 @@ class _Chain:
         teacher_context_T: TokenArray | None,
         teacher_replaces: int,
     ) -> Segment:
+        tokens_T = np.concatenate(self.tokens)
         return Segment(
-            tokens_T=np.concatenate(self.tokens),
+            tokens_T=tokens_T,
             action_mask_T=np.concatenate(self.mask),
             behaviour_logprobs_T=np.concatenate(self.logprobs),
             versions_T=np.concatenate(self.versions),
@@ -51,6 +54,7 @@ class _Chain:
             teacher_context_T=teacher_context_T,
             teacher_replaces=teacher_replaces,
             bonuses_T=np.concatenate(self.bonuses) if with_bonuses else None,
+            experts_TLK=merged_experts(len(tokens_T), self.experts),
         )
 
     def _top_ids_NK(self) -> TokenArray | None:
@@ -118,6 +122,9 @@ class SegmentBuilder:
         if trained:
             chain.top_ids.append(sample.top_ids_TK)
         chain.bonuses += [np.zeros(new, np.float32), np.asarray(bonuses_T, np.float32)]
+        if (experts_NLK := sample.experts_NLK) is not None:
+            end = len(observation_T) + sampled - 1
+            chain.experts.append((end - len(experts_NLK), experts_NLK))
 
     def build(self) -> tuple[Segment, ...]:
         """The episode's segments, in order, but for those of which nothing is trained.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.privileged import check_context
+from distill.routing import ExpertArray
 from distill.sampling import check_temperature
 from distill.types import BoolArray, FloatArray, LikeliestTokens, TokenArray
 
@@ -70,6 +71,8 @@ class TrainingRow:
         clipped_kl_coef_T: weight of the teacher's such term where kl_clip bounds it.
         teacher_gaps_T: log p - log q of the sampled tokens, of the sampler's p; None without
             kl_clip.
+        experts_TLK: the experts of a mixture that its tokens are to go through; None: those that
+            the learner chooses (`learner.routing_replay`).
         ends_sequence: False where the row that follows goes on with the same sequence.
         other_rows: what is needed of the rest of that sequence.
 
@@ -94,6 +97,7 @@ class TrainingRow:
     sampled_kl_coef_T: FloatArray | None = None
     clipped_kl_coef_T: FloatArray | None = None
     teacher_gaps_T: FloatArray | None = None
+    experts_TLK: ExpertArray | None = None
     ends_sequence: bool = True
     other_rows: OtherRows = NO_OTHER_ROWS
 
@@ -101,7 +105,10 @@ class TrainingRow:
         check_temperature(self.temperature, f"temperature of {self.source}")
         floats = ["advantages_T", "behaviour_logprobs_T"]
         floats += [name for name in _OPTIONAL_FLOATS if getattr(self, name) is not None]
-        for name in ("loss_mask_T", *floats):
+        arrays = ["loss_mask_T", *floats]
+        if self.experts_TLK is not None:
+            arrays.append("experts_TLK")
+        for name in arrays:
             if len(getattr(self, name)) != len(self.tokens_T):
                 raise DataError(
                     f"{self.source}: {name} has {len(getattr(self, name))} entries for "

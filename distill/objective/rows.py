@@ -66,6 +66,7 @@ def _policy_row(
         sampled_kl_coef_T=terms.sampled_kl_coef_T,
         clipped_kl_coef_T=terms.clipped_kl_coef_T,
         teacher_gaps_T=terms.teacher_gaps_T,
+        experts_TLK=segment.experts_TLK,
         ends_sequence=segment is trajectory.segments[-1],
         other_rows=OtherRows(tokens=tokens - segment.num_actions),
     )

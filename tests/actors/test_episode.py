@@ -109,6 +109,14 @@ def test_rewards_add_up_over_the_turns() -> None:
     ]
 
 
+def test_requests_say_what_of_the_prompt_has_been_through_the_policy() -> None:
+    """What the turn before saw and sampled, but its last token; nothing where it is no prefix."""
+    engine = CountingEngine()
+    observations = [ids(5, 2), ids(5, 2, 40, 50, 6), ids(5, 2, 40, 50, 6, 41, 50), ids(9)]
+    rollout(ScriptedBuilder(envs=[ScriptedEnv(observations)]), engine)
+    assert [request.known for request in engine.requests] == [0, 3, 6, 0]
+
+
 def test_the_group_says_who_scores_it_and_what_it_is() -> None:
     group = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])], teacher="maths", tag="sums"))
     assert (group.teacher, group.tag) == ("maths", "sums")

@@ -12,7 +12,9 @@ import pytest
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import CheckpointDirectory, ScoreRequest
+from distill.models.loading import load_config
 from distill.objective.batching import TrainingRow
+from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
 from distill.weights.model_weights import gather_all
@@ -20,6 +22,7 @@ from distill.weights.tensors import PackedTensors
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
+from tests.actors.routing import ask, check_experts, prompt
 from tests.families import FAMILIES, family_dir
 from tests.samples import training_row
 
@@ -48,6 +51,20 @@ def expect_close(ours: list[FloatArray], theirs: list[FloatArray]) -> None:
         np.testing.assert_allclose(mine_N, other_N, atol=1e-3)
 
 
+async def expect_experts(engine: HostedSglangEngine, path: str) -> None:
+    """The server names the experts of the model's own forward pass: of several samples of a prompt,
+    and of a second turn, whose first is cached."""
+    first = ask(prompt(17), samples=3)
+    samples = await asyncio.wait_for(engine.generate(first), timeout=120)
+    check_experts(path, first, samples)
+    seen_T = np.concatenate([first.prompt_tokens_T, samples[0].tokens_T])
+    second = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
+    [sample] = await asyncio.wait_for(engine.generate(second), timeout=120)
+    assert sample.cached_tokens and sample.experts_NLK is not None
+    assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
+    check_experts(path, second, [sample])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trained_pushed_scored_and_loaded(name: str, tmp_path: Path) -> None:
@@ -60,7 +77,11 @@ def test_trained_pushed_scored_and_loaded(name: str, tmp_path: Path) -> None:
 
 async def story(path: str, tmp_path: Path) -> None:
     engine = HostedSglangEngine(
-        model_path=path, device="cpu", start_deadline_s=300, request_deadline_s=60
+        model_path=path,
+        device="cpu",
+        start_deadline_s=300,
+        request_deadline_s=60,
+        routed_experts=MixtureShape.of(load_config(path)) is not None,
     )
     try:
         config = LearnerConfig(
@@ -81,5 +102,7 @@ async def story(path: str, tmp_path: Path) -> None:
         expect_close(await scored(engine, ROWS), before)
         await engine.load_weights(CheckpointDirectory(path=str(tmp_path / "final")), version=3)
         expect_close(await scored(engine, ROWS), after)
+        if engine._mixture is not None:
+            await expect_experts(engine, str(tmp_path / "final"))
     finally:
         await engine.close()

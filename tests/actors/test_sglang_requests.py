@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from actors.sglang.answers import read_experts
 from actors.sglang.plugin.hooks import LISTED_SWITCH
 from actors.sglang.plugin.row_temperatures import Listed
 from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
 from distill.engine import GenerateRequest, ScoreRequest
+from distill.errors import EngineError
+from distill.routing import MixtureShape
 from distill.sampling import EvalSampling, TrainSampling
 from distill.stops import StopTokens
 from tests.samples import TEMPERATURE, ids
@@ -39,6 +44,45 @@ def test_samples_of_one_prompt_are_one_request() -> None:
             "n": 3,
         },
     }
+
+
+def test_experts_are_asked_for_from_the_first_that_is_not_known() -> None:
+    body = sampling_body(replace(GENERATE, experts=True, known=2), 8, stops=None, seeded=False)
+    assert body["return_routed_experts"] is True and body["routed_experts_start_len"] == 2
+    assert "return_routed_experts" not in sampling_body(GENERATE, 8, stops=None, seeded=False)
+
+
+def answered(experts: np.ndarray | None, reason: str = "stop") -> dict[str, Any]:
+    content = None if experts is None else base64.b64encode(experts.astype("<i4").tobytes())
+    meta: dict[str, Any] = {"finish_reason": {"type": reason}}
+    if content is not None:
+        meta["routed_experts"] = content.decode()
+    return {"meta_info": meta}
+
+
+def test_experts_are_read_as_the_server_sends_them() -> None:
+    mixture = MixtureShape(layers=2, experts=300, top_k=3)
+    experts_NLK = np.arange(4 * 2 * 3).reshape(4, 2, 3) + 276
+    made = read_experts(answered(experts_NLK), 4, mixture)
+    assert made is not None and made.dtype == np.uint16
+    np.testing.assert_array_equal(made, experts_NLK)
+    assert read_experts(answered(None, "abort"), 4, mixture) is None
+    small = read_experts(answered(experts_NLK - 276), 4, replace(mixture, experts=24))
+    assert small is not None and small.dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "experts, message",
+    [
+        (None, "returned no experts of 4 tokens in 2 layers, 3 each"),
+        (np.ones((3, 2, 3)), "returned no experts of 4 tokens"),
+        (np.full((4, 2, 3), 9), "routed_experts are 9 to 9, and the model has 8"),
+        (np.zeros((4, 2, 3)), "0 throughout: it chooses experts inside a kernel"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(experts: np.ndarray | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        read_experts(answered(experts), 4, MixtureShape(layers=2, experts=8, top_k=3))
 
 
 def test_a_seeded_server_gets_a_seed_a_sample() -> None:

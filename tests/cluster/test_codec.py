@@ -29,6 +29,11 @@ def assert_same(made: Any, expected: Any) -> None:
         assert made == expected
 
 
+def experts(tokens: int, largest: int, dtype: type) -> np.ndarray:
+    """Of two layers, three each."""
+    return np.arange(largest, largest - 6 * tokens, -1).reshape(tokens, 2, 3).astype(dtype)
+
+
 def varied() -> TrajectoryGroup:
     """Several segments, some with fields that others lack."""
     return TrajectoryGroup(
@@ -47,6 +52,7 @@ def varied() -> TrajectoryGroup:
                 metrics={"env/turns": 2.0},
             ),
             trajectory(segment(3, 2, seed=4, teacher_top=top_logprobs(2, 3))),
+            trajectory(segment(1, 2, seed=5, experts_TLK=experts(3, 250, np.uint8))),
         ),
         metrics={"time/rollout": 1.5},
         teacher="maths",

@@ -51,6 +51,7 @@ MAY_CHANGE = {
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
     "background_checkpoints": False, "max_running_requests": 8, "packing": True,
     "weights_delta": True,
+    "routing_replay": True,
 }  # fmt: skip
 MUST_STAY = {
     "lr": 0.5, "lr_schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.5,

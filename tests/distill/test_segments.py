@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,6 +70,25 @@ def test_the_chain_goes_on_from_where_it_broke() -> None:
         (ids(9, 8, 3), sample(2)),
     )
     assert [segment.tokens_T.tolist() for segment in made] == [[5, 7], [9, 8, 3, 2]]
+
+
+def test_experts_are_those_of_the_pass_that_went_on_from_the_token() -> None:
+    def routed(sampled: Sample, *experts: int) -> Sample:
+        return replace(sampled, experts_NLK=np.array(experts, np.uint8).reshape(-1, 1, 1))
+
+    first, second = build(
+        (ids(5, 6), routed(sample(7, 1), 10, 11, 12)),
+        # Of the first turn's four tokens the last was not through the model yet.
+        (ids(5, 6, 7, 1, 8), routed(sample(4, 3), 13, 14, 15)),
+        (ids(9), routed(sample(2), 16)),
+    )
+    assert first.experts_TLK is not None and second.experts_TLK is not None
+    assert first.experts_TLK.ravel().tolist() == [10, 11, 12, 13, 14, 15, 255]
+    assert second.experts_TLK.ravel().tolist() == [16, 255]
+    [unknown] = build((ids(5, 6), sample(7)), (ids(5, 6, 7), routed(sample(8), 10)))
+    assert unknown.experts_TLK is not None
+    assert unknown.experts_TLK.ravel().tolist() == [255, 255, 10, 255]
+    assert build((ids(5), sample(7)))[0].experts_TLK is None
 
 
 def test_nothing_trained_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,15 @@ from torch import Tensor
 from actors.embedded.engine import EmbeddedEngine
 from distill.engine import ScoreRequest
 from distill.models.checkpoint_names import follow_checkpoint, pushed_shapes, units_of
-from distill.models.loading import load_causal_lm, meta_causal_lm, read_tensors, tensor_shapes
+from distill.models.loading import (
+    load_causal_lm,
+    load_config,
+    meta_causal_lm,
+    read_tensors,
+    tensor_shapes,
+)
 from distill.objective.batching import TrainingRow
+from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
 from distill.weights.model_weights import Weights, gather_all, names_of, plan_buckets
@@ -28,6 +35,7 @@ from learner.export import check_export
 from learner.learner import Learner, Part
 from learner.policy_loss import cross_entropy_loss
 from tests.families import FAMILIES, MTP_LAYER, family_dir
+from tests.learner.routing import other_experts
 from tests.learner.two_workers import tell
 from tests.samples import training_row
 
@@ -58,9 +66,11 @@ def config(path: str, **settings: Any) -> LearnerConfig:
     )  # fmt: skip
 
 
-def trained(path: str, tmp_path: Path, **settings: Any) -> Learner:
+def trained(
+    path: str, tmp_path: Path, rows: Sequence[TrainingRow] = ROWS, **settings: Any
+) -> Learner:
     learner = Learner(config(path, **settings), str(tmp_path / "failed"))
-    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    learner.step(Part(rows_D=rows, loss=cross_entropy_loss))
     return learner
 
 
@@ -230,7 +240,7 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_names(
 
 
 def sharded_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
-    learner.step(Part(rows_D=ROWS, loss=cross_entropy_loss))
+    learner.step(Part(rows_D=given["rows"], loss=cross_entropy_loss))
     tensors = in_portions(learner.weights(), 1 << 13)
     learner.export(Path(given["final"]), load_tokenizer(given["path"]))
     return {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -243,11 +253,13 @@ def test_shards_leave_as_the_whole_model_does(
     name: str, directory: Directory, tmp_path: Path
 ) -> None:
     path, final = directory(name), tmp_path / "final"
-    given = {"path": path, "final": str(final)}
+    replays = MixtureShape.of(load_config(path)) is not None
+    rows = other_experts(path, ROWS) if replays else ROWS
+    given = {"path": path, "final": str(final), "rows": rows}
     # So small a step that it does not matter which way rounding sends a gradient of almost nothing.
-    settings = config(path, lr=1e-5)
-    told = tell(sharded_story, settings, tmp_path, (cross_entropy_loss,), given)
-    alone = gather_all(trained(path, tmp_path, lr=1e-5).weights())
+    settings: dict[str, Any] = {"lr": 1e-5, "replays_routing": replays}
+    told = tell(sharded_story, config(path, **settings), tmp_path, (cross_entropy_loss,), given)
+    alone = gather_all(trained(path, tmp_path, rows, **settings).weights())
     assert told.keys() == alone.keys()
     for key in alone:
         np.testing.assert_allclose(told[key], alone[key].numpy(), atol=1e-4)

@@ -50,6 +50,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from actors.sglang.plugin.cpu_host_cache import pin_nothing
 from actors.sglang.plugin.internals import (
     BATCH,
     FORWARD,
@@ -132,6 +133,7 @@ def activate() -> None:
     """
     if os.environ.get(SWITCH) != "1":
         return
+    pin_nothing()
     try:
         _activate()
     except Exception as error:

@@ -49,7 +49,14 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
     ),
     ("Cross-entropy, nats", {"train/nll": "mean", "sft/nll": "supervised rows"}),
     ("Cross-entropy by source", "train/nll/source="),
-    ("Log-prob gap, nats", {"train/logprob_gap": "server to learner"}),
+    (
+        "Log-prob gap, nats",
+        {
+            "train/logprob_gap": "server to learner",
+            "train/logprob_gap_unreplayed": "by the learner's own routing",
+        },
+    ),
+    ("Routings that the learner would change, share", {"train/routing_mismatch": "of a mixture"}),
     ("Entropy, nats", {"train/entropy": "mean"}),
     ("Gradient norm", {"train/grad_norm": "before clipping"}),
     ("Learning rate", {"train/lr": "AdamW's"}),

@@ -1,0 +1,57 @@
+"""`routing_replay=`: where nothing else is said, wherever it can be done."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import chz
+
+from actors.config import choose_engine
+from actors.sglang.flags import ROUTED_EXPERTS
+from actors.sglang.installed import knows_flag
+from cluster.config.on_policy import RolloutConfig
+from distill.errors import ConfigError
+from distill.models.loading import load_config, meta_causal_lm
+from distill.routing import MixtureShape
+from learner.routing_replay import check_replays
+
+Config = TypeVar("Config", bound=RolloutConfig)
+
+
+def with_routing_replay(config: Config) -> tuple[Config, str]:
+    """The settings with True or False for routing_replay, and a line that says why; of a dense
+    student, and where it was said, an empty one.
+
+    Raises:
+        ConfigError: routing_replay=True of a student or an engine that cannot.
+        CheckpointError: the student has no readable config.
+    """
+    wanted = config.routing_replay
+    if wanted is False:
+        return config, ""
+    if wanted is None and MixtureShape.of(load_config(config.student)) is None:
+        return chz.replace(config, routing_replay=False), ""
+    try:
+        _check(config)
+    except ConfigError as error:
+        if wanted:
+            raise
+        return chz.replace(config, routing_replay=False), f"routing_replay=False: {error}"
+    if wanted:
+        return config, ""
+    line = "routing_replay=True: tokens are trained through the experts that engines sent them to"
+    return chz.replace(config, routing_replay=True), f"{line} (docs/learner.md)"
+
+
+def _check(config: RolloutConfig) -> None:
+    check_replays(meta_causal_lm(config.student))
+    if config.compile:
+        raise ConfigError(
+            "routing_replay=True with compile=True: routers inside compiled layers have not been "
+            "seen to replay; leave one of them out"
+        )
+    if choose_engine(config.engine) == "sglang" and not knows_flag(ROUTED_EXPERTS):
+        raise ConfigError(
+            f"routing_replay=True: the SGLang that is installed here has no {ROUTED_EXPERTS}; "
+            "install a newer one, or use routing_replay=False"
+        )

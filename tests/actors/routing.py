@@ -1,0 +1,58 @@
+"""Requests for the experts of a mixture, and which these have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from distill.engine import GenerateRequest, Sample
+from distill.models.loading import load_causal_lm
+from distill.models.routers import routers_of
+from distill.routing import ExpertArray, MixtureShape
+from distill.sampling import TrainSampling
+from tests.tiny import VOCAB_SIZE
+
+
+def ask(
+    prompt_T: np.ndarray, *, samples: int = 1, known: int = 0, seed: int = 0, new: int = 9
+) -> GenerateRequest:
+    return GenerateRequest(
+        prompt_tokens_T=prompt_T,
+        sampling=TrainSampling(temperature=1.0, max_new_tokens=new),
+        num_samples=samples,
+        seed=seed,
+        experts=True,
+        known=known,
+    )
+
+
+def prompt(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(2, VOCAB_SIZE, length).astype(np.int32)
+
+
+def chosen_by(path: str, tokens_T: np.ndarray) -> ExpertArray:
+    """The experts of a chain, by a forward pass of the model over all of it."""
+    model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
+    shape = MixtureShape.of(model.config)
+    assert shape is not None
+    made = np.zeros((len(tokens_T), shape.layers, shape.top_k), shape.dtype)
+
+    def note(layer: int, chosen_TK: torch.Tensor) -> None:
+        made[:, layer] = chosen_TK.numpy()
+
+    for layer, router in routers_of(model).items():
+        router.register_forward_hook(lambda _m, _i, out, layer=layer: note(layer, out[2]))
+    with torch.no_grad():
+        model(torch.from_numpy(tokens_T.astype(np.int64))[None], use_cache=False)
+    return made
+
+
+def check_experts(path: str, request: GenerateRequest, samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        chain_T = np.concatenate([request.prompt_tokens_T, sample.tokens_T])
+        expected = chosen_by(path, chain_T)[request.known : -1]
+        assert sample.experts_NLK is not None and sample.experts_NLK.dtype == expected.dtype
+        # Of two that are equally good either may come first.
+        np.testing.assert_array_equal(np.sort(sample.experts_NLK), np.sort(expected))

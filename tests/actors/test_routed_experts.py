@@ -1,0 +1,101 @@
+"""Engines tell which experts of a mixture each token went through."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from actors.embedded.decoding import RecomputingDecoder
+from actors.embedded.engine import EmbeddedEngine
+from actors.embedded.kv_cache import CachedDecoder
+from distill.engine import GenerateRequest, Sample
+from distill.errors import ConfigError, DataError
+from distill.sampling import TrainSampling
+from distill.stops import StopTokens
+from distill.weights.tensors import PackedTensors
+from tests.actors.routing import ask, check_experts, chosen_by, prompt
+from tests.families import family_dir
+from tests.tiny import tiny_model_dir
+
+
+def start(path: str, **settings: object) -> EmbeddedEngine:
+    return EmbeddedEngine(model_path=path, device="cpu", threads=1, routed_experts=True, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, decoder",
+    [("qwen3_moe", CachedDecoder), ("deepseek_v3", None), ("gpt_oss", RecomputingDecoder)],
+)
+def test_experts_are_those_of_the_models_own_forward(
+    name: str, decoder: type | None, tmp_path: Path
+) -> None:
+    """Rows of several lengths that join and leave, shared prompts, a second turn."""
+    path = family_dir(tmp_path, name)
+    engine = start(path, max_running_requests=4, score_token_budget=60)
+    if decoder is not None:
+        assert isinstance(engine._batch._decoder, decoder)
+
+    async def story() -> None:
+        requests = [ask(prompt(n), samples=g, seed=n) for n, g in ((3, 2), (17, 3), (40, 1))]
+        plain = GenerateRequest(
+            prompt_tokens_T=prompt(17),
+            sampling=TrainSampling(temperature=1.0, max_new_tokens=3),
+            num_samples=1,
+            seed=1,
+        )
+        *answers, without = await asyncio.gather(
+            *(engine.generate(request) for request in [*requests, plain])
+        )
+        assert without[0].experts_NLK is None
+        for request, samples in zip(requests, answers, strict=True):
+            assert len(samples) == request.num_samples
+            check_experts(path, request, samples)
+        seen_T = np.concatenate([requests[0].prompt_tokens_T, answers[0][0].tokens_T])
+        turn = ask(np.concatenate([seen_T, prompt(5)]), known=len(seen_T) - 1)
+        [sample] = await engine.generate(turn)
+        assert len(sample.experts_NLK) == 6 + len(sample.tokens_T) - 1
+        check_experts(path, turn, [sample])
+
+    asyncio.run(story())
+
+
+def test_a_token_keeps_the_experts_by_which_the_next_was_sampled(tmp_path: Path) -> None:
+    """New weights arrive in the middle: what was recorded stays, what follows is theirs."""
+    first, second = (family_dir(tmp_path, "qwen3_moe", seed=seed) for seed in (1, 2))
+    engine = start(first, stops=StopTokens(ids=()))
+    bundle = PackedTensors.pack(load_file(Path(second) / "model.safetensors"))
+
+    async def story() -> Sample:
+        running = asyncio.ensure_future(engine.generate(ask(prompt(5), new=60)))
+        while not engine._computed:
+            await asyncio.sleep(0)
+        await engine.load_weights(bundle, version=1)
+        [sample] = await running
+        return sample
+
+    sample = asyncio.run(story())
+    switch = int((sample.versions_T == 0).sum())
+    assert 0 < switch < len(sample.tokens_T), "the push came too early or too late to tell"
+    chain_T = np.concatenate([prompt(5), sample.tokens_T])
+    old = chosen_by(first, chain_T)[:-1]
+    assert sample.experts_NLK is not None and len(sample.experts_NLK) == len(old)
+    # Tokens before the last that the old weights sampled have been through the old ones.
+    before = 5 + switch - 1
+    np.testing.assert_array_equal(np.sort(sample.experts_NLK[:before]), np.sort(old[:before]))
+    new = chosen_by(second, chain_T)[:-1]
+    np.testing.assert_array_equal(
+        np.sort(sample.experts_NLK[before + 1 :]), np.sort(new[before + 1 :])
+    )
+
+
+def test_an_engine_that_records_nothing_says_so(tmp_path: Path) -> None:
+    dense = tiny_model_dir(tmp_path, seed=1)
+    with pytest.raises(ConfigError, match="is dense"):
+        start(dense)
+    engine = EmbeddedEngine(model_path=dense, device="cpu", threads=1)
+    with pytest.raises(DataError, match="an engine that records none"):
+        asyncio.run(engine.generate(ask(prompt(3))))

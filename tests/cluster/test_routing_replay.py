@@ -1,0 +1,99 @@
+"""`routing_replay=`: where it is on, and a run in which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.sglang.flags import server_flags
+from cluster.config import routing
+from cluster.config.on_policy import OpdConfig
+from cluster.config.routing import with_routing_replay
+from cluster.recipes.on_policy import run_on_policy
+from distill.errors import ConfigError
+from distill.models.routers import WEIGH
+from tests.e2e.harness import metrics
+from tests.families import family_dir
+
+NewOpd = Callable[..., OpdConfig]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return family_dir(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+
+
+def settled(config: OpdConfig) -> tuple[bool | None, str]:
+    made, line = with_routing_replay(config)
+    assert made.policy_engine("m", "cpu", "log").routed_experts == made.replays_routing()
+    assert made.learner("m", "cpu").replays_routing == made.replays_routing()
+    assert not made.teacher_engine("", "cpu", "log").routed_experts
+    return made.routing_replay, line
+
+
+def test_mixtures_are_replayed_unless_it_is_said_otherwise(opd: NewOpd, mixture: str) -> None:
+    replayed, line = settled(opd(student=mixture))
+    assert replayed is True and line.startswith("routing_replay=True: tokens are trained through")
+    assert settled(opd(student=mixture, routing_replay=False)) == (False, "")
+    assert settled(opd(student=mixture, routing_replay=True)) == (True, "")
+
+
+def test_a_dense_student_has_nothing_to_replay(opd: NewOpd) -> None:
+    assert settled(opd()) == (False, "")
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM is dense; leave it out"):
+        settled(opd(routing_replay=True))
+
+
+def test_what_cannot_be_is_left_out_or_refused(
+    opd: NewOpd, mixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(WEIGH, "Qwen3MoeTopKRouter")
+        replayed, line = settled(opd(student=mixture))
+        assert replayed is False and "does not know how Qwen3MoeForCausalLM weighs" in line
+        with pytest.raises(ConfigError, match="does not know how Qwen3MoeForCausalLM weighs"):
+            settled(opd(student=mixture, routing_replay=True))
+    with pytest.raises(ConfigError, match="routing_replay=True with compile=True"):
+        settled(opd(student=mixture, routing_replay=True, compile=True))
+    assert settled(opd(student=mixture, compile=True))[0] is False
+    monkeypatch.setattr(routing, "choose_engine", lambda _: "sglang")
+    monkeypatch.setattr(routing, "knows_flag", lambda _: False)
+    with pytest.raises(ConfigError, match="has no --enable-return-routed-experts"):
+        with_routing_replay(opd(student=mixture, routing_replay=True))
+    assert with_routing_replay(opd(student=mixture))[0].routing_replay is False
+
+
+def test_servers_are_told_to_record() -> None:
+    given = {
+        "model": "m", "dtype": "float32", "device": "cpu", "max_running_requests": 1,
+        "context_length": 9,
+    }  # fmt: skip
+    flags = server_flags(**given, routed_experts=True)
+    assert "--enable-return-routed-experts" in flags and "--moe-runner-backend" not in flags
+    assert "--enable-return-routed-experts" not in server_flags(**given)
+    on_gpu = given | {"device": "cuda", "routed_experts": True}
+    assert server_flags(**on_gpu)[-2:] == ["--moe-runner-backend", "triton"]
+    flags = server_flags(**on_gpu, extra="--moe-runner-backend deep_gemm")
+    assert flags[-2:] == ["--moe-runner-backend", "deep_gemm"]
+
+
+def test_a_run_trains_tokens_through_the_experts_that_they_were_sampled_by(
+    opd: NewOpd, mixture: str, tmp_path: Path
+) -> None:
+    """Engines in half precision, so that routings differ."""
+    teacher = family_dir(tmp_path, "qwen3_moe", seed=2)
+    config = opd(
+        student=mixture, teacher=teacher, engine="embedded", local=True, dtype="bfloat16",
+        steps=2, prompts_per_step=4, group_size=2, max_staleness=0, eval_size=0, lr=1e-3,
+        learner_dtype="float32",
+    )  # fmt: skip
+    run_on_policy(config, Console(quiet=True))
+    first, second = metrics(Path(config.out))
+    for step in (first, second):
+        assert 0 <= step["train/routing_mismatch"] < 0.5
+        assert step["train/logprob_gap"] < 0.5
+    assert first["train/logprob_gap_unreplayed"] >= 0
+    assert "train/logprob_gap_unreplayed" not in second

@@ -1,0 +1,305 @@
+"""Routing replay: the experts that a row brings along are those that it runs through."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.embedded.engine import EmbeddedEngine
+from distill.chat.segments import SegmentBuilder
+from distill.engine import GenerateRequest
+from distill.errors import ConfigError, DataError
+from distill.models.loading import load_causal_lm, meta_causal_lm
+from distill.models.routers import WEIGH, routers_of, weights_of
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from distill.routing import MixtureShape, merged_experts, unknown_expert
+from distill.sampling import TrainSampling
+from distill.stops import StopTokens
+from learner.learner import Learner, Part
+from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.routing_replay import check_replays
+from tests.families import family_dir
+from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
+from tests.learner.routing import other_experts, own_experts
+from tests.samples import training_row
+
+MIXTURES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
+CONTEXT_T = np.arange(20, 90, dtype=np.int32)
+ROWS = [training_row(3 + i, 9 + 7 * i, seed=i) for i in range(4)]
+SHARED = [
+    replace(row, tokens_T=np.concatenate([CONTEXT_T, row.tokens_T[len(CONTEXT_T) :]]))
+    for row in (training_row(len(CONTEXT_T), n, seed=n) for n in (3, 9, 20))
+]
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return family_dir(tmp_path_factory.mktemp("mixture"), request.param)
+
+
+def passed(learner: Learner, rows: list[TrainingRow]) -> dict[str, float]:
+    learner.zero_grad()
+    return learner.forward_backward(Part(rows_D=rows, loss=cross_entropy_loss))
+
+
+def twin(path: str, rows: list[TrainingRow]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The weighted cross-entropy and its gradient, row by row, by routers that are told."""
+    model = load_causal_lm(path, dtype=torch.float32, device="cpu").eval()
+    total = sum(row.num_trained for row in rows)
+    loss = torch.zeros(())
+    for row in rows:
+        hooks = [
+            router.register_forward_hook(_told(torch.from_numpy(row.experts_TLK[:, layer])))
+            for layer, router in routers_of(model).items()
+        ]
+        wanted_N = torch.from_numpy(row.advantages_T[row.loss_mask_T])
+        loss = loss - (wanted_N * naive_logprobs(model, row)).sum() / total
+        for hook in hooks:
+            hook.remove()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _told(experts_TK: torch.Tensor) -> Any:
+    """A hook that weighs the given experts token by token, and expert by expert."""
+    unknown = torch.iinfo(experts_TK.dtype).max
+
+    def hook(router: Any, _inputs: Any, outputs: Any) -> Any:
+        logits_TE, weights_TK, own_TK = outputs
+        weights, chosen = [], []
+        for t in range(len(logits_TE)):
+            if experts_TK[t, 0] == unknown:
+                weights.append(weights_TK[t])
+                chosen.append(own_TK[t])
+                continue
+            ids = [int(e) for e in experts_TK[t]]
+            kind = type(router).__name__
+            if "GptOss" in kind:
+                mass = [logits_TE[t, e].exp() for e in ids]
+                total = sum(mass)
+            elif "Deepseek" in kind:
+                mass = [1 / (1 + (-logits_TE[t, e]).exp()) for e in ids]
+                total = sum(mass) / router.routed_scaling_factor
+            else:
+                everything = logits_TE[t].exp().sum()
+                mass = [logits_TE[t, e].exp() / everything for e in ids]
+                total = sum(mass) if getattr(router, "norm_topk_prob", True) else 1
+            weights.append(torch.stack([m / total for m in mass]))
+            chosen.append(torch.tensor(ids))
+        return logits_TE, torch.stack(weights), torch.stack(chosen)
+
+    return hook
+
+
+@pytest.mark.parametrize("name", WEIGH)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_weights_are_the_routers_own_to_the_bit(name: str, normalised: bool) -> None:
+    module = importlib.import_module(MODULES[name])
+    config: Any = SimpleNamespace(
+        hidden_size=16, num_experts=8, num_local_experts=8, n_routed_experts=8,
+        num_experts_per_tok=3, norm_topk_prob=normalised, routed_scaling_factor=2.5, n_group=2,
+        topk_group=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    router = getattr(module, name)(config)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden = torch.randn(50, 16).to(dtype)
+        logits, weights, chosen = router.to(dtype)(hidden)
+        assert torch.equal(weights_of(router, logits, chosen).to(weights.dtype), weights)
+
+
+MODULES = {
+    name: f"transformers.models.{family}.modeling_{family}"
+    for name, family in {
+        "FlexOlmoTopKRouter": "flex_olmo", "MixtralTopKRouter": "mixtral",
+        "OlmoeTopKRouter": "olmoe", "Qwen2MoeTopKRouter": "qwen2_moe",
+        "Qwen3MoeTopKRouter": "qwen3_moe", "Qwen3NextTopKRouter": "qwen3_next",
+        "Qwen3_5MoeTopKRouter": "qwen3_5_moe", "GptOssTopKRouter": "gpt_oss",
+        "DeepseekV3TopkRouter": "deepseek_v3", "Dots1TopkRouter": "dots1",
+        "ExaoneMoeTopkRouter": "exaone_moe", "Glm4MoeTopkRouter": "glm4_moe",
+        "SolarOpenTopkRouter": "solar_open",
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_own_choices_change_nothing(
+    mixture: str, checkpointing: bool, new_learner: NewLearner
+) -> None:
+    plain = new_learner(model=mixture, gradient_checkpointing=checkpointing)
+    replaying = new_learner(
+        model=mixture, replays_routing=True, gradient_checkpointing=checkpointing
+    )
+    without, made = passed(plain, ROWS), passed(replaying, own_experts(mixture, ROWS))
+    assert made.pop("train/routing_mismatch") == 0
+    assert made["train/loss"] == without["train/loss"]
+    expected = gradients(plain)
+    for name, gradient in gradients(replaying).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "padded": {"token_budget": 45},
+    "recomputed": {"gradient_checkpointing": True},
+    "packed": {"packing": True},
+}
+
+
+@pytest.mark.parametrize("rows", [ROWS, SHARED], ids=["rows", "shared"])
+@pytest.mark.parametrize("way", SETTINGS)
+def test_given_experts_are_the_twins(
+    rows: list[TrainingRow], way: str, mixture: str, new_learner: NewLearner
+) -> None:
+    if way == "packed" and "gpt_oss" in mixture:
+        pytest.skip("GPT-OSS keeps its own attention, which cannot pack")
+    learner = new_learner(model=mixture, replays_routing=True, **SETTINGS[way])
+    shared = rows is SHARED
+    rows = other_experts(mixture, rows)
+    if shared:  # one engine's prefill: the same for all of them
+        context = rows[0].experts_TLK[: len(CONTEXT_T)]
+        rows = [
+            replace(row, experts_TLK=np.concatenate([context, row.experts_TLK[len(context) :]]))
+            for row in rows
+        ]
+    elif way == "padded":
+        assert len(learner._split(rows, 1)) > 1
+    made = passed(learner, rows)
+    loss, expected = twin(mixture, rows)
+    assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert_same(gradients(learner), expected, 1e-4)
+    routers = [name for name in expected if name.endswith(("gate.weight", "router.weight"))]
+    assert routers and all(expected[name].abs().max() > 0 for name in routers)
+
+
+def test_the_mismatch_counts_routings(new_learner: NewLearner, tmp_path: Path) -> None:
+    path = family_dir(tmp_path, "qwen3_moe")
+    learner = new_learner(model=path, replays_routing=True)
+    rows, known = own_experts(path, ROWS), 0
+    unknown = unknown_expert(rows[0].experts_TLK.dtype)
+    for row in rows:
+        row.experts_TLK[1] = unknown
+        known += (len(row) - 1) * 2
+    # In the last layer, where nothing else comes of it: 3 other experts, one other order.
+    for t in (3, 4, 5):
+        row = rows[2].experts_TLK[t, 1]
+        row[0] = next(e for e in range(8) if e not in row)
+    rows[1].experts_TLK[2, 1] = rows[1].experts_TLK[2, 1][::-1].copy()
+    assert passed(learner, rows)["train/routing_mismatch"] == pytest.approx(3 / known)
+
+
+def test_rows_without_experts_are_routed_by_the_learner(
+    mixture: str, new_learner: NewLearner
+) -> None:
+    learner = new_learner(model=mixture, replays_routing=True)
+    expected = new_learner(model=mixture).logprobs(ROWS)
+    mixed = [*other_experts(mixture, ROWS[:2]), *ROWS[2:]]
+    made = learner.logprobs(mixed)
+    for mine_N, other_N in zip(made[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(mine_N, other_N, atol=1e-5)
+    assert np.abs(made[0] - expected[0]).max() > 1e-3
+    for mine_N, other_N in zip(learner.logprobs(ROWS), expected, strict=True):
+        assert np.array_equal(mine_N, other_N)
+    assert "train/routing_mismatch" not in passed(learner, ROWS)
+
+
+def test_experts_of_another_model_are_refused(mixture: str, new_learner: NewLearner) -> None:
+    learner = new_learner(model=mixture, replays_routing=True)
+    odd = replace(ROWS[0], experts_TLK=np.zeros((len(ROWS[0]), 1, 1), np.uint8))
+    with pytest.raises(DataError, match=r"row 0: its tokens have experts of \(1, 1\)"):
+        learner.logprobs([odd])
+
+
+def test_dense_models_and_unknown_routers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is dense; leave it out"):
+        check_replays(meta_causal_lm(family_dir(tmp_path, "llama")))
+    monkeypatch.delitem(WEIGH, "MixtralTopKRouter")
+    with pytest.raises(ConfigError, match="does not know how MixtralForCausalLM weighs"):
+        check_replays(meta_causal_lm(family_dir(tmp_path, "mixtral")))
+
+
+def test_turns_add_to_what_is_known() -> None:
+    def experts(*values: int) -> np.ndarray:
+        return np.array(values, np.uint8).reshape(-1, 1, 1)
+
+    assert merged_experts(4, []) is None
+    made = merged_experts(7, [(0, experts(1, 2, 3)), (4, experts(4, 5))])
+    assert made is not None and made.ravel().tolist() == [1, 2, 3, 255, 4, 5, 255]
+    assert MixtureShape(layers=1, experts=255, top_k=1).dtype == np.uint8
+    assert MixtureShape(layers=1, experts=256, top_k=1).dtype == np.uint16
+
+
+def test_replay_closes_the_gap_to_an_engine_in_half_precision(
+    new_learner: NewLearner, tmp_path: Path
+) -> None:
+    """An engine in bfloat16, and routers that are of two minds at every token."""
+    path = family_dir(tmp_path, "qwen3_moe")
+    _undecided(Path(path))
+    rows = asyncio.run(_sampled_in_bfloat16(path))
+    part = Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=ObjectiveConfig(kl_coef=1.0)))
+    plain, replaying = (
+        new_learner(model=path, replays_routing=replay, lr=1e-9) for replay in (False, True)
+    )
+    without, made = plain.step(part), replaying.step(part)
+    assert made["train/routing_mismatch"] > 0.05
+    assert made["train/logprob_gap"] < 0.5 * without["train/logprob_gap"]
+    assert made["train/logprob_gap_unreplayed"] == pytest.approx(without["train/logprob_gap"])
+    assert not {"train/routing_mismatch", "train/logprob_gap_unreplayed"} & without.keys()
+    assert "train/logprob_gap_unreplayed" not in replaying.step(part), "every tenth update only"
+
+
+def _undecided(directory: Path) -> None:
+    """Has the routers weigh all experts nearly alike, which differ much from one another."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".gate." in name:
+            tensor.mul_(0.005).add_(tensor[:1] / 0.005)
+        elif ".down_proj." in name:
+            tensor.mul_(4)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+async def _sampled_in_bfloat16(path: str) -> list[TrainingRow]:
+    engine = EmbeddedEngine(
+        model_path=path, dtype="bfloat16", device="cpu", threads=1, routed_experts=True,
+        stops=StopTokens(ids=()),
+    )  # fmt: skip
+    request = GenerateRequest(
+        prompt_tokens_T=CONTEXT_T[:20],
+        sampling=TrainSampling(temperature=1.0, max_new_tokens=40),
+        num_samples=8,
+        seed=3,
+        experts=True,
+    )
+    rows = []
+    for sample in await engine.generate(request):
+        segments = SegmentBuilder(1.0)
+        segments.append(request.prompt_tokens_T, sample)
+        [segment] = segments.build()
+        mask_T = segment.action_mask_T
+        rows.append(
+            TrainingRow(
+                tokens_T=segment.tokens_T,
+                loss_mask_T=mask_T,
+                advantages_T=mask_T.astype(np.float32),
+                behaviour_logprobs_T=segment.behaviour_logprobs_T,
+                temperature=1.0,
+                source="a sample",
+                experts_TLK=segment.experts_TLK,
+            )
+        )
+    return rows
