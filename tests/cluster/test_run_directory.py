@@ -36,6 +36,7 @@ NewOpd = Callable[..., OpdConfig]
 MAY_CHANGE = {
     "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
     "notify": "https://example.org/hook", "replay_keep": 10, "replay_if": 9.0,
+    "replay_if_kl": 9.0,
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
@@ -65,7 +66,8 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "fork_from": "other", "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
+    "fork_from": "other", "rollouts": "other",
+    "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}

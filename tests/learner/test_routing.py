@@ -214,6 +214,23 @@ def test_rows_without_experts_are_routed_by_the_learner(
     assert "train/routing_mismatch" not in passed(learner, ROWS)
 
 
+def test_an_adapter_learns_through_the_given_experts(
+    new_learner: NewLearner, tmp_path: Path
+) -> None:
+    """A fresh adapter changes nothing; its base routes for itself, as a reference."""
+    path = family_dir(tmp_path, "qwen3_moe")
+    learner = new_learner(model=path, replays_routing=True, lora_rank=2)
+    rows = other_experts(path, ROWS)
+    made = passed(learner, rows)
+    loss, _ = twin(path, rows)
+    assert made["train/loss"] == pytest.approx(loss, rel=1e-5)
+    bare = [replace(row, experts_TLK=None) for row in rows]
+    for mine_N, other_N in zip(
+        learner.base_logprobs(bare), new_learner(model=path).logprobs(ROWS), strict=True
+    ):
+        np.testing.assert_allclose(mine_N, other_N, atol=1e-5)
+
+
 def test_experts_of_another_model_are_refused(mixture: str, new_learner: NewLearner) -> None:
     learner = new_learner(model=mixture, replays_routing=True)
     odd = replace(ROWS[0], experts_TLK=np.zeros((len(ROWS[0]), 1, 1), np.uint8))
