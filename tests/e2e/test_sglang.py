@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import signal
 import socket
@@ -134,6 +135,43 @@ def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_
     for step in metrics(tmp_path / "run"):
         # Of a partition, so between zero and the whole KL, of which the other is a sample.
         assert 0 < step["opd/divergence"] < 2 * step["opd/reverse_kl"]
+
+
+# Administrative requests of one turn: the learner's step is between release and the first resume.
+_SLEEP = ["pause_generation", "release_memory_occupation"]
+_WAKE = [
+    "resume_memory_occupation", "begin_weight_update", "update_weights_from_tensor",
+    "end_weight_update", "resume_memory_occupation", "continue_generation",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_engines_sleep_while_the_learner_computes(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """On real SGLang, samples under way among others; the server's own log has the order."""
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, engine="sglang", engines_sleep=True, max_staleness=1, steps=5,
+        prove_every=1, eval_every=2, max_new_tokens=16,
+        policy_server_flags="--log-level-http info",
+    )  # fmt: skip
+    assert main(["recipe=opd", *arguments]) == 0
+    steps = metrics(out)
+    assert len(steps) == 5 and trained_groups(out) == list(range(5 * 4))
+    assert all(step["time/sleep"] > 0 for step in steps)
+    # Whatever the weights of its time said of it: a stale sample is further off than that.
+    fresh = [step for step in steps if step["staleness/max"] == 0]
+    assert fresh and all(step["train/logprob_gap"] < 1e-3 for step in fresh)
+    assert {step["push/proven"] for step in steps if "push/proven" in step} == {1.0}
+    log = (out / "logs/policy-0.log").read_text()
+    asked = re.findall(r'"(?:POST|GET) /(\w+)[^"]*" 200', log)
+    turns = [path for path in asked if path in {*_SLEEP, *_WAKE}]
+    first = turns.index("release_memory_occupation") - 1
+    assert turns[first:] == (_SLEEP + _WAKE) * 5
+    for i, path in enumerate(asked):
+        if path == "release_memory_occupation":
+            end = asked.index("continue_generation", i)
+            assert "generate" not in asked[i:end], "a server that sleeps answered a request"
 
 
 @pytest.mark.slow
