@@ -11,6 +11,7 @@ import chz
 from actors.sglang.address import check_url, is_url
 from actors.sglang.flags import InFlight, parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
+from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
@@ -215,6 +216,12 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
 
         return EmbeddedEngine
 
+    @property
+    def nodes(self) -> int:
+        """Nodes over which its server is spread."""
+        hosted = self.kind == "sglang" and not self.external
+        return parallelism(self.server_flags).nodes if hosted else 1
+
     def build(self) -> LocalEngine:
         """The engine, in this process."""
         return self.engine_class(**self.arguments())
@@ -226,27 +233,36 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
                 "request_deadline_s": self.request_deadline_s,
                 "stops": self.stops,
             }
-        shared = {
-            "model_path": self.model,
-            "dtype": self.dtype,
-            "device": self.device,
-            "threads": self.threads,
-            "max_running_requests": self.max_running_requests,
-            "stops": self.stops,
-            "routed_experts": self.routed_experts,
-        }
         if self.kind == "embedded":
-            return shared | {"score_token_budget": self.score_token_budget}
-        return shared | {
-            "flags": self.server_flags,
+            budget = {"score_token_budget": self.score_token_budget}
+            return self._model_arguments | {"stops": self.stops} | budget
+        return self.server_arguments() | {
+            "stops": self.stops,
             "in_flight": self.in_flight,
             "push_bucket_bytes": self.push_bucket_bytes,
+            "request_deadline_s": self.request_deadline_s,
+        }
+
+    def server_arguments(self) -> dict[str, Any]:
+        """Those of its server, which each node of the server starts with."""
+        return self._model_arguments | {
+            "flags": self.server_flags,
             "gpu_share": self.gpu_share,
             "gpu_beside": self.gpu_beside,
             "sleeps": self.sleeps,
             "log_path": self.log_path,
             "start_deadline_s": self.start_deadline_of(self.model),
-            "request_deadline_s": self.request_deadline_s,
+        }
+
+    @property
+    def _model_arguments(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            "max_running_requests": self.max_running_requests,
+            "routed_experts": self.routed_experts,
         }
 
 

@@ -35,6 +35,10 @@ class Parallelism(NamedTuple):
         """GPUs over which one copy of the weights is split."""
         return self.tensor * self.pipeline
 
+    @property
+    def gpus_a_node(self) -> int:
+        return self.gpus // self.nodes
+
 
 def parallelism(text: str) -> Parallelism:
     """Of a server with these flags.
@@ -63,12 +67,19 @@ def _number(flags: Flags, *names: str) -> int:
 
 
 def check_hosted(setting: str, text: str) -> None:
-    """Raises ConfigError for a server that one actor cannot start: it starts one process."""
-    if (nodes := parallelism(text).nodes) > 1:
+    """Raises ConfigError for a server whose nodes cannot be made alike, as SGLang wants them."""
+    found = parallelism(text)
+    if found.nodes == 1:
+        return
+    if found.data > 1 and not found.data_attention:
         raise ConfigError(
-            f"{setting} --nnodes {nodes}: an engine is one process on one node. Use GPUs of one "
-            "node (--tp-size), a checkpoint that fits there (fp8), or, for a teacher, start the "
-            "server on its nodes yourself and give teacher=http://host:port"
+            f"{setting} --nnodes {found.nodes} --dp-size {found.data}: SGLang spreads no replicas "
+            "over nodes; use more engines instead, or --enable-dp-attention"
+        )
+    if found.split % found.nodes:
+        raise ConfigError(
+            f"{setting} --nnodes {found.nodes}: {found.split} GPUs (--tp-size x --pp-size) are not "
+            "as many on each node; use a --tp-size that --nnodes divides"
         )
 
 

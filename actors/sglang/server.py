@@ -1,7 +1,7 @@
 """One SGLang HTTP server process, owned by this process and never outliving it.
 
     start      spawn the launcher (actors/sglang/launch.py); returns at once
-    ready      polls /ready until it answers; a server that exits or takes too long is an error
+    ready      polls the server until it is; a server that exits or takes too long is an error
                that ends with the last lines of its log
     stop       cuts the lifeline: the launcher kills the server and all it started
 
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 LOG_TAIL_LINES = 40
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.25
-# A server that finds its port taken is started anew, at another.
-_PORT_ATTEMPTS = 3
 _TAKEN = ("address already in use", "port is already in use")
 
 
@@ -52,6 +50,8 @@ class SglangServer:
         log_path: file for everything the server prints; None makes one without a name, which
             this process alone can read.
         start_deadline_s: longest the server may take to become ready.
+        ready_path: what answers once it is.
+        port_attempts: a server that finds its port taken is started anew, at another, until then.
 
     Raises:
         ConfigError: SGLang is not installed.
@@ -65,12 +65,15 @@ class SglangServer:
         host: str = "127.0.0.1",
         log_path: Path | None = None,
         start_deadline_s: float = 600.0,
+        ready_path: str = "/ready",
+        port_attempts: int = 3,
     ) -> None:
         require_sglang()
         self._flags = list(flags)
         self._environment = dict(environment or {})
         self._host = host
         self._start_deadline_s = start_deadline_s
+        self._ready_path, self._port_attempts = ready_path, port_attempts
         self.api_key = secrets.token_urlsafe(24)
         self.admin_api_key = secrets.token_urlsafe(24)
         self._log_path = log_path
@@ -91,7 +94,7 @@ class SglangServer:
         return self._process.poll() is None
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self._claim = _claim_port(self._host)
+        self._claim = claim_port(self._host)
         self._port = self._claim.getsockname()[1]
         self._started = time.monotonic()
         flags = [*self._flags, "--host", self._host, "--port", str(self._port)]
@@ -115,13 +118,13 @@ class SglangServer:
         Raises:
             EngineLost: it exited, or did not become ready in time; ends with its log's tail.
         """
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
+        for attempt in range(1, self._port_attempts + 1):
             if await self._poll_until_ready():
                 seconds = time.monotonic() - self._started
                 logger.info("SGLang is ready at %s after %.1f s", self.url, seconds)
                 return
             said = self.log_tail().lower()
-            if attempt < _PORT_ATTEMPTS and any(taken in said for taken in _TAKEN):
+            if attempt < self._port_attempts and any(taken in said for taken in _TAKEN):
                 logger.warning("port %d was taken before the server could bind it", self._port)
                 self._process = self._spawn()
                 continue
@@ -142,7 +145,7 @@ class SglangServer:
                         + self._last_words()
                     )
                 try:
-                    async with session.get(f"{self.url}/ready") as response:
+                    async with session.get(self.url + self._ready_path) as response:
                         if response.status == 200:
                             return True
                 except (aiohttp.ClientError, TimeoutError):
@@ -191,15 +194,15 @@ class SglangServer:
             process.stdin.close()
 
 
-def _claim_port(host: str) -> socket.socket:
-    """A free port, bound and not listened at, for as long as the socket lives.
+def claim_port(host: str, port: int = 0) -> socket.socket:
+    """A port, bound and not listened at, for as long as the socket lives; 0: any that is free.
 
     The kernel gives it to nobody else, and lets the server bind it, minutes later: of sockets with
     SO_REUSEADDR, several may be bound to an address as long as none of them listens.
     """
     claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    claim.bind((host, 0))
+    claim.bind((host, port))
     return claim
 
 

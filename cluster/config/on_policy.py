@@ -301,7 +301,24 @@ class RolloutConfig(
                 f"overlong_buffer={self.objective().overlong_buffer} must be at most "
                 f"max_new_tokens={self.max_new_tokens}: it is the end of a response"
             )
+        self._check_nodes()
         self._check_sleep()
+
+    def _check_nodes(self) -> None:
+        """Raises ConfigError for servers over several nodes that have no place."""
+        for name in ("policy_server_flags", "teacher_server_flags"):
+            flags = getattr(self, name, "")
+            nodes = parallelism(flags).nodes
+            if nodes > 1 and self.local:
+                raise ConfigError(
+                    f"{name}={flags} with local=True: this process is on one node; leave --nnodes "
+                    "or local out"
+                )
+            if nodes > 1 and self.colocate and name == "policy_server_flags":
+                raise ConfigError(
+                    f"{name}={flags} with colocate=True: an engine over {nodes} nodes has no place "
+                    "beside a learner worker; leave colocate out"
+                )
 
     def _check_sleep(self) -> None:
         """Raises ConfigError for engines that cannot sleep."""

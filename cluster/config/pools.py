@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import chz
 
 from actors.config import EngineChoices, ServerSettings, choose_engine
-from actors.sglang.parallelism import check_hosted, check_pushed
+from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
@@ -70,6 +70,15 @@ class PolicySettings(EngineChoices, ServerSettings):
     def _push_in_range(self) -> None:
         check_hosted("policy_server_flags", self.policy_server_flags)
         check_pushed("policy_server_flags", self.policy_server_flags)
+        nodes = parallelism(self.policy_server_flags).nodes
+        by_memory = self.weights_delta or self.weights in ("shared_memory", "object_store")
+        if nodes > 1 and by_memory:
+            how = "weights_delta=True" if self.weights_delta else f"weights={self.weights}"
+            raise ConfigError(
+                f"{how} reaches the first of the {nodes} nodes of a policy server "
+                f"(policy_server_flags={self.policy_server_flags}); use weights=auto without "
+                "weights_delta, which sends to every rank, or weights=disk"
+            )
         if self.probe_every < 0:
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
         if self.prove_every is not None and self.prove_every < 0:

@@ -17,6 +17,7 @@ from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.evaluator import Evaluator
 from actors.rollout.inside_file import problems_inside
+from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
 from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.common import CommonConfig
@@ -271,13 +272,33 @@ class RolloutCast:
             made = engine(log_path, attempt)
             options = self._placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
-            return self._make(made.engine_class, options, **made.arguments())
+            arguments = made.arguments()
+            if made.nodes > 1:
+                arguments["address"] = ray.util.get_node_ip_address
+            return self._make(made.engine_class, options, **arguments)
+
+        def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
+            """A follower on each further node; they start once the head says where they meet."""
+            nodes = engine("", attempt).nodes
+            meeting_point = head.meeting_point.remote() if nodes > 1 else None
+            calls = {}
+            for node in range(1, nodes):
+                name = f"{role.replace(' ', '-')}-{index}-node-{node}"
+                made = engine(self._directory.log(name), attempt)
+                options = self._placement.options(role, index, node)
+                options |= {"name": self._name_of(name, attempt)}
+                follower = self._make(
+                    SglangFollower, options, meeting_point, node, **made.server_arguments()
+                )
+                calls[follower.serve.remote()] = follower
+            return calls
 
         return self._role(
             role,
             lambda index: f"{role} engine {index}",
             create,
             heartbeat=health_call,
+            follow=follow,
             placed=partial(self._placement.ready, role),
             gated=True,
             model=model,
@@ -303,8 +324,11 @@ class RolloutCast:
         )
 
     def _name(self, role: str, index: int, attempt: int) -> str:
+        return self._name_of(f"{role}-{index}", attempt)
+
+    def _name_of(self, member: str, attempt: int) -> str:
         again = f"-again-{attempt}" if attempt else ""
-        return self._directory.actor_name(f"{role}-{index}{again}")
+        return self._directory.actor_name(f"{member}{again}")
 
     def learners(
         self,
@@ -346,6 +370,7 @@ class RolloutCast:
                 bucket_bytes=config.push_bucket_bytes,
                 deltas=config.weights_delta,
                 timeout_s=config.deadline_s,
+                nodes=config.policy_engine(config.student, device, "").nodes,
             ),
             store=directory.store,
             resume_from=resume_from,

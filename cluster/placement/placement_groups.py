@@ -3,6 +3,7 @@
     placement = Placement(demands, strategy="pack", name=...)
     placement.reserve(deadline_s=..., say=..., poll=...)   all of them or an error
     actor_class.options(**placement.options("policy", 0))  into its bundle
+    actor_class.options(**placement.options("policy", 0, 1))  on the second of its nodes
     index = placement.add("policy")                        one more, perhaps on a node to come
     placement.ready("policy", index)
     placement.remove("policy", index)
@@ -11,6 +12,8 @@
 A member that restarts goes back into its bundle. Ray moves the bundles of a lost node to another
 node that has room, and restarts their members there. Between the loss and Ray's noticing it, a new
 member would be sent to the dead node, and die with it: give it restarts.
+
+A member that takes several nodes has a group of its own, of one bundle a node (STRICT_SPREAD).
 """
 
 from __future__ import annotations
@@ -31,10 +34,16 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement.connect import autoscales
+from cluster.placement.resources import (
+    PlannedGroup,
+    ResourceDemand,
+    describe,
+    lacking_of,
+    sum_of,
+)
 from distill.errors import ConfigError
 
 Strategy = Literal["pack", "spread"]
-Resources = Mapping[str, float]
 
 _POLL_S = 0.5
 # Between two of `say`'s lines while nothing changes, seconds.
@@ -43,32 +52,15 @@ _SAY_EVERY_S = 10.0
 _SAY_FROM_S = 1.0
 # How long what the head said of a placement group is believed, seconds.
 _TABLE_S = 0.4
-# Resources are multiples of a ten-thousandth in Ray; sums of floats are not.
-_CLOSE = 1e-4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResourceDemand:
-    """Members that need the same: `resources` (CPU, GPU, or custom) are of one of them."""
-
-    name: str
-    count: int
-    resources: Resources
-
-    @property
-    def needed(self) -> dict[str, float]:
-        return {name: amount for name, amount in self.resources.items() if amount}
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.count} x {describe(self.resources)})"
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """A bundle of a placement group, by its index."""
+    """A bundle of a placement group, by its index: the first of a member's `nodes`."""
 
     group: PlacementGroup
     bundle: int
+    nodes: int = 1
 
 
 class Placement:
@@ -112,16 +104,16 @@ class Placement:
         """
         try:
             self._require_possible()
-            for name, bundles in self._planned().items():
-                self._groups[name] = self._create(name, bundles)
+            for name, group in self._planned().items():
+                self._groups[name] = self._create(name, group)
             self._assign_bundles()
             self._wait(deadline_s, say, poll)
         except BaseException:
             self.release()
             raise
 
-    def options(self, role: str, index: int) -> dict[str, Any]:
-        """Arguments for `actor_class.options`: the member's resources and its bundle."""
+    def options(self, role: str, index: int, node: int = 0) -> dict[str, Any]:
+        """Arguments for `actor_class.options`: a member's resources and bundle on one node."""
         resources = dict(self._demands[role].resources)
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
@@ -132,7 +124,7 @@ class Placement:
         if self._demands[role].needed:
             placed = self._bundles[role, index]
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                placement_group=placed.group, placement_group_bundle_index=placed.bundle
+                placement_group=placed.group, placement_group_bundle_index=placed.bundle + node
             )
         return options
 
@@ -140,10 +132,11 @@ class Placement:
         """One more member, in a group of its own, which is not waited for; returns its index."""
         index = self._next_index[role]
         self._next_index[role] += 1
-        if needed := self._demands[role].needed:
-            name = f"{role}-{index}"
-            self._groups[name] = self._create(name, [needed])
-            self._bundles[role, index] = _Bundle(self._groups[name], 0)
+        demand = self._demands[role]
+        if demand.needed:
+            name = _own_group(role, index)
+            self._groups[name] = self._create(name, PlannedGroup.of_one(demand))
+            self._bundles[role, index] = _Bundle(self._groups[name], 0, demand.nodes)
         return index
 
     def ready(self, role: str, index: int) -> bool:
@@ -151,7 +144,10 @@ class Placement:
         if not self._demands[role].needed:
             return True
         placed = self._bundles.get((role, index))
-        return placed is not None and _is_placed(self._table(placed.group), placed.bundle)
+        if placed is None:
+            return False
+        alone = placed.bundle if placed.nodes == 1 else None
+        return _is_placed(self._table(placed.group), alone)
 
     def _table(self, group: PlacementGroup) -> dict[str, Any]:
         """A group's table, at most a second old: a lost node's members all ask for the same one."""
@@ -169,7 +165,7 @@ class Placement:
         for (role, _), placed in self._bundles.items():
             if role in roles:
                 nodes = placement_group_table(placed.group)["bundles_to_node_id"]
-                found |= {nodes[placed.bundle]} - {""}
+                found |= {nodes[placed.bundle + i] for i in range(placed.nodes)} - {""}
         return sorted(found)
 
     def remove(self, role: str, index: int) -> None:
@@ -177,8 +173,11 @@ class Placement:
 
         A role's initial members share a group, and Ray frees groups only whole: their bundles stay
         reserved until `release`, and `options` puts a later member of the same index there again.
+        So do those of initial members that have groups of their own.
         """
-        if (group := self._groups.pop(f"{role}-{index}", None)) is not None:
+        if index < self._demands[role].count:
+            return
+        if (group := self._groups.pop(_own_group(role, index), None)) is not None:
             del self._bundles[role, index]
             remove_placement_group(group)
 
@@ -189,42 +188,54 @@ class Placement:
         for group in groups.values():
             remove_placement_group(group)
 
-    def _create(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
-        return placement_group(bundles, strategy=self._strategy, name=f"{self._name}/{name}")
+    def _create(self, name: str, planned: PlannedGroup) -> PlacementGroup:
+        strategy = "STRICT_SPREAD" if planned.apart else self._strategy
+        return placement_group(planned.bundles, strategy=strategy, name=f"{self._name}/{name}")
 
-    def _planned(self) -> dict[str, list[dict[str, float]]]:
-        """Bundles of the initial members, by group."""
-        planned: dict[str, list[dict[str, float]]] = {}
+    def _planned(self) -> dict[str, PlannedGroup]:
+        """Groups of the initial members, by name."""
+        planned: dict[str, PlannedGroup] = {}
         for demand in self._demands.values():
-            if demand.count and demand.needed and demand.name not in self._colocate:
-                planned[demand.name] = [demand.needed] * demand.count
+            if not (demand.count and demand.needed) or demand.name in self._colocate:
+                continue
+            if demand.nodes == 1:
+                planned[demand.name] = PlannedGroup(demand.name, [demand.needed] * demand.count)
+                continue
+            for index in range(demand.count):
+                planned[_own_group(demand.name, index)] = PlannedGroup.of_one(demand)
         together = [self._demands[name] for name in self._colocate]
+        assert all(demand.nodes == 1 for demand in together), self._colocate
         most = max((demand.count for demand in together), default=0)
         if most:
-            planned["+".join(self._colocate)] = [
-                _sum(demand.needed for demand in together if i < demand.count) for i in range(most)
-            ]
+            name = "+".join(self._colocate)
+            planned[name] = PlannedGroup(
+                name,
+                [sum_of(d.needed for d in together if i < d.count) for i in range(most)],
+            )
         return planned
 
     def _assign_bundles(self) -> None:
-        shared = self._groups.get("+".join(self._colocate)) if self._colocate else None
+        shared = "+".join(self._colocate)
         for demand in self._demands.values():
             if not demand.needed:
                 continue
-            group = shared if demand.name in self._colocate else self._groups.get(demand.name)
+            together = shared if demand.name in self._colocate else demand.name
             for index in range(demand.count):
-                assert group is not None
-                self._bundles[demand.name, index] = _Bundle(group, index)
+                name = _own_group(demand.name, index) if demand.nodes > 1 else together
+                first = 0 if demand.nodes > 1 else index
+                self._bundles[demand.name, index] = _Bundle(self._groups[name], first, demand.nodes)
 
     def _wait(
         self, deadline_s: float, say: Callable[[str], None], poll: Callable[[], None]
     ) -> None:
         started = time.monotonic()
         said_at, said = float("-inf"), ""
+        planned = self._planned()
         while unplaced := [n for n, g in self._groups.items() if not _is_placed(self._table(g))]:
             poll()
             waited = time.monotonic() - started
-            line = f"waiting for {self._who(unplaced)}: {_what_there_is()}"
+            who = self._who(planned[name] for name in unplaced)
+            line = f"waiting for {who}: {_what_there_is()}"
             if waited > deadline_s:
                 raise ConfigError(
                     f"still {line}, after {deadline_s:.0f} s. Ask for fewer members or less for "
@@ -236,80 +247,34 @@ class Placement:
                 said_at, said = waited, line
             time.sleep(_POLL_S)
 
-    def _who(self, groups: Iterable[str]) -> str:
+    def _who(self, groups: Iterable[PlannedGroup]) -> str:
         """Roles of these groups, with what they need."""
         shared = "+".join(self._colocate)
         names: list[str] = []
         for group in groups:
-            names += self._colocate if group == shared else [group]
-        return ", ".join(str(self._demands[name]) for name in names)
+            names += self._colocate if group.role == shared else [group.role]
+        return ", ".join(str(self._demands[name]) for name in dict.fromkeys(names))
 
     def _require_possible(self) -> None:
         """Raises ConfigError if the nodes could not hold the roles, idle, and none can come."""
         planned = self._planned()
         nodes = [node["Resources"] for node in _nodes()]
-        lacking = _lacking(planned, nodes)
+        lacking = lacking_of(planned, nodes)
         if not lacking or autoscales():
             return
-        who = self._who(planned if lacking == list(planned) else lacking)
+        who = self._who(planned[name] for name in lacking)
+        total = sum_of(chain(*(group.bundles for group in planned.values())))
         raise ConfigError(
             f"the Ray cluster cannot hold {who}: {_what_there_is()}, and it has no autoscaler. "
-            f"The run needs {describe(_sum(chain(*planned.values())))} in all, and what one "
+            f"The run needs {describe(total)} in all, and what one "
             "member needs on one node. Ask for fewer members or less for each (dry_run=True "
             "shows them), or add nodes"
         )
 
 
-def describe(resources: Resources) -> str:
-    """'1 CPU, 0.5 GPU'; 'nothing' where nothing is needed."""
-    order = sorted(resources.items(), key=lambda item: (item[0] not in ("CPU", "GPU"), item[0]))
-    return ", ".join(f"{amount:g} {name}" for name, amount in order if amount) or "nothing"
-
-
-def _lacking(planned: Mapping[str, Sequence[Resources]], nodes: Sequence[Resources]) -> list[str]:
-    """Groups that certainly do not fit on these nodes, idle, beside the groups before them.
-
-    Certain: the nodes hold too few such bundles, or the sum exceeds the cluster. Whether bundles of
-    many sizes can be packed in any other case is for Ray to find out.
-    """
-    total, spent = _sum(nodes), {}
-    lacking = []
-    for name, bundles in planned.items():
-        spent = _sum([spent, *bundles])
-        smallest = _common(bundles)
-        places = sum(_times(node, smallest) for node in nodes)
-        too_large = not all(any(_holds(node, bundle) for node in nodes) for bundle in bundles)
-        if too_large or places < len(bundles) or not _holds(total, spent):
-            lacking.append(name)
-    return lacking
-
-
-def _common(bundles: Sequence[Resources]) -> dict[str, float]:
-    """Resources that every one of the bundles takes at least."""
-    return {
-        name: min(bundle.get(name, 0) for bundle in bundles)
-        for name in bundles[0]
-        if all(bundle.get(name) for bundle in bundles)
-    }
-
-
-def _times(node: Resources, bundle: Resources) -> float:
-    """Number of such bundles that fit on the node."""
-    if not bundle:
-        return float("inf")
-    return min((node.get(name, 0) + _CLOSE) // amount for name, amount in bundle.items())
-
-
-def _holds(room: Resources, wanted: Resources) -> bool:
-    return all(room.get(name, 0) + _CLOSE > amount for name, amount in wanted.items())
-
-
-def _sum(parts: Iterable[Resources]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0) + amount
-    return total
+def _own_group(role: str, index: int) -> str:
+    """Name of the group that one member has to itself."""
+    return f"{role}-{index}"
 
 
 def _is_placed(table: Mapping[str, Any], bundle: int | None = None) -> bool:
@@ -325,7 +290,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _what_there_is() -> str:
     nodes = _nodes()
-    total = _sum(node["Resources"] for node in nodes)
+    total = sum_of(node["Resources"] for node in nodes)
     free = ray.available_resources()
     has = ", ".join(f"{total.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
     idle = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU") if total.get(name))

@@ -12,13 +12,17 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """Members of one kind. `cpus` and `gpus` are of one; `memory` in bytes of one, if known."""
+    """Members of one kind. `memory` in bytes of one, if known.
+
+    `cpus` and `gpus` are of one, on each of the `nodes` that it takes.
+    """
 
     name: str
     count: int
     most: int
     cpus: float
     gpus: float = 0
+    nodes: int = 1
     memory: int | None = None
     note: str = ""
 
@@ -43,6 +47,9 @@ def render(layout: Layout) -> str:
         lines[line] = f"{lines[line]}  {role.note}".rstrip()
     together = f", {' and '.join(layout.colocate)} on one node" if layout.colocate else ""
     lines.append(f"placed   {layout.strategy}{together}")
+    for role in layout.roles:
+        if role.nodes > 1:
+            lines.append(f"         each {role.name} engine on {role.nodes} different nodes")
     if layout.push:
         lines.append(f"push     {layout.push}")
     lines.append(f"needs    {_totals(layout)}")
@@ -86,14 +93,18 @@ def _row(role: RolePlan) -> tuple[str, ...]:
     return (
         role.name,
         _span(role.count, role.most),
-        _resources(role.cpus, role.gpus),
-        _resources(role.cpus * role.count, role.gpus * role.count),
+        _nodes(role.nodes) + _resources(role.cpus, role.gpus),
+        _resources(role.cpus * role.nodes * role.count, role.gpus * role.nodes * role.count),
         "unknown" if role.memory is None else readable(role.memory) if role.memory else "small",
     )
 
 
 def _span(least: int, most: int) -> str:
     return f"{least}" if least == most else f"{least}..{most}"
+
+
+def _nodes(count: int) -> str:
+    return f"{count} nodes of " if count > 1 else ""
 
 
 def _resources(cpus: float, gpus: float) -> str:
@@ -114,6 +125,6 @@ def _totals(layout: Layout) -> str:
 def _sum(layout: Layout, counts: Sequence[int]) -> str:
     sized = list(zip(layout.roles, counts, strict=True))
     return _resources(
-        sum(role.cpus * count for role, count in sized),
-        sum(role.gpus * count for role, count in sized),
+        sum(role.cpus * role.nodes * count for role, count in sized),
+        sum(role.gpus * role.nodes * count for role, count in sized),
     )

@@ -13,7 +13,6 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
 from cluster.placement.connect import starts_here
 from cluster.placement.gpu_plan import GpuPlan, trained_model
-from cluster.placement.placement_groups import ResourceDemand
 from cluster.placement.resource_plan import (
     Layout,
     RolePlan,
@@ -22,6 +21,7 @@ from cluster.placement.resource_plan import (
     push_line,
     render,
 )
+from cluster.placement.resources import ResourceDemand
 from distill.errors import ConfigError
 from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET
@@ -59,8 +59,9 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     bounds = pool_bounds(config)
     for role, engine in _engines(config, device).items():
         count = bounds[role][0] if role in bounds else 1
+        resources = _engine_resources(config, engine)
         roles.append(
-            ResourceDemand(name=role, count=count, resources=_engine_resources(config, engine))
+            ResourceDemand(name=role, count=count, resources=resources, nodes=engine.nodes)
         )
     if config.reward_model is not None:
         roles.append(ResourceDemand(name=REWARD, count=1, resources=compute))
@@ -110,7 +111,7 @@ def cpus_at_most(config: CommonConfig) -> float:
     """The CPUs that a run takes when every pool is as large as it may be."""
     largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
     return sum(
-        largest.get(role.name, role.count) * role.resources.get("CPU", 0)
+        largest.get(role.name, role.count) * role.nodes * role.resources.get("CPU", 0)
         for role in placed_roles(config, "cpu")
     )
 
@@ -166,13 +167,16 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
 
 
 def _engine_resources(config: CommonConfig, engine: EngineConfig) -> dict[str, float]:
-    """A server somewhere else takes nothing here; one of several GPUs takes them whole."""
+    """What an engine takes of each of its nodes.
+
+    A server somewhere else takes nothing here; one of several GPUs takes them whole.
+    """
     if engine.external:
         return {}
     resources = _compute(config, engine.device)
-    gpus = parallelism(engine.server_flags).gpus
-    if engine.kind == "sglang" and engine.device == "cuda" and gpus > 1:
-        resources["GPU"] = gpus
+    spread = parallelism(engine.server_flags)
+    if engine.kind == "sglang" and engine.device == "cuda" and spread.gpus > 1:
+        resources["GPU"] = spread.gpus_a_node
     return resources
 
 
@@ -201,6 +205,7 @@ def describe_layout(config: CommonConfig) -> str:
                 most=largest.get(role.name, role.count),
                 cpus=role.resources.get("CPU", 0),
                 gpus=role.resources.get("GPU", 0),
+                nodes=role.nodes,
                 memory=memory,
                 note=note,
             )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -69,6 +69,8 @@ class ActorSpec:
         title: what messages call the one with this index.
         create: makes the one with this index; the second number counts how often it was made
             before. None for those that are made elsewhere and adopted.
+        follow: makes its followers, the actors on other nodes without which it is nothing: each
+            with the call that lasts as long as it does. They start and end with it.
         heartbeat: asks an actor whether it is healthy.
         introduction: asks it for its process and its node.
         gated: it serves only once it is admitted; the others at their first heartbeat.
@@ -85,6 +87,7 @@ class ActorSpec:
     create: Callable[[int, int], Any] | None
     heartbeat: Callable[[Any], Any]
     introduction: Callable[[Any], Any]
+    follow: Callable[[int, int, Any], Mapping[Any, Any]] = lambda _index, _attempt, _handle: {}
     placed: Callable[[int], bool] = lambda _index: True
     last_words: Callable[[], str] = lambda: ""
     gated: bool = False
@@ -99,12 +102,14 @@ class Member:
 
     `beat` is a heartbeat under way, `asked` when the last one was sent, `said` the last answer,
     `moved` when that last differed from the one before, and `ready` when it answered first.
+    `followers` are handles, by the call of each that lasts as long as it does.
     """
 
     spec: ActorSpec
     index: int
     handle: Any
     attempt: int
+    followers: Mapping[Any, Any] = field(default_factory=dict)
     state: State = State.STARTING
     beat: Any = None
     asked: float = 0.0
@@ -116,6 +121,11 @@ class Member:
     @property
     def name(self) -> str:
         return self.spec.title(self.index)
+
+    def kill(self) -> None:
+        """Ends its actors, dead or alive."""
+        for handle in (self.handle, *self.followers.values()):
+            calls.kill(handle)
 
 
 @dataclass(slots=True)
@@ -212,7 +222,9 @@ class Supervisor:
 
     def _create(self, spec: ActorSpec, index: int, attempt: int) -> Member:
         assert spec.create is not None
-        return self.adopt(spec, index, spec.create(index, attempt), attempt)
+        member = self.adopt(spec, index, spec.create(index, attempt), attempt)
+        member.followers = spec.follow(index, attempt, member.handle)
+        return member
 
     def expected(self, role: str) -> int:
         """Number of members that are up or being restarted, those that drain not counted."""
@@ -249,7 +261,7 @@ class Supervisor:
         del self._members[member]
         self._budgets.pop((member.spec.name, member.index), None)
         self.changes += 1
-        calls.kill(member.handle)
+        member.kill()
 
     def give_up_restart(self, role: str) -> int | None:
         """Cancels a pending restart of the role and returns its index; None if there is none."""
@@ -274,6 +286,7 @@ class Supervisor:
         """
         now = time.monotonic()
         self._listen()
+        self._listen_to_followers()
         if self._introductions:
             self._introduce()
         self._ask(now)
@@ -306,6 +319,22 @@ class Supervisor:
                 self._introductions[member.spec.introduction(member.handle)] = member
                 if not member.spec.gated:
                     self.admit(member)
+
+    def _listen_to_followers(self) -> None:
+        """Buries the members of which a follower has ended: a server is whole, or it is none."""
+        lasting = {call: member for member in self._members for call in member.followers}
+        if not lasting:
+            return
+        for call in calls.wait(list(lasting), num_returns=len(lasting), timeout=0)[0]:
+            member = lasting[call]
+            if member not in self._members:
+                continue  # buried in this very round, with another
+            try:
+                calls.get(call)
+            except RayError as error:
+                self.bury(member, f"on another of its nodes: {reason_of(error)}", error)
+            else:
+                self.bury(member, "its processes on another of its nodes have ended")
 
     def _introduce(self) -> None:
         """Records the process and node of an actor, once it has answered."""
@@ -348,7 +377,7 @@ class Supervisor:
             return
         del self._members[member]
         self.changes += 1
-        calls.kill(member.handle)
+        member.kill()
         self._buried(member, why)
         if not self.under_way and member.state is State.STARTING:
             if isinstance(error, RayTaskError) and isinstance(error.cause, IsothermError):
@@ -409,7 +438,7 @@ class Supervisor:
         """Ends every actor, the callers before those they call; nothing is restarted."""
         self._restarts.clear()
         for member in reversed(self._members):
-            calls.kill(member.handle)
+            member.kill()
         self._members.clear()
 
 

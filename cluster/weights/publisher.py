@@ -80,6 +80,7 @@ class PushSettings:
     timeout_s: float
     bucket_bytes: int = BUCKET_BYTES
     deltas: bool = False
+    nodes: int = 1
 
 
 class Publisher:
@@ -330,6 +331,7 @@ class Publisher:
             timeout_s=settings.timeout_s,
             bucket_bytes=settings.bucket_bytes,
             deltas=self._deltas,
+            nodes=settings.nodes,
         )
 
 

@@ -127,6 +127,7 @@ def choose_transports(
     timeout_s: float,
     bucket_bytes: int = BUCKET_BYTES,
     deltas: DeltaSender | None = None,
+    nodes: int = 1,
 ) -> list[Transport]:
     """Transports that reach all engines; with auto, each by its place (`plan_ways`).
 
@@ -137,6 +138,7 @@ def choose_transports(
         directory: shared by all nodes, for `disk`.
         model: the checkpoint that is trained.
         deltas: sends what changed, in place of all, by the object store.
+        nodes: over which each engine's server is spread.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
@@ -152,7 +154,10 @@ def choose_transports(
             "weights=auto"
         )
     asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
-    places = values(asked, "asking the engines for their places", timeout_s)
+    places = {
+        name: replace(place, nodes=nodes)
+        for name, place in values(asked, "asking the engines for their places", timeout_s).items()
+    }
     on_cuda = device.startswith("cuda")
     learner = _place(None) if on_cuda else replace(_place(None), gpus=())
     learner = replace(learner, gpus=learner.gpus[:1])
@@ -171,7 +176,7 @@ def choose_transports(
         elif way == "object_store":
             transports.append(_by_store(chosen, deltas))
         else:
-            everyone_is_here = all(places[name].node == learner.node for name in names)
+            everyone_is_here = all(places[name].beside(learner) for name in names)
             transports.append(
                 CollectiveTransport(
                     chosen,

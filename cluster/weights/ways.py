@@ -5,6 +5,7 @@
     one node, each with GPUs of its own         group (NCCL)       from GPU to GPU
     one node, sharing a GPU                     shared_memory      NCCL takes a GPU once in a group
     different nodes                             group              no full copy anywhere
+    an engine over several nodes                group              each rank is sent its own
 
 The embedded engine joins no group: on the learner's node it reads shared memory, elsewhere Ray's
 object store.
@@ -34,11 +35,17 @@ class Place:
         gpus: ids of its GPUs on that node, none on a CPU. Of the learner those of rank 0, which
             sends.
         nccl: its process's settings of NCCL (`distill.nccl`).
+        nodes: over which the engine's server is spread, from `node` on.
     """
 
     node: str
     gpus: tuple[str, ...] = ()
     nccl: Mapping[str, str]
+    nodes: int = 1
+
+    def beside(self, other: Place) -> bool:
+        """True if all of both is on one node."""
+        return self.node == other.node and self.nodes == other.nodes == 1
 
     def shares_gpu(self, other: Place) -> bool:
         return self.node == other.node and not set(self.gpus).isdisjoint(other.gpus)
@@ -72,7 +79,7 @@ def plan_ways(
     grouped = {name: engines[name] for name in ways.get("group", ())}
     if choice == "auto":  # of engines that share a GPU one is in the group
         for name in _who_shares(grouped):
-            if engines[name].node == learner.node:
+            if engines[name].beside(learner):
                 ways["group"].remove(name)
                 ways.setdefault("shared_memory", []).append(name)
                 del grouped[name]
@@ -83,7 +90,7 @@ def plan_ways(
 def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, deltas: bool) -> Way:
     if choice != "auto":
         return choice
-    if engine.node != learner.node:
+    if not engine.beside(learner):
         return "group" if served and not deltas else "object_store"
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"
@@ -91,7 +98,7 @@ def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, del
 
 
 def _elsewhere(learner: Place, engines: Mapping[str, Place]) -> list[str]:
-    return [name for name, place in engines.items() if place.node != learner.node]
+    return [name for name, place in engines.items() if not place.beside(learner)]
 
 
 def _who_shares(engines: Mapping[str, Place]) -> list[str]:

@@ -12,7 +12,9 @@ from actors.config import EngineConfig, ServerSettings, choose_dtype, choose_eng
 from actors.embedded.engine import EmbeddedEngine
 from actors.sglang import installed as sglang_here
 from actors.sglang.external import ExternalSglangEngine
-from actors.sglang.hosted import HostedSglangEngine, _environment
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.parallelism import Parallelism
+from actors.sglang.start import _environment
 from distill.errors import ConfigError
 
 
@@ -57,12 +59,14 @@ def test_every_setting_reaches_the_server() -> None:
         kind="sglang", model="m", dtype="bfloat16", device="cpu", threads=3, max_running_requests=5,
         server_flags="--tp-size 2", in_flight="finish", gpu_share=0.5, log_path="x.log",
         gpu_beside=9, sleeps=True, push_bucket_bytes=10, start_deadline_s=7, request_deadline_s=8,
+        routed_experts=True,
     )  # fmt: skip
     assert config.arguments() == {
         "model_path": "m", "dtype": "bfloat16", "device": "cpu", "threads": 3,
         "max_running_requests": 5, "flags": "--tp-size 2", "in_flight": "finish", "gpu_share": 0.5,
         "log_path": "x.log", "start_deadline_s": 7, "request_deadline_s": 8,
         "stops": None, "gpu_beside": 9, "sleeps": True, "push_bucket_bytes": 10,
+        "routed_experts": True,
     }  # fmt: skip
 
 
@@ -83,10 +87,10 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
 ) -> None:
     name = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
     monkeypatch.delenv(name, raising=False)
-    assert _environment("cuda", 1, 1)[name] == "false"
+    assert _environment("cuda", 1, Parallelism())[name] == "false"
     monkeypatch.setenv(name, "true")
-    assert _environment("cuda", 1, 1)[name] == "true"
-    assert name not in _environment("cpu", 1, 1)
+    assert _environment("cuda", 1, Parallelism())[name] == "true"
+    assert name not in _environment("cpu", 1, Parallelism())
 
 
 @pytest.mark.parametrize(

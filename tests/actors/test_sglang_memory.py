@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import DeepseekV3Config, Gemma3TextConfig, Qwen3Config, Qwen3NextConfig
 
-from actors.sglang import hosted
+from actors.sglang import start
 from actors.sglang.flags import server_flags
+from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import knows_flag, sglang_installed
 from actors.sglang.memory import ServerMemory, cache_bytes_per_token
 from actors.sglang.parallelism import Parallelism, check_hosted, check_pushed, parallelism
@@ -81,7 +82,7 @@ def test_parallelism_is_read_off_the_flags() -> None:
     assert parallelism("--tp-size 2") == parallelism("--tp=2") == Parallelism(tensor=2)
     everything = parallelism("--tensor-parallel-size 4 --pp-size 2 --dp 3 --nnodes 2")
     assert everything == Parallelism(tensor=4, pipeline=2, data=3, nodes=2)
-    assert everything.gpus == 24 and everything.split == 8
+    assert everything.gpus == 24 and everything.split == 8 and everything.gpus_a_node == 12
     assert parallelism("--tp 8 --dp 8 --enable-dp-attention").gpus == 8
     with pytest.raises(ConfigError, match="--tp-size 'two' must be a number above 0"):
         parallelism("--tp-size two")
@@ -90,7 +91,8 @@ def test_parallelism_is_read_off_the_flags() -> None:
 @pytest.mark.parametrize(
     "check, flags, message",
     [
-        (check_hosted, "--nnodes 2 --tp 16", "--nnodes 2: an engine is one process on one node"),
+        (check_hosted, "--nnodes 2 --tp 3", "--nnodes 2: 3 GPUs .* use a --tp-size that --nnodes"),
+        (check_hosted, "--nnodes 2 --dp 2", "--nnodes 2 --dp-size 2: SGLang spreads no replicas"),
         (check_pushed, "--pp-size 2", "cannot be pushed into a pipeline; use --tp-size"),
         (check_pushed, "--dp-size 2", "use policy_engines=2 instead"),
     ],
@@ -99,6 +101,7 @@ def test_what_no_engine_or_push_can_do_is_refused(check, flags: str, message: st
     with pytest.raises(ConfigError, match=f"policy_server_flags .*{message}"):
         check("policy_server_flags", flags)
     check("policy_server_flags", "--tp-size 4 --dp-size 4 --enable-dp-attention")
+    check("policy_server_flags", "--nnodes 2 --tp-size 4 --dp-size 4 --enable-dp-attention")
 
 
 def test_cache_tokens_and_sleep_are_flags_of_a_server_on_a_gpu() -> None:
@@ -129,22 +132,22 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
         def __init__(self, flags: list[str], **_: object) -> None:
             started.append(flags)
 
-    monkeypatch.setattr(hosted, "require_sglang", lambda: None)
-    monkeypatch.setattr(hosted, "SglangServer", Server)
-    monkeypatch.setattr(hosted, "gpu_bytes", lambda: 80 * GIB)
+    monkeypatch.setattr(start, "require_sglang", lambda: None)
+    monkeypatch.setattr(start, "SglangServer", Server)
+    monkeypatch.setattr(start, "gpu_bytes", lambda: 80 * GIB)
     model = tiny_model_dir(tmp_path, seed=1)
     shared = {"model_path": model, "device": "cuda", "dtype": "bfloat16", "max_running_requests": 8}
-    hosted.HostedSglangEngine(**shared)
-    hosted.HostedSglangEngine(**shared, gpu_share=0.5)
-    hosted.HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
+    HostedSglangEngine(**shared)
+    HostedSglangEngine(**shared, gpu_share=0.5)
+    HostedSglangEngine(**shared, gpu_beside=50 * GIB, sleeps=True)
     alone, half, beside = started
     assert "--max-total-tokens" not in alone, "a GPU of its own is SGLang's to fill"
     tokens = [int(flags[flags.index("--max-total-tokens") + 1]) for flags in (half, beside)]
     # Two layers of one head of 64, twice, in bfloat16: ten GiB are so many tokens fewer.
     assert tokens[0] - tokens[1] == pytest.approx(10 * GIB / (2 * 2 * 64 * 2), abs=1)
-    monkeypatch.setattr(hosted, "gpu_bytes", lambda: None)
+    monkeypatch.setattr(start, "gpu_bytes", lambda: None)
     with pytest.raises(ConfigError, match="nvidia-smi does not say how large the GPU is"):
-        hosted.HostedSglangEngine(**shared, gpu_share=0.5)
+        HostedSglangEngine(**shared, gpu_share=0.5)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -22,9 +22,10 @@ import pytest
 from actors.sglang import installed as sglang_here
 from actors.sglang import server as sglang_server
 from actors.sglang.flags import parse_flags, server_flags
-from actors.sglang.hosted import HostedSglangEngine, cpus_of_ranks
+from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.server import SglangServer
+from actors.sglang.start import cpus_of_ranks
 from distill.errors import CheckpointError, ConfigError, EngineError
 from tests.conftest import TinyPair
 from tests.leftovers import gone
@@ -124,7 +125,7 @@ def named_after(directory: Path) -> set[Path]:
 
 def test_a_claimed_port_is_the_server_s_alone() -> None:
     """As SGLang's HTTP server binds it (asyncio sets SO_REUSEADDR), and as others might."""
-    claims = [sglang_server._claim_port("127.0.0.1") for _ in range(50)]
+    claims = [sglang_server.claim_port("127.0.0.1") for _ in range(50)]
     ports = {claim.getsockname()[1] for claim in claims}
     assert len(ports) == 50
     port = claims[0].getsockname()[1]
@@ -163,9 +164,9 @@ def test_a_taken_port_is_left_and_a_dead_server_says_why(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         claims = iter([taken])
-        claim_port = sglang_server._claim_port
+        claim_port = sglang_server.claim_port
         monkeypatch.setattr(
-            sglang_server, "_claim_port", lambda host: next(claims, None) or claim_port(host)
+            sglang_server, "claim_port", lambda host: next(claims, None) or claim_port(host)
         )
         server = SglangServer(
             flags(tiny_pair.student), environment=CPU, log_path=log,

@@ -1,10 +1,15 @@
-"""A real SGLang server of two tensor-parallel ranks: plugin, top-k, a push in buckets, proof."""
+"""A real SGLang server of two tensor-parallel ranks: plugin, top-k, a push in buckets, proof.
+
+Once with both ranks on one node, and once as a server over two, whose processes know one another by
+address alone. Pushes come from memory in the one case, by a group in the other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,9 +17,11 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
-from distill.engine import GenerateRequest, ScoreRequest
+from actors.sglang.nodes import LOOPBACK
+from distill.engine import CheckpointDirectory, GenerateRequest, ScoreRequest, WeightSource
 from distill.models.loading import load_causal_lm
 from distill.sampling import TrainSampling
 from distill.types import FloatArray
@@ -35,8 +42,10 @@ START = 20
 @dataclass
 class Served:
     engine: HostedSglangEngine
+    follower: SglangFollower | None
     models: list[PreTrainedModel]
     runner: asyncio.Runner
+    directory: Path
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(coroutine, timeout=300))
@@ -51,9 +60,19 @@ class Served:
     def weights(self, model: int) -> HeldWeights:
         return HeldWeights(dict(self.models[model].named_parameters()))
 
+    def push(self, model: int, version: int) -> None:
+        """As a run would: what lies in this node's memory is for servers of one node."""
+        source: WeightSource = PackedTensors.pack(dict(self.models[model].named_parameters()))
+        if self.follower is not None:
+            source = CheckpointDirectory(path=str(self.directory / f"version-{version}"))
+            self.models[model].save_pretrained(source.path)
+        self.run(self.engine.load_weights(source, version))
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
     root = tmp_path_factory.mktemp("models")
@@ -63,20 +82,29 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for directory in directories:
         save_tokenizer(directory)
     models = [load_causal_lm(d, dtype=torch.float32, device="cpu").eval() for d in directories]
+    settings: dict[str, Any] = {
+        "model_path": directories[0],
+        "device": "cpu",
+        "flags": "--tp-size 2" + " --nnodes 2" * (request.param == 2),
+        "start_deadline_s": 600,
+    }
     with asyncio.Runner() as runner:
         engine = HostedSglangEngine(
-            model_path=directories[0],
-            device="cpu",
-            flags="--tp-size 2",
+            **settings,
             push_bucket_bytes=BUCKET_BYTES,
-            start_deadline_s=600,
             request_deadline_s=120,
+            address=lambda: LOOPBACK,
         )
+        follower = None
         try:
+            if request.param == 2:
+                follower = SglangFollower(runner.run(engine.meeting_point()), 1, **settings)
             runner.run(asyncio.wait_for(engine.info(), timeout=600))
-            yield Served(engine, models, runner)
+            yield Served(engine, follower, models, runner, root)
         finally:
             runner.run(engine.close())
+            if follower is not None:
+                runner.run(follower.close())
 
 
 def expect(server: Served, model: int) -> None:
@@ -101,8 +129,7 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
     recipes = find_recipes(served, server.weights(0))
     assert recipes.keys() == served[0].keys()  # nothing is left unproven
     assert len(plan_buckets(server.weights(1).layouts, BUCKET_BYTES)) >= 3
-    packed = PackedTensors.pack(dict(server.models[1].named_parameters()))
-    server.run(server.engine.load_weights(packed, 1))
+    server.push(1, 1)
     expect(server, 1)
     assert server.run(server.engine.weight_checksums()) == list(
         expected_digests(recipes, server.weights(1), 2)
@@ -110,8 +137,7 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
 
 
 def test_samples_have_their_own_log_probs(server: Served) -> None:
-    packed = PackedTensors.pack(dict(server.models[0].named_parameters()))
-    server.run(server.engine.load_weights(packed, 2))
+    server.push(0, 2)
     request = GenerateRequest(
         prompt_tokens_T=TOKENS_T[:START],
         sampling=TrainSampling(temperature=0.7, max_new_tokens=12),

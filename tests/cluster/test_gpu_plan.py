@@ -169,7 +169,7 @@ def test_shared_gpus_need_bundles_that_are_whole(
         ({"policy_server_flags": "--tp-size 2"}, "an engine of 2 GPUs cannot share"),
         ({"in_flight": "in_place"}, "use in_flight=continue"),
         ({"policy_server_flags": "--pp-size 2"}, "cannot be pushed into a pipeline"),
-        ({"teacher_server_flags": "--nnodes 2"}, "give teacher=http://host:port"),
+        ({"teacher_server_flags": "--nnodes 2"}, "1 GPUs .* are not as many on each node"),
         ({"engine": "embedded", "engines_sleep": True}, "engines_sleep=True needs engine=sglang"),
     ],
 )

@@ -17,7 +17,8 @@ import pytest
 import ray
 
 from cluster.placement.connect import start_here
-from cluster.placement.placement_groups import Placement, ResourceDemand, _lacking
+from cluster.placement.placement_groups import Placement
+from cluster.placement.resources import PlannedGroup, ResourceDemand, lacking_of
 from distill.errors import ConfigError
 from tests.e2e.harness import DEADLINE_S, REPOSITORY
 from tests.leftovers import living_actors
@@ -211,19 +212,37 @@ def test_a_member_that_restarts_is_in_its_bundle_again() -> None:
     ],
 )
 def test_what_certainly_does_not_fit(nodes: list, bundles: list, lacking: list) -> None:
-    assert _lacking({"role": bundles}, nodes) == lacking
+    assert lacking_of({"role": PlannedGroup("role", bundles)}, nodes) == lacking
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lacks"),
+    [
+        ([{"GPU": 8}, {"GPU": 8}], False),
+        ([{"GPU": 16}], True),  # both bundles, and on one node
+        ([{"GPU": 16}, {"GPU": 4}], True),
+        ([{"GPU": 8}, {"GPU": 4}, {"GPU": 9}], False),
+    ],
+)
+def test_bundles_of_one_server_are_on_different_nodes(nodes: list, lacks: bool) -> None:
+    demand = ResourceDemand(name="policy", count=1, resources={"GPU": 8}, nodes=2)
+    assert lacking_of({"policy-0": PlannedGroup.of_one(demand)}, nodes) == ["policy-0"] * lacks
 
 
 def test_a_later_group_lacks_what_an_earlier_one_takes() -> None:
-    planned = {"learner": [{"CPU": 3}], "policy": [{"CPU": 1}, {"CPU": 1}]}
-    assert _lacking(planned, [{"CPU": 4}]) == ["policy"]
+    planned = {
+        "learner": PlannedGroup("learner", [{"CPU": 3}]),
+        "policy": PlannedGroup("policy", [{"CPU": 1}, {"CPU": 1}]),
+    }
+    assert lacking_of(planned, [{"CPU": 4}]) == ["policy"]
 
 
 _LOSE_A_NODE = """
 import json, ray
 from ray.cluster_utils import Cluster
 from cluster.placement.connect import start_here
-from cluster.placement.placement_groups import Placement, ResourceDemand
+from cluster.placement.placement_groups import Placement
+from cluster.placement.resources import ResourceDemand
 from tests.cluster.test_placement import eventually
 class Member:
     def node(self):

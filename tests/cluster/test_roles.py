@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -46,6 +47,47 @@ def test_tensor_parallel_engines_take_whole_gpus_and_servers_elsewhere_nothing(o
     )  # fmt: skip
     roles = taken(config, "cuda")
     assert roles["policy"] == (1, {"CPU": 1, "GPU": 4}) and roles["teacher"] == (1, {})
+
+
+def test_a_server_over_several_nodes_takes_its_part_of_each(
+    opd: Opd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.config.sglang_installed", lambda: True)
+    monkeypatch.setattr("actors.config.require_sglang", lambda: None)
+    config = opd(
+        engine="sglang", policy_server_flags="--tp-size 16 --nnodes 2", policy_engines=2,
+        eval_engines=1, eval_every=5, device="cuda", gpu_memory_gib=80.0,
+    )  # fmt: skip
+    placed = {role.name: role for role in placed_roles(config, "cuda")}
+    for role, count in (("policy", 2), ("evaluation", 1)):
+        assert placed[role].count == count and placed[role].nodes == 2
+        assert placed[role].needed == {"CPU": 1, "GPU": 8}
+    assert placed["teacher"].nodes == placed["learner"].nodes == 1
+    assert cpus_at_most(config) == 1 + 1 + 2 * 2 + 2
+    plan = describe_layout(config)
+    assert re.search(r"^policy +2 +2 nodes of 1 CPU, 8 GPU +4 CPU, 32 GPU", plan, re.MULTILINE)
+    assert "each policy engine on 2 different nodes" in plan
+    assert re.search(r"^needs +8 CPU, 50 GPU$", plan, re.MULTILINE)
+    embedded = opd(engine="embedded", policy_server_flags="--tp-size 2 --nnodes 2")
+    assert all(role.nodes == 1 for role in placed_roles(embedded, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"weights": "shared_memory"}, "first of the 2 nodes .* use weights=auto without"),
+        ({"weights": "object_store"}, "first of the 2 nodes .* or weights=disk"),
+        ({"weights_delta": True}, "weights_delta=True reaches the first of the 2 nodes"),
+        ({"local": True}, "local=True: this process is on one node"),
+        ({"colocate": True}, "an engine over 2 nodes has no place beside a learner worker"),
+        ({"policy_server_flags": "--node-rank 1"}, "give --nnodes, and the run numbers the nodes"),
+    ],
+)
+def test_a_server_over_several_nodes_is_refused_where_it_has_no_place(
+    opd: Opd, changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opd(**{"policy_server_flags": "--tp-size 2 --nnodes 2"} | changes)
 
 
 def test_a_reward_model_is_one_actor_of_the_run(opd: Opd) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -144,6 +146,41 @@ def test_an_actor_without_a_sign_of_life_is_ended(
     assert death["why"] == "it gave no sign of life within 4 s"
     house.until(lambda: len(house.told("start", "helper 0")) == 2)
     assert house.pid() != old
+
+
+class Follower:
+    """Serves until it is killed."""
+
+    async def serve(self) -> None:
+        await asyncio.sleep(3600)
+
+
+def test_the_loss_of_a_follower_is_the_loss_of_all(new_house: Callable[..., House]) -> None:
+    """A server over several nodes: what is left of it goes too, and all of it starts again."""
+    followers: list[list[Any]] = []
+
+    def follow(index: int, attempt: int, _handle: Any) -> dict[Any, Any]:
+        made: list[Any] = [ray.remote(Follower).options(num_cpus=0).remote() for _ in range(2)]
+        followers.append(made)
+        assert (index, attempt) == (0, len(followers) - 1)
+        return {follower.serve.remote(): follower for follower in made}
+
+    house = new_house(follow=follow)
+    house.started(0)
+    pids = ray.get([whereabouts_call(follower) for follower in followers[0]])
+    os.kill(pids[1][0], signal.SIGKILL)
+    house.until(lambda: house.buried == ["helper 0"])
+    [death] = house.told("death", "helper 0")
+    assert death["why"].startswith("on another of its nodes: ")
+    old = house.pid()
+    house.until(lambda: len(house.told("start", "helper 0")) == 2)
+    assert house.pid() != old and house.made == [(0, 0), (0, 1)] and len(followers) == 2
+    for pid in (old, pids[0][0]):
+        house.until(lambda pid=pid: not psutil.pid_exists(pid))
+    [pid, _] = [pid for pid, _ in ray.get([whereabouts_call(f) for f in followers[1]])]
+    [member] = house.supervisor.members("helper")
+    house.supervisor.dismiss(member)
+    house.until(lambda: not psutil.pid_exists(pid))
 
 
 def test_one_that_is_not_needed_any_more_is_not_made_again(

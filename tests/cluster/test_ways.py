@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.weights.ways import Place, plan_ways
@@ -87,6 +89,16 @@ def test_a_group_that_would_hang_is_refused(engines: dict[str, Place], message: 
     assert plan_ways("group", ON_CPU, without_gpu, served=True) == {"group": [*engines]}
 
 
+@pytest.mark.parametrize("learner", [LEARNER, ON_CPU])
+def test_a_server_over_several_nodes_is_sent_weights_rank_by_rank(learner: Place) -> None:
+    """Its first node may be the learner's: the ranks of the others read no memory of that."""
+    here = replace(place("a", *([1] if learner.gpus else [])), nodes=2)
+    assert plan_ways("auto", learner, {"e": here}, served=True) == {"group": ["e"]}
+    assert plan_ways("disk", learner, {"e": here}, served=True) == {"disk": ["e"]}
+    with pytest.raises(ConfigError, match="e and the learner are on different nodes"):
+        plan_ways("shared_memory", learner, {"e": here}, served=True)
+
+
 def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() -> None:
     with pytest.raises(ConfigError, match="y shares a GPU with another engine"):
         plan_ways("auto", LEARNER, {"x": place("b", 1), "y": place("b", 1)}, served=True)
@@ -95,9 +107,10 @@ def test_engines_on_another_node_that_share_a_gpu_are_refused_with_auto_too() ->
 def test_a_process_and_the_server_that_it_starts_agree() -> None:
     assert nccl_settings({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert nccl_settings({"NCCL_CUMEM_ENABLE": "1"})["NCCL_CUMEM_ENABLE"] == "1"
-    from actors.sglang.hosted import _environment
+    from actors.sglang.parallelism import Parallelism
+    from actors.sglang.start import _environment
 
-    assert _environment("cuda:0", 1, 1).items() >= nccl_settings().items()
+    assert _environment("cuda:0", 1, Parallelism()).items() >= nccl_settings().items()
 
 
 def test_shared_memory_reaches_this_node_only() -> None:

@@ -208,7 +208,7 @@ class ExternalTeacher:
 
     def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._model, self._monkeypatch = model, monkeypatch
-        with sglang_server._claim_port("127.0.0.1") as claim:
+        with sglang_server.claim_port("127.0.0.1") as claim:
             address = claim.getsockname()
 
         def claim_again(_host: str) -> socket.socket:
@@ -217,7 +217,7 @@ class ExternalTeacher:
             again.bind(address)
             return again
 
-        monkeypatch.setattr(sglang_server, "_claim_port", claim_again)
+        monkeypatch.setattr(sglang_server, "claim_port", claim_again)
         keys = cycle([secrets.token_urlsafe(), secrets.token_urlsafe()])
         made = SimpleNamespace(token_urlsafe=lambda _length: next(keys))
         monkeypatch.setattr(sglang_server, "secrets", made)

@@ -1,0 +1,87 @@
+"""The nodes of a server that is spread over several (`--nnodes`), and where its ranks meet.
+
+    node 0       HostedSglangEngine: opens the store, and has the HTTP server
+    the others   SglangFollower: SGLang's processes there, which are ranks and take no requests
+
+SGLang's rank 0 would open the store itself, at a port that was chosen minutes before, and listen on
+all addresses. Here it listens on the node's address from the moment the others are told of it.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from actors.sglang.server import claim_port
+from distill.errors import EngineError
+
+LOOPBACK = "127.0.0.1"
+# With attention that is data-parallel SGLang binds ports that follow the store's, by arithmetic
+# (server_args.py: NUM_DERIVED_PORTS = 6).
+_FOLLOWING_PORTS = 8
+_ATTEMPTS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPoint:
+    """The store of a server's ranks, at node 0's address as the others reach it."""
+
+    address: str
+    port: int
+
+    def flags(self, node: int) -> list[str]:
+        """SGLang's flags for the processes of one node."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return ["--node-rank", str(node), "--dist-init-addr", f"{host}:{self.port}"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Has every rank join the store, and none open one."""
+        variables = {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        if self.address == LOOPBACK:  # gloo would listen on the host's public address
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        return variables
+
+
+class RanksStore:
+    """The store in which the ranks of a server over several nodes meet; it lasts as long as this.
+
+    Raises:
+        EngineError: there are not enough free ports in a row at this address.
+    """
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        listener, *self._following = _claim_in_a_row(address, 1 + _FOLLOWING_PORTS)
+        listener.listen()
+        self.point = MeetingPoint(address=address, port=listener.getsockname()[1])
+        self._store = TCPStore(
+            address,
+            self.point.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _claim_in_a_row(address: str, count: int) -> list[socket.socket]:
+    """Claims of ports that follow one another."""
+    for _ in range(_ATTEMPTS):
+        claims = [claim_port(address)]
+        first = claims[0].getsockname()[1]
+        try:
+            claims += [claim_port(address, first + i) for i in range(1, count)]
+        except (OSError, OverflowError):  # taken, or beyond the last
+            for claim in claims:
+                claim.close()
+            continue
+        return claims
+    raise EngineError(f"no {count} free ports in a row at {address}, in {_ATTEMPTS} attempts")

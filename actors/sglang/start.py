@@ -1,0 +1,140 @@
+"""Start of an SGLang server as an engine wants it, or of its processes on one of its nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+
+from actors.sglang.cuda_tools import find_cuda_tools
+from actors.sglang.flags import server_flags
+from actors.sglang.installed import require_sglang
+from actors.sglang.memory import ServerMemory
+from actors.sglang.nodes import MeetingPoint
+from actors.sglang.parallelism import Parallelism, parallelism
+from actors.sglang.server import SglangServer
+from distill.errors import ConfigError
+from distill.gpu import gpu_bytes
+from distill.models.loading import context_length, load_config, resolve_device, tensor_shapes
+from distill.nccl import nccl_settings
+
+logger = logging.getLogger(__name__)
+
+# SGLang keeps six positions of the context for itself and wants room for the token that a scoring
+# request throws away. None of them is ever computed.
+_SPARE_POSITIONS = 7
+# SGLang's switch: DeepGEMM's kernels are compiled at the start, not when they are first used.
+_PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
+
+
+def start_server(
+    *,
+    model_path: str,
+    dtype: str = "float32",
+    device: str = "auto",
+    threads: int = 1,
+    max_running_requests: int = 256,
+    flags: str = "",
+    gpu_share: float = 1,
+    gpu_beside: int = 0,
+    sleeps: bool = False,
+    routed_experts: bool = False,
+    host: str = "127.0.0.1",
+    log_path: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    start_deadline_s: float = 600,
+    meeting_point: MeetingPoint | None = None,
+    node: int = 0,
+) -> SglangServer:
+    """A server, or one node's processes of it, on its way; see `HostedSglangEngine`.
+
+    Args:
+        meeting_point: of a server over several nodes.
+        node: number of this one.
+
+    Raises:
+        ConfigError: SGLang is not installed, or a flag that cannot be set.
+        CheckpointError: there is no model at `model_path`.
+    """
+    require_sglang()
+    config = load_config(model_path)
+    device = resolve_device(device)
+    if device.startswith("cuda"):
+        for problem in find_cuda_tools(torch.version.cuda).sglang_problems():
+            logger.warning("SGLang may not start on CUDA here: %s", problem)
+    length = context_length(config)
+    cache_tokens = None
+    if device.startswith("cuda") and (gpu_share < 1 or gpu_beside):
+        parameters = sum(map(prod, tensor_shapes(model_path).values()))
+        memory = ServerMemory.of(
+            config, parameters, dtype=dtype, max_running=max_running_requests, flags=flags
+        )
+        what = f"the server of {model_path}"
+        cache_tokens = _cache_tokens(memory, gpu_share, gpu_beside, what, length)
+    all_flags = server_flags(
+        model=model_path,
+        dtype=dtype,
+        device=device,
+        max_running_requests=max_running_requests,
+        context_length=length + _SPARE_POSITIONS,
+        cache_tokens=cache_tokens,
+        sleeps=sleeps,
+        routed_experts=routed_experts,
+        extra=flags,
+    )
+    variables = _environment(device, threads, parallelism(flags)) | dict(environment or {})
+    if meeting_point is not None:
+        all_flags += meeting_point.flags(node)
+        variables = meeting_point.environment | variables
+    return SglangServer(
+        all_flags,
+        environment=variables,
+        host=host,
+        log_path=None if log_path is None else Path(log_path),
+        start_deadline_s=start_deadline_s,
+        # All that SGLang serves on the other nodes is word of its health, once it is ready.
+        ready_path="/health" if node else "/ready",
+        # The ranks of the other nodes have met those of this start.
+        port_attempts=1 if meeting_point else 3,
+    )
+
+
+def _cache_tokens(memory: ServerMemory, share: float, beside: int, what: str, least: int) -> int:
+    """Tokens of the cache of a server that has a GPU not to itself.
+
+    Raises:
+        ConfigError: it does not fit, or no driver says how large the GPU is.
+    """
+    total = gpu_bytes()
+    if total is None:
+        raise ConfigError(
+            "nvidia-smi does not say how large the GPU is that this engine shares; install the "
+            "driver's tools, or use gpus_per_actor=1 without colocate"
+        )
+    return memory.tokens_in(int(total * share) - beside, what, least)
+
+
+def _environment(device: str, threads: int, spread: Parallelism) -> dict[str, str]:
+    shared = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if device != "cpu":
+        # It compiles kernels of every batch size for minutes before a server is ready.
+        precompile = os.environ.get(_PRECOMPILE, "false")
+        return shared | nccl_settings() | {_PRECOMPILE: precompile}
+    if spread.gpus > 1:  # more than there are NUMA nodes, perhaps: SGLang asks for the CPUs of each
+        shared["SGLANG_CPU_OMP_THREADS_BIND"] = cpus_of_ranks(
+            sorted(os.sched_getaffinity(0)), spread.gpus_a_node
+        )
+    return shared | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
+def cpus_of_ranks(cpus: Sequence[int], ranks: int) -> str:
+    """An even part of the CPUs for each rank, as SGLang writes them: `0,1|2,3`.
+
+    Ranks take turns where there are fewer CPUs.
+    """
+    parts = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)

@@ -1,0 +1,124 @@
+"""A server over several nodes: where its ranks meet, and what each node is started with.
+
+That real ranks of two nodes are one server: tests/actors/test_sglang_tp.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from actors.sglang import nodes, start
+from actors.sglang.follower import SglangFollower
+from actors.sglang.hosted import HostedSglangEngine
+from actors.sglang.nodes import LOOPBACK, MeetingPoint, RanksStore
+from distill.errors import ConfigError, EngineError, EngineLost
+from tests.tiny import tiny_model_dir
+
+
+class Process:
+    """Stands for `SglangServer`, and remembers what it was to start."""
+
+    url, api_key, admin_api_key = "", "", ""
+    running = True
+
+    def __init__(self, flags: list[str], **settings: Any) -> None:
+        self.flags, self.settings = flags, settings
+
+    def option(self, name: str) -> str:
+        return self.flags[self.flags.index(name) + 1]
+
+    async def ready(self) -> None:
+        pass
+
+    def obituary(self) -> str:
+        return "the SGLang server ended with code 1"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(start, "require_sglang", lambda: None)
+    monkeypatch.setattr(start, "SglangServer", Process)
+    model = tiny_model_dir(tmp_path, seed=1)
+    return {"model_path": model, "device": "cpu", "flags": "--tp-size 4 --nnodes 2"}
+
+
+def test_the_ranks_of_all_nodes_are_told_of_one_store(settings: dict[str, Any]) -> None:
+    engine = HostedSglangEngine(**settings, address=lambda: LOOPBACK)
+    point = asyncio.run(engine.meeting_point())
+    follower = SglangFollower(point, 1, **settings)
+    head, other = engine.server, follower.server
+    assert isinstance(head, Process) and isinstance(other, Process)
+    for rank, process in enumerate((head, other)):
+        assert process.option("--nnodes") == "2" and process.option("--node-rank") == str(rank)
+        assert process.option("--dist-init-addr") == f"{LOOPBACK}:{point.port}"
+        told = process.settings["environment"]
+        assert told["MASTER_PORT"] == str(point.port) and told["MASTER_ADDR"] == LOOPBACK
+        # Two ranks on each node, though four in all: CPUs for those.
+        assert told["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+        assert process.settings["port_attempts"] == 1, "a second start would meet the first's ranks"
+    assert head.settings["ready_path"] == "/ready" and other.settings["ready_path"] == "/health"
+    without = [flags[: flags.index("--node-rank")] for flags in (head.flags, other.flags)]
+    assert without[0] == without[1]
+
+
+def test_a_follower_serves_as_long_as_its_processes(settings: dict[str, Any]) -> None:
+    point = MeetingPoint(address=LOOPBACK, port=1)
+    follower = SglangFollower(point, 1, **settings)
+
+    async def serve() -> None:
+        serving = asyncio.create_task(follower.serve())
+        await asyncio.sleep(0.05)
+        assert not serving.done()
+        follower.server.running = False  # pyright: ignore[reportAttributeAccessIssue]
+        await serving
+
+    with pytest.raises(EngineLost, match="ended with code 1"):
+        asyncio.run(serve())
+
+
+def test_an_engine_that_no_other_node_can_reach_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--nnodes 2: an engine of this process alone"):
+        HostedSglangEngine(**settings)
+
+
+def test_the_store_listens_on_its_address_alone_and_holds_the_ports_behind_it() -> None:
+    stores = [RanksStore(LOOPBACK, 60) for _ in range(3)]
+    for store in stores:
+        port = store.point.port
+        first, second = (TCPStore(LOOPBACK, port, is_master=False) for _ in range(2))
+        first.set("from", "one")
+        assert second.get("from") == b"one"
+        with socket.socket() as stranger, pytest.raises(OSError):
+            stranger.connect(("127.0.0.2", port))
+        for following in range(port + 1, port + 7):
+            with socket.socket() as stranger, pytest.raises(OSError, match="already in use"):
+                stranger.bind((LOOPBACK, following))
+    assert len({store.point.port for store in stores}) == 3
+
+
+def test_where_no_ports_are_free_in_a_row_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(host: str, port: int = 0) -> socket.socket:
+        if port:
+            raise OSError("address already in use")
+        return socket.create_server((host, 0))
+
+    monkeypatch.setattr(nodes, "claim_port", taken)
+    with pytest.raises(EngineError, match=r"no 9 free ports in a row at 127\.0\.0\.1"):
+        RanksStore(LOOPBACK, 60)
+
+
+@pytest.mark.parametrize(
+    "address, written", [("10.0.0.1", "10.0.0.1:9"), ("fe80::1", "[fe80::1]:9")]
+)
+def test_addresses_of_both_kinds_are_written_as_sglang_reads_them(
+    address: str, written: str
+) -> None:
+    point = MeetingPoint(address=address, port=9)
+    assert point.flags(1) == ["--node-rank", "1", "--dist-init-addr", written]
+    assert "GLOO_SOCKET_IFNAME" not in point.environment, "the others must reach it"
