@@ -140,7 +140,7 @@ class TrainedGroups:
         """Ids that are trained here and were not in `earlier`, in order."""
         newer = range(earlier.watermark, self._watermark)
         ids = {i for i in newer if i not in self._set_aside} | self._above
-        return sorted(ids - earlier.above)
+        return sorted(i for i in ids if i not in earlier)
 
     def to_json(self) -> dict[str, Any]:
         set_aside = {str(group_id): reason for group_id, reason in self._set_aside.items()}

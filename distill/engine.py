@@ -141,10 +141,12 @@ class Score:
     A token of the engine's `stop_event` has the event's log-prob here, as it has in a `Sample`.
     `top` has one row per scored position, at the request's first temperature: the given tokens in
     their order, then the likeliest of the others, the best first; None if neither was asked for.
+    `scored_by` is the number of the engine's life where a pool of them keeps count, else None.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
     top: TopLogprobs | None = None
+    scored_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

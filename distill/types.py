@@ -192,6 +192,8 @@ class Segment:
         bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
         experts_TLK: the experts of a mixture that the engine routed each token to, as
             `distill.routing` has them; None: a dense policy, or nobody replays them.
+        scored_by: the engines that gave the teacher's and the reference's log-probs, by the numbers
+            of their lives (`Score.scored_by`).
 
     Raises:
         DataError: names the field that breaks a rule.
@@ -211,6 +213,7 @@ class Segment:
     reference_logprobs_T: FloatArray | None = None
     bonuses_T: FloatArray | None = None
     experts_TLK: ExpertArray | None = None
+    scored_by: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -353,6 +356,11 @@ class TrajectoryGroup:
     def segments(self) -> Iterator[Segment]:
         for trajectory in self.trajectories_G:
             yield from trajectory.segments
+
+    @property
+    def scored_by(self) -> tuple[int, ...]:
+        """The engines that scored any of it, by number, in order."""
+        return tuple(sorted({number for each in self.segments() for number in each.scored_by}))
 
     @property
     def temperature(self) -> float:

@@ -8,6 +8,7 @@
         manifest.json   step, delivery state, size and SHA-256 of every file: written last
     out/checkpoints/best.json       the step of the best evaluation, its metric and value
     out/checkpoints/held.json       the step that is being evaluated beside training
+    out/checkpoints/trusted.json    the step up to which the teacher's scores are proven
 
 A directory is written under a temporary name, synced, and renamed. No manifest, no checkpoint; and
 none whose files have changed since, which is looked at when a run resumes.
@@ -35,7 +36,7 @@ from learner.digests import digests, disk_remedy, sync_directory, sync_tree
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,})$")
-_BEST, _HELD = "best.json", "held.json"
+_BEST, _HELD, _TRUSTED = "best.json", "held.json", "trusted.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,7 @@ class CheckpointStore:
         held = self._held()  # before the best, which it may become
         best = self.best()
         complete = self.complete()
+        trusted = self._newest_trusted(complete)
         first = self._first_needed(complete)
         return [
             old
@@ -141,7 +143,7 @@ class CheckpointStore:
             if old.step < first
             and not (self._keep_every and old.step % self._keep_every == 0)
             and not (best and best.step == old.step)
-            and old.step != held
+            and old.step not in (held, trusted)
         ]
 
     def _first_needed(self, complete: Sequence[Checkpoint]) -> float:
@@ -164,10 +166,27 @@ class CheckpointStore:
         (self.root / _HELD).unlink(missing_ok=True)
 
     def _held(self) -> int | None:
+        return self._marked(_HELD)
+
+    def _marked(self, name: str) -> int | None:
         try:
-            return orjson.loads((self.root / _HELD).read_bytes())["step"]
+            return orjson.loads((self.root / name).read_bytes())["step"]
         except (OSError, ValueError, TypeError, KeyError):
             return None
+
+    def trust(self, step: int) -> None:
+        """Notes that the weights up to this step are proven: the newest checkpoint of those stays.
+
+        Raises:
+            CheckpointError: the mark could not be written.
+        """
+        self._mark(_TRUSTED, {"step": step})
+
+    def _newest_trusted(self, complete: Sequence[Checkpoint]) -> int | None:
+        up_to = self._marked(_TRUSTED)
+        return max(
+            (c.step for c in complete if up_to is not None and c.step <= up_to), default=None
+        )
 
     def best(self) -> Best | None:
         """The best evaluation that `mark_best` was told of; None if its checkpoint is gone."""
@@ -196,17 +215,23 @@ class CheckpointStore:
                 f"cannot write {self.root / name}: {error}. {disk_remedy(error)}"
             ) from error
 
-    def latest(self, say: Callable[[str], None] = logger.warning) -> Checkpoint | None:
+    def latest(
+        self, say: Callable[[str], None] = logger.warning, before: int | None = None
+    ) -> Checkpoint | None:
         """The newest checkpoint whose files are as they were written; None where no step was saved.
+
+        With `before`, that of an earlier step; None where no step before it was saved, ever.
 
         Reads all of it. `say` is told which newer ones are damaged, by which file, and what is
         lost with them.
 
         Raises:
-            CheckpointError: checkpoints exist and not one of them is intact.
+            CheckpointError: checkpoints exist and not one of them is intact, or of an earlier step.
         """
         damaged: dict[str, str] = {}
         for path in reversed(self._directories()):
+            if before is not None and _step(path) >= before:
+                continue
             try:
                 found = _read(path)
                 hashed = _verify(path)

@@ -172,7 +172,7 @@ class SimulatedRun:
         self.fleet = Fleet(
             config=self.config, cast=cast, placement=placement, directory=directory,
             signals=Signals(), examine=self._examine, say=self.said.append,
-            trained=TrainedGroups(), start_model=student,
+            trained=TrainedGroups(), start_model=student, found=print,
         )  # fmt: skip
         self.examined: list[list[str]] = []
         self.trained, self.version = TrainedGroups(), 0

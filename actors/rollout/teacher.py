@@ -81,11 +81,35 @@ async def _score(
             found = [tasks.create_task(one) for one in wanted]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the other was cancelled by the first
-    made: list[dict[str, Any]] = [{} for _ in segments]
+    made: list[dict[str, Any]] = [{"scored_by": ()} for _ in segments]
     for task in found:
         for fields, more in zip(made, task.result(), strict=True):
-            fields |= more
+            fields |= {**more, "scored_by": fields["scored_by"] + more["scored_by"]}
     return list(made)
+
+
+async def score_again(
+    group: TrajectoryGroup,
+    *,
+    teacher: Engine | None,
+    reference: Engine | None,
+    policy_top_k: int,
+    top_k: int,
+) -> TrajectoryGroup:
+    """The same group, scored anew by whoever answers now.
+
+    Args:
+        policy_top_k: the first so many of its listed tokens are the policy's own; those of the
+            teacher are asked for again.
+    """
+    segments = [_unscored(segment, policy_top_k) for segment in group.segments()]
+    return _filled(group, await _score(segments, teacher, reference, top_k))
+
+
+def _unscored(segment: Segment, policy_top_k: int) -> Segment:
+    if segment.teacher_top is None or not policy_top_k:
+        return segment
+    return replace(segment, policy_top_ids_NK=segment.teacher_top.ids_NK[:, :policy_top_k])
 
 
 class Scorer:
@@ -150,6 +174,7 @@ async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) 
                 "teacher_logprobs_q1_T": _full_length(segment, at_q1, "teacher"),
                 "teacher_top": _top_of_actions(segment, score, request.listed),
                 "policy_top_ids_NK": None,
+                "scored_by": _number(score),
             }
         )
     return fields
@@ -194,8 +219,13 @@ async def _by_reference(reference: Engine, segments: Sequence[Segment]) -> list[
     fields: list[_Fields] = []
     for segment, score in zip(segments, await reference.score(requests), strict=True):
         [at_T] = score.logprobs_by_temperature
-        fields.append({"reference_logprobs_T": _full_length(segment, at_T, "reference")})
+        logprobs_T = _full_length(segment, at_T, "reference")
+        fields.append({"reference_logprobs_T": logprobs_T, "scored_by": _number(score)})
     return fields
+
+
+def _number(score: Score) -> tuple[int, ...]:
+    return () if score.scored_by is None else (score.scored_by,)
 
 
 def _filled(group: TrajectoryGroup, fields: Sequence[_Fields]) -> TrajectoryGroup:

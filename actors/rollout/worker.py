@@ -22,7 +22,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
-from actors.rollout.teacher import Scorer, teacher_of
+from actors.rollout.teacher import Scorer, score_again, teacher_of
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvStream
@@ -45,6 +45,10 @@ class GroupSink(Protocol):
         ...
 
     async def put(self, lease: Lease, group: TrajectoryGroup) -> None: ...
+
+    async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
+        """The group of a lease, if it is only to be scored again; None: it is to be made."""
+        ...
 
     async def fail(self, lease: Lease, reason: str) -> None:
         """Returns the lease of a group that failed."""
@@ -189,6 +193,8 @@ class RolloutWorker:
             self._has_room.set()
 
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
+        if (sampled := await self._sink.sampled(under_way.lease)) is not None:
+            return await self._score_again(under_way, sampled)
         started = time.perf_counter()
         group_id = under_way.lease.group_id
         under_way.problem = self._dataset.describe(group_id)
@@ -222,6 +228,17 @@ class RolloutWorker:
         source = self._dataset.source(group_id)
         scored = scorer.filled(group)
         return replace(scored, source=source, metrics={**scored.metrics, **timings})
+
+    async def _score_again(self, under_way: UnderWay, group: TrajectoryGroup) -> TrajectoryGroup:
+        """What one scored who has moved since, or holds other weights, by another."""
+        under_way.enter("scoring")
+        return await score_again(
+            group,
+            teacher=teacher_of(self._teachers, group.teacher) if self._teachers else None,
+            reference=self._reference,
+            policy_top_k=self._policy_top_k,
+            top_k=self._teacher_top_k,
+        )
 
     @asynccontextmanager
     async def _user_code(self, group: UnderWay) -> AsyncIterator[None]:

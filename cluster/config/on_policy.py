@@ -15,7 +15,7 @@ from actors.sglang.parallelism import check_hosted, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
-from cluster.config.pools import GroupSettings, PolicySettings, PoolSettings
+from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
 from cluster.config.rows import unweighted_sources
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
@@ -199,6 +199,7 @@ class RolloutConfig(
     PolicySettings,
     PoolSettings,
     GroupSettings,
+    CanarySettings,
     CommonConfig,
     ABC,
 ):

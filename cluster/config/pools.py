@@ -11,6 +11,7 @@ from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
+OnBadTeacher = Literal["rewind", "stop"]
 WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
 
 # Why what changed would not help there.
@@ -207,3 +208,35 @@ class GroupSettings:
         for name in ("lease_s", "stall_after_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0")
+
+
+@chz.chz
+class CanarySettings:
+    """Fixed rows that teachers and the reference are asked for during the run."""
+
+    section: ClassVar[Section] = Section.SUPERVISION
+
+    canary_every: int = chz.field(
+        default=10,
+        doc="steps between two canaries: fixed rows that each engine of a teacher or of the "
+        "reference scores beside others, and that must not move from its first answers "
+        "(docs/proof.md); 0 trusts them",
+        metadata=MAY_CHANGE,
+    )
+    on_bad_teacher: OnBadTeacher = chz.field(
+        default="rewind",
+        doc="when weights contain what an engine scored that has moved: rewind (to the checkpoint "
+        "before them) or stop",
+        metadata=MAY_CHANGE,
+    )
+
+    @chz.validate
+    def _canaries_in_range(self) -> None:
+        if self.canary_every < 0:
+            raise ConfigError(f"canary_every={self.canary_every} must not be negative")
+        default = chz.chz_fields(type(self))["on_bad_teacher"]._default
+        if not self.canary_every and self.on_bad_teacher != default:
+            raise ConfigError(
+                f"on_bad_teacher={self.on_bad_teacher} changes nothing with canary_every=0; leave "
+                "one of them out"
+            )

@@ -8,7 +8,8 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -44,19 +45,52 @@ _TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
+class _Rider:
+    """Requests that go along with the next scoring of their engine, and whoever waits for them."""
+
+    requests: list[ScoreRequest]
+    answer: asyncio.Future[list[Score]]
+
+
+@dataclass(slots=True, eq=False)
 class _Member:
     """An engine of a pool: what is under way there, and until when it is left alone.
 
     Attributes:
+        life: its number, for `Score.scored_by`; None: nobody counts.
         load: samples under way, as far as they were sent from here; `sent`: since the beginning.
         requests: the same in requests.
     """
 
     handle: Any
+    life: int | None = None
     load: int = 0
     sent: int = 0
     requests: int = 0
     rests_until: float = 0.0
+    riders: list[_Rider] = field(default_factory=list)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        if method == "score":
+            return await self._score(*arguments)
+        return await getattr(self.handle, method).remote(*arguments)
+
+    async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
+        riders, self.riders = self.riders, []
+        along = [request for rider in riders for request in rider.requests]
+        try:
+            scores = await self.handle.score.remote([*requests, *along])
+        except BaseException as error:
+            for rider in riders:
+                rider.answer.set_exception(EngineError(f"what it went along with failed: {error}"))
+            raise
+        end = len(requests)
+        for rider in riders:
+            first, end = end, end + len(rider.requests)
+            rider.answer.set_result(scores[first:end])
+        if self.life is None:
+            return scores[: len(requests)] if riders else scores
+        return [replace(score, scored_by=self.life) for score in scores[: len(requests)]]
 
     @contextmanager
     def carrying(self, weight: int) -> Iterator[None]:
@@ -96,11 +130,19 @@ class EnginePool:
         self._homes: dict[str, _Member] = {}  # of sessions, the latest last
         self.update(members)
 
-    def update(self, members: Mapping[str, Any]) -> None:
-        """Replaces the engines of the pool; requests under way stay where they are."""
+    def update(
+        self, members: Mapping[str, Any], lives: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Replaces the engines of the pool; requests under way stay where they are.
+
+        Args:
+            lives: numbers of their lives, for `Score.scored_by`, of those that have one.
+        """
         old = self._members
         self._members = {
-            name: old[name] if name in old and old[name].handle == handle else _Member(handle)
+            name: old[name]
+            if name in old and old[name].handle == handle and old[name].life == lives.get(name)
+            else _Member(handle, lives.get(name))
             for name, handle in members.items()
         }
         kept = self._members.values()
@@ -129,6 +171,28 @@ class EnginePool:
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("score", len(requests), list(requests))
+
+    async def ride(
+        self, name: str, requests: Sequence[ScoreRequest], patience_s: float
+    ) -> tuple[list[Score], bool]:
+        """Scores requests by one engine, in the next batch that this pool sends it to score.
+
+        Returns their scores, and whether there was such a batch within `patience_s`; else they went
+        alone.
+
+        Raises:
+            EngineLost: the engine is not in the pool.
+            EngineError: it died, or could not score what the requests went along with.
+        """
+        if (member := self._members.get(name)) is None:
+            raise EngineLost(f"{name} is not among the {self._name} engines here")
+        rider = _Rider(list(requests), asyncio.get_running_loop().create_future())
+        member.riders.append(rider)
+        await asyncio.wait([rider.answer], timeout=patience_s)
+        if rider not in member.riders:
+            return await rider.answer, True
+        member.riders.remove(rider)
+        return await member.handle.score.remote(rider.requests), False
 
     async def decode_score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         return await self._send("decode_score", len(requests), list(requests))
@@ -186,7 +250,7 @@ class EnginePool:
             member = await self._pick(tried, deadline, error, session)
             try:
                 with member.carrying(weight):
-                    return await getattr(member.handle, method).remote(*arguments)
+                    return await member.ask(method, *arguments)
             except (RayError, EngineError) as raised:
                 error = raised
                 if not _is_loss(raised):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from actors.rollout.worker import RolloutWorker, Stage
 from cluster.hosts.engine_pool import EnginePool
+from distill.engine import Score, ScoreRequest
 
 # Handles by engine, by pool.
 Roster = Mapping[str, Mapping[str, Any]]
@@ -23,23 +25,31 @@ class RosterChange:
 
     Attributes:
         whole: there are no other engines than those that came.
+        lives: of those that came, numbers for `Score.scored_by`, where they have one.
     """
 
     came: Roster
     went: Mapping[str, Sequence[str]]
     whole: bool
+    lives: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def between(cls, old: Roster, new: Roster) -> RosterChange:
+    def between(
+        cls, old: Roster, new: Roster, lives: Mapping[str, int] = MappingProxyType({})
+    ) -> RosterChange:
         """What makes `new` of `old`; of an empty one, all there is."""
+        came = {
+            role: {
+                name: handle
+                for name, handle in members.items()
+                if old.get(role, {}).get(name) != handle
+            }
+            for role, members in new.items()
+        }
         return cls(
-            came={
-                role: {
-                    name: handle
-                    for name, handle in members.items()
-                    if old.get(role, {}).get(name) != handle
-                }
-                for role, members in new.items()
+            came=came,
+            lives={
+                name: lives[name] for members in came.values() for name in members if name in lives
             },
             went={
                 role: [name for name in members if name not in new.get(role, {})]
@@ -89,6 +99,7 @@ class RolloutActor:
         """
         self._pools = _Pools(patience_s)
         self._roster: dict[str, dict[str, Any]] = {}
+        self._lives: dict[str, int] = {}
         self._worker = build(self._pools)
 
     async def run(self) -> None:
@@ -98,10 +109,18 @@ class RolloutActor:
     async def update(self, change: RosterChange, max_groups: int, epoch: int) -> None:
         """The change of the engines that serve, the most groups under way, the queue's epoch."""
         self._roster = change.applied(self._roster)
+        self._lives |= change.lives
         for name, members in self._roster.items():
-            self._pools[name].update(members)
+            self._pools[name].update(members, self._lives)
         self._worker.max_groups = max_groups
         self._worker.forget(epoch)
+
+    async def canary(
+        self, role: str, engine: str, requests: Sequence[ScoreRequest], patience_s: float
+    ) -> tuple[list[Score], bool]:
+        """Sends an engine's canaries along with what is scored for this worker; see
+        `EnginePool.ride`."""
+        return await self._pools[role].ride(engine, requests, patience_s)
 
     async def drain(self) -> None:
         self._worker.drain()

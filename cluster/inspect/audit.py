@@ -1,4 +1,4 @@
-"""`python -m cluster.audit out=DIR`: was each prompt group trained exactly once?
+"""`python -m cluster.audit out=DIR`: was each prompt group trained exactly once, and scored well?
 
 Reads the ledger's journal of a whole run, all its jobs and rewinds, and takes no word of the ledger
 for it: what leases, arrivals and steps say is compared with one another, and with what else lies in
@@ -20,6 +20,7 @@ from rich.console import Console
 from cluster.command import run_command
 from cluster.inspect.witnesses import Witnesses
 from cluster.queue.journal import broken_links, read_journal, step_of
+from cluster.queue.scoring import Scoring, ScoringRecord
 from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.errors import ConfigError, DataError, IsothermError
 
@@ -44,6 +45,7 @@ class Audit:
         duplicates: groups that arrived and were dropped: again, or too late.
         ended: the last job ended as it should.
         first: the id that the journal begins with; it knows nothing of those below.
+        scoring: what it says of teachers and reference (cluster/queue/scoring.py); None: nothing.
     """
 
     problems: list[str]
@@ -60,6 +62,7 @@ class Audit:
     duplicates: int
     ended: bool
     first: int = 0
+    scoring: Scoring | None = None
 
     def lines(self) -> list[str]:
         """The audit's lines, for people to read."""
@@ -79,6 +82,7 @@ class Audit:
             f"{self.jobs} jobs, {self.rewinds} returns to a checkpoint, {self.recoveries} deaths "
             f"of the queue; {self.again} groups trained again after a lost learner",
             f"the last job {ended}",
+            *([f"scores: {self.scoring.verdict()}"] if self.scoring else []),
         ]
         if not self.problems:
             return [*made, "exactly once: proved"]
@@ -144,6 +148,11 @@ class _Auditor:
 
     def _read_unknown(self, event: Mapping[str, Any]) -> None:
         self._complain(f"{event['event']!r} is no event of a ledger")
+
+    def _read_scorer(self, event: Mapping[str, Any]) -> None:
+        """Read by the record of scoring, as are the next two."""
+
+    _read_ask = _read_canary = _read_scorer
 
     # jobs and epochs
 
@@ -213,6 +222,12 @@ class _Auditor:
         if unknown := sorted(set(event["ids"]) - self._held):
             self._complain(f"groups {unknown} were lost, and had not arrived")
         self.causes["when their node died"] += len(event["ids"])
+        self._held -= set(event["ids"])
+
+    def _read_again(self, event: Mapping[str, Any]) -> None:
+        if unknown := sorted(set(event["ids"]) - self._held):
+            self._complain(f"groups {unknown} were to be scored again, and had not arrived")
+        self.causes["to be scored again"] += len(event["ids"])
         self._held -= set(event["ids"])
 
     def _read_end(self, event: Mapping[str, Any]) -> None:
@@ -359,15 +374,18 @@ def audit(
         DataError: there is none, it is empty, or it is unreadable.
     """
     witnesses = Witnesses.beside(Path(path))  # first: what a live run adds meanwhile is no lie
-    auditor = _Auditor()
+    auditor, record = _Auditor(), ScoringRecord()
     auditor.problems += broken_links(path)
     for event in read_journal(path):
         try:
             auditor.read(event)
+            record.read(event)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: an event without its fields, {event}: {error!r}") from error
     if not auditor.jobs:
         raise DataError(f"{path} is empty: no job of this run got as far as its queue")
+    scoring = record.result()
+    auditor.problems += scoring.problems if scoring else []
     trained = sum(len(step.ids) for step in auditor.steps)
     accounts = {step.version: step.after for step in auditor.steps}
     auditor.problems += witnesses.contradict(auditor.run_id, accounts)
@@ -395,6 +413,7 @@ def audit(
         duplicates=auditor.duplicates,
         ended=auditor.ended,
         first=auditor.first.watermark,
+        scoring=scoring,
     )
 
 
@@ -436,6 +455,12 @@ def print_audit(config: AuditConfig, console: Console) -> None:
         console.print(line, highlight=False, markup=False)
     if found.problems:
         raise IsothermError(f"{path} does not prove that each group was trained exactly once")
+    if found.scoring and found.scoring.bad:
+        raise IsothermError(
+            f"the weights contain what {', '.join(found.scoring.bad)} scored after its last good "
+            "canary, and it had moved at the next: go back to a checkpoint of an earlier step "
+            "(fork_from=)"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.handles import calls
 from cluster.queue.codec import Packed, pack
-from cluster.queue.parcels import Parcel, Place, offer, opened
+from cluster.queue.parcels import Parcel, Place, offer, opened, opened_whole
 from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
@@ -148,6 +148,18 @@ class GroupQueue:
         """The learner went back to a checkpoint, with `trained`: a reference to the new epoch."""
         return self.actor.rewind.remote(trained, reason)
 
+    def scorer(self, replica: int, said: Mapping[str, Any]) -> Any:
+        """A scorer begins to serve by this number; a reference, by which it is written down."""
+        return self.actor.scorer.remote(replica, said)
+
+    def ask(self, replicas: Sequence[int]) -> Any:
+        """Canaries are sent to these once the reference is there."""
+        return self.actor.ask.remote(replicas)
+
+    def canary(self, replica: int, good: bool, said: Mapping[str, Any]) -> Any:
+        """A scorer's canary was answered: a reference to a `CanaryAnswer`."""
+        return self.actor.canary.remote(replica, good, said)
+
     def commit(self, step: int, watermark: int) -> Any:
         """A checkpoint that accounts for everything below `watermark` is on disk."""
         return self.actor.commit.remote(step, watermark)
@@ -181,6 +193,7 @@ class _Put:
     lease: Lease
     packed: Packed
     constant_reward: float | None
+    scored_by: tuple[int, ...]
     arrived: asyncio.Future[None]
 
 
@@ -198,6 +211,7 @@ class WorkerEnd:
         self._requests = 0
         self._outbox: list[_Put] = []
         self._sender: asyncio.Task[None] | None = None
+        self._sampled: dict[int, Parcel] = {}  # of leased groups: those that are there
 
     async def lease(self, max_groups: int) -> list[Lease]:
         """Up to `max_groups` groups to work on, at least one; none once the queue is closed.
@@ -221,6 +235,9 @@ class WorkerEnd:
                 await self._give_back(asked)
                 raise
             if answer.leases or answer.closed:
+                for lease in answer.leases:  # what was kept of an earlier lease is of no use
+                    self._sampled.pop(lease.group_id, None)
+                self._sampled |= answer.sampled
                 return answer.leases
             if answer.all_started or progress not in (None, answer.progress):
                 deadline = time.monotonic() + timeout_s
@@ -254,7 +271,11 @@ class WorkerEnd:
         if group.group_id != lease.group_id:
             raise DataError(f"group {group.group_id} was put on the lease of {lease.group_id}")
         put = _Put(
-            lease, pack(group), group.constant_reward, asyncio.get_running_loop().create_future()
+            lease,
+            pack(group),
+            group.constant_reward,
+            group.scored_by,
+            asyncio.get_running_loop().create_future(),
         )
         self._outbox.append(put)
         if self._sender is None or self._sender.done():
@@ -271,10 +292,13 @@ class WorkerEnd:
                 size += batch[-1].packed.nbytes
             leases = [put.lease for put in batch]
             rewards = [put.constant_reward for put in batch]
+            scored_by = [put.scored_by for put in batch]
             offers = [offer(self._queue.actor, put.packed) for put in batch]
             try:
                 await self._call(
-                    self._queue.actor.deliver.remote(self._worker, leases, rewards, *offers)
+                    self._queue.actor.deliver.remote(
+                        self._worker, leases, rewards, scored_by, *offers
+                    )
                 )
             except Exception as error:  # it belongs to those who put
                 for arrived in _not_cancelled(batch):
@@ -284,6 +308,13 @@ class WorkerEnd:
                     offered.withdraw()
             for arrived in _not_cancelled(batch):
                 arrived.set_result(None)
+
+    async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
+        """The group of a lease, if it is there and is to be scored again; None: it is to be made,
+        or was lost with its node."""
+        if (parcel := self._sampled.pop(lease.group_id, None)) is None:
+            return None
+        return await asyncio.to_thread(opened_whole, lease.group_id, parcel, self._queue.timeout_s)
 
     async def fail(self, lease: Lease, reason: str) -> None:
         """The group's own rollout failed; it is tried again, or set aside."""

@@ -6,12 +6,16 @@
                set_aside, above (`distill.delivery.TrainedGroups`)
     lease      ids, attempts, worker, epoch, request
     put        id, attempt, worker, epoch: it arrived and is wanted; constant_reward, if it is one
-               that steps may pass over
+               that steps may pass over; by, the scorers that scored it, by their numbers
     dup, late  the same, and is dropped; late has a reason
     fail       id, attempt, worker, reason       forfeit   worker, ids, inside, reason: the
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
     take       ids, skipped: handed to the learner; replaced, those that it passes over
+    scorer     replica, who, ...: a scoring engine begins to serve by this number, of one life of it
+    ask        replicas: canaries are about to be sent to them
+    canary     replica, good, ...: the answer, as at first or moved
+    again      ids, reason: delivered, and leased again to be scored by another
     lost       epoch, ids, reason: taken, and gone with the node that held them
     train      version, ids, watermark, skipped: in weights that are on every engine
     commit     step, watermark: in a checkpoint on disk
@@ -199,8 +203,9 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             assert [lease.group_id for lease in leases] == event["ids"], f"it leases {leases}"
         case "put" | "dup" | "late":
             wanted = ledger.deliver(
-                _lease(event, event["epoch"]), event["worker"], event.get("constant_reward")
-            )
+                _lease(event, event["epoch"]), event["worker"], event.get("constant_reward"),
+                event.get("by", ()),
+            )  # fmt: skip
             assert wanted == (event["event"] == "put"), "the group was delivered before, or later"
         case "fail":
             ledger.fail(_lease(event, ledger.epoch), event["reason"], event["worker"])
@@ -212,6 +217,10 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             ledger.forfeit(event["worker"], event["reason"])
         case "expire":
             ledger.release(event["ids"], event["reason"])
+        case "ask":
+            ledger.ask(event["replicas"])
+        case "canary":
+            ledger.canary(event["replica"], event["good"])
         case "take":
             step = ledger.take()
             ids, _ = step_of(event)

@@ -19,6 +19,10 @@ nothing would be learnt, and takes others instead (dynamic sampling, Yu et al. 2
 set aside when the weights of that step are published. Beyond `most_replaced` it trains on them as
 they are, so that it always comes to an end.
 
+Scorers are asked for canaries now and then (cluster/queue/custody.py). What one that has moved may
+have scored wrongly is leased again, to be scored by another; for what weights contain the learner
+has to go back.
+
 A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
 reported to be in an environment's or a reward's code are suspects; so is each that is there at a
 second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
@@ -31,10 +35,11 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.queue.custody import Custody
 from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
 from distill.delivery import CONSTANT_REWARD, Lease, Overdue, StepRuleName, TrainedGroups
 
@@ -102,6 +107,22 @@ class Step:
     set_aside: dict[int, str]
     overdue: int = 0
     replaced: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryAnswer:
+    """What a scorer's canary means for the groups that it has scored.
+
+    Attributes:
+        again: groups that are leased again, to be scored by another.
+        first_bad: the first version that contains, or that the learner is about to make of, groups
+            which it may have scored wrongly; None: no weights do.
+        proven: up to this version weights contain only groups that are proven.
+    """
+
+    again: tuple[int, ...] = ()
+    first_bad: int | None = None
+    proven: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +218,7 @@ class Ledger:
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
+        self._custody = Custody()
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
         self._start_from(trained)
@@ -204,6 +226,7 @@ class Ledger:
     def _start_from(self, trained: TrainedGroups) -> None:
         self._trained, self._next = trained, trained.watermark
         self._steps = 0  # published since
+        self._version = len(trained) // self._settings.groups_per_step  # published last
         # What failed stays aside; a constant reward may be another's when it is sampled again.
         above = {
             i: reason
@@ -211,6 +234,7 @@ class Ledger:
             if i >= trained.watermark and reason != CONSTANT_REWARD
         }
         self._set_aside = {**trained.set_aside, **above}
+        self._custody.keep(trained.__contains__)
         # Each live id that was started and is not published, and what `_steps` was at its first
         # lease; it is in exactly one of the three others.
         self._started: dict[int, int] = {}
@@ -291,13 +315,20 @@ class Ledger:
         held = self._leased.get(lease.group_id)
         return lease.epoch == self.epoch and held is not None and held.attempt == lease.attempt
 
-    def deliver(self, lease: Lease, worker: str = "", constant_reward: float | None = None) -> bool:
+    def deliver(
+        self,
+        lease: Lease,
+        worker: str = "",
+        constant_reward: float | None = None,
+        scored_by: Collection[int] = (),
+    ) -> bool:
         """True the first time a group arrives in this epoch; False for what is to be dropped.
 
         A lease that expired still delivers, if it comes first: the data is as good.
 
         Args:
             constant_reward: that of all its members; None: they differ.
+            scored_by: the replicas that scored it (cluster/queue/custody.py).
         """
         group_id = lease.group_id
         self._at[worker].discard(lease)
@@ -319,7 +350,11 @@ class Ledger:
         if constant_reward is not None and self._settings.most_replaced:
             self._constant[group_id] = constant_reward
             fields["constant_reward"] = constant_reward
+        if scored_by:
+            fields["by"] = sorted(scored_by)
         self.record("put", **fields)
+        if not self._custody.arrived(group_id, scored_by):
+            self._score_again([group_id])
         self._meter()
         return True
 
@@ -359,6 +394,54 @@ class Ledger:
         """Notes which of the worker's groups, at most, run their environment's or reward's code
         until its next report. Not written down: a restarted queue suspects them all."""
         self._inside[worker] = problems
+
+    # scorers and their canaries
+
+    def scorer(self, replica: int, **said: Any) -> None:
+        """A scorer begins to serve by this number: its first canaries were good."""
+        self.record("scorer", replica=replica, **said)
+
+    def ask(self, replicas: Collection[int]) -> None:
+        """Canaries are about to be sent to these: what has arrived was scored before."""
+        self._custody.asked(replicas)
+        self.record("ask", replicas=sorted(replicas))
+
+    def canary(self, replica: int, good: bool, **said: Any) -> CanaryAnswer:
+        """A scorer's canary was answered, as at first or otherwise.
+
+        If it has moved, groups that it has scored since its last good one are leased again, unless
+        the learner has taken them.
+        """
+        self.record("canary", replica=replica, good=good, **said)
+        if good:
+            self._custody.good(replica)
+            return CanaryAnswer(proven=self._proven)
+        scored = self._custody.bad(replica)
+        taken = scored & set(self._taken.group_ids if self._taken else ())
+        bad = [*self._custody.versions_of(scored).values(), *([self._version + 1] if taken else [])]
+        again = sorted(scored & self._delivered - taken)
+        self._score_again(again)
+        self._meter()
+        return CanaryAnswer(
+            again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
+        )
+
+    @property
+    def _proven(self) -> int:
+        first = self._custody.first_open_version()
+        return self._version if first is None else first - 1
+
+    def _score_again(self, ids: Collection[int]) -> None:
+        """Leases delivered groups again; it is no fault of theirs."""
+        if not ids:
+            return
+        self._last_reason = "its scorer has moved"
+        self.record("again", ids=list(ids), reason=self._last_reason)
+        self._custody.drop(ids)
+        for group_id in ids:
+            self._delivered.discard(group_id)
+            self._constant.pop(group_id, None)
+            self._pending.add(group_id)
 
     # the driver's end
 
@@ -509,6 +592,7 @@ class Ledger:
             for group_id in gone:
                 self._delivered.discard(group_id)
                 self._constant.pop(group_id, None)
+            self._custody.drop(gone)
             self._lose(gone, reason)
         return gone
 
@@ -553,6 +637,9 @@ class Ledger:
             self._attempts.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self._trained, self._taken = trained, None
+        self._custody.drop(aside)
+        self._custody.published(version, ids)
+        self._version = version
         self._steps += 1
         self._next = max(self._next, trained.watermark)
         self.record(
@@ -580,6 +667,8 @@ class Ledger:
         self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
         self._pending |= self._delivered
         lost = sorted(self._delivered)
+        taken = set(self._taken.group_ids if self._taken else ())
+        self._custody.drop(self._delivered - taken)  # these may be trained all the same
         self._delivered, self._constant = set(), {}
         above = {i: r for i, r in self._set_aside.items() if i >= self._trained.watermark}
         self.record("recover", epoch=self.epoch, ids=lost, set_aside=_by_text(above))

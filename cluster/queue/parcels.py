@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
@@ -143,6 +143,19 @@ def opened(
         ]
         groups.append(unpack(columns, tops))
     return groups, lost
+
+
+def opened_whole(group_id: int, parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
+    """A group with its likeliest tokens; None if its node is gone."""
+    try:
+        groups, _ = opened({group_id: parcel}, timeout_s)
+        for group in groups:
+            for segment in group.segments():
+                if segment.teacher_top is not None:
+                    _ = segment.teacher_top.ids_NK  # fetched here, once
+    except (GetTimeoutError, ObjectLostError, RayActorError):
+        return None
+    return groups[0] if groups else None
 
 
 def _fetched(part: Any, timeout_s: float) -> Any:

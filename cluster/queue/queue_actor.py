@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
+from cluster.queue.ledger import CanaryAnswer, Ledger, LedgerSettings, QueueStatus
 from cluster.queue.parcels import Offer, Parcel, Place
 from distill.delivery import Lease, TrainedGroups
 
@@ -23,9 +23,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """`progress` changes whenever weights are published or lost; see `WorkerEnd.lease`."""
+    """`progress` changes whenever weights are published or lost; see `WorkerEnd.lease`.
+
+    `sampled`: of these, groups that are there and are to be scored again.
+    """
 
     leases: list[Lease]
+    sampled: dict[int, Parcel]
     closed: bool
     all_started: bool
     progress: tuple[int, int]
@@ -73,6 +77,7 @@ class GroupQueueActor:
             self._journal.sync()
             self._ledger = Ledger(settings, trained, epoch=epoch, record=self._journal.record)
         self._parcels: dict[int, Parcel] = {}
+        self._to_score: dict[int, Parcel] = {}  # leased, or to be leased, to be scored again
         self._deaths: Counter[str] = Counter()
         # Leases become possible, or a step ready: two crowds, woken apart.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
@@ -92,8 +97,11 @@ class GroupQueueActor:
             ),
             poll_s,
         )
+        leases = leases if isinstance(leases, list) else []
+        ids = [lease.group_id for lease in leases]
         return LeaseAnswer(
-            leases=leases if isinstance(leases, list) else [],
+            leases=leases,
+            sampled={i: self._to_score[i] for i in ids if i in self._to_score},
             closed=self._closed,
             all_started=self._ledger.all_started,
             progress=(self._ledger.epoch, len(self._ledger.trained)),
@@ -104,6 +112,7 @@ class GroupQueueActor:
         worker: str,
         leases: Sequence[Lease],
         constant_rewards: Sequence[float | None],
+        scored_by: Sequence[Sequence[int]],
         *offers: Offer,
     ) -> None:
         # Arguments of their own: each of at most 100 kB travels in the call, without the store.
@@ -111,13 +120,19 @@ class GroupQueueActor:
         parcels = await asyncio.gather(*taken)  # before anything is written down
         suspects = self._ledger.has_suspects
         with self._journal.together():
-            for lease, reward, parcel in zip(leases, constant_rewards, parcels, strict=True):
-                if self._ledger.deliver(lease, worker, reward):
+            for lease, reward, replicas, parcel in zip(
+                leases, constant_rewards, scored_by, parcels, strict=True
+            ):
+                if self._ledger.deliver(lease, worker, reward, replicas):
                     self._parcels[lease.group_id] = parcel
+                    self._to_score.pop(lease.group_id, None)
+        distrusted = self._score_again(
+            [lease.group_id for lease in leases if not self._ledger.holds(lease.group_id)]
+        )
         await _wake(self._may_train)
         # A worker that has nothing now may start what it could not before; and so may all where
         # a group is to be replaced.
-        if suspects or any(reward is not None for reward in constant_rewards):
+        if suspects or distrusted or any(reward is not None for reward in constant_rewards):
             await _wake(self._may_start)
 
     async def inside(self, worker: str, problems: dict[int, str]) -> None:
@@ -127,10 +142,16 @@ class GroupQueueActor:
         self._ledger.fail(lease, reason, worker)
         await self._wake_all()
 
+    def _score_again(self, ids: Sequence[int]) -> bool:
+        """Has groups that were delivered, and are leased again, scored by whoever leases them."""
+        again = {i: self._parcels.pop(i) for i in ids if i in self._parcels}
+        self._to_score |= again
+        return bool(again)
+
     # the learner's end
 
     async def take(self, trained: TrainedGroups, poll_s: float) -> TakeAnswer:
-        await self.poll(poll_s)
+        await self._until_ready(poll_s)
         step = None if self._closed else self._ledger.take(trained)
         return TakeAnswer(
             parcels={i: self._parcels[i] for i in step.group_ids} if step else None,
@@ -155,14 +176,20 @@ class GroupQueueActor:
     async def publish(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.publish(version, trained, epoch)
         self._parcels = {i: p for i, p in self._parcels.items() if self._ledger.holds(i)}
+        self._to_score = {i: p for i, p in self._to_score.items() if i not in trained}
         await self._wake_all()  # the next step may be ready: its bound on age has moved
 
     # the driver's end
 
     async def poll(self, poll_s: float) -> bool:
+        """True once the next step is there. It is taken by that: the learner is about to ask, and
+        while it waits no scorer could be admitted that would score a group of it again."""
+        await self._until_ready(poll_s)
+        return not self._closed and self._ledger.take() is not None
+
+    async def _until_ready(self, poll_s: float) -> None:
         await self._expire()
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
-        return not self._closed and self._ledger.ready() is not None
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
         self._deaths[worker] += 1
@@ -181,8 +208,21 @@ class GroupQueueActor:
     async def rewind(self, trained: TrainedGroups, reason: str) -> int:
         self._ledger.rewind(trained, reason)
         self._parcels.clear()
+        self._to_score.clear()
         await self._wake_all()
         return self._ledger.epoch
+
+    async def scorer(self, replica: int, said: Mapping[str, Any]) -> None:
+        self._ledger.scorer(replica, **said)
+
+    async def ask(self, replicas: Sequence[int]) -> None:
+        self._ledger.ask(replicas)
+
+    async def canary(self, replica: int, good: bool, said: Mapping[str, Any]) -> CanaryAnswer:
+        answer = self._ledger.canary(replica, good, **said)
+        if self._score_again(answer.again):
+            await self._wake_all()
+        return answer
 
     async def commit(self, step: int, watermark: int) -> None:
         self._ledger.commit(step, watermark)

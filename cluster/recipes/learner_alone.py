@@ -35,7 +35,9 @@ class LearnerAlone:
             deadline_s=config.deadline_s,
         )
         spec = learner_spec(config)
-        self._lifecycle = LearnerLifecycle(make, spec, self._supervisor, running.directory)
+        self._lifecycle = LearnerLifecycle(
+            make, spec, self._supervisor, running.directory, config.checkpoint_every
+        )
 
     @property
     def learner(self) -> Any:

@@ -24,12 +24,15 @@ from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import EVALUATION, POLICY, describe_layout, teacher_roles
+from cluster.queue.scoring import read_scoring
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps, train_on_kept
+from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
+from cluster.runtime.canaries import ScorerMoved
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
 from cluster.supervision.supervise import LearnerLost
@@ -202,6 +205,7 @@ class _Run:
             say=running.progress.note,
             trained=trained_in(running.resume_from),
             start_model=resume_from.model_dir if resume_from else config.student,
+            found=running.found,
         )
         self._evaluations = Evaluations(
             config, running, self.fleet, has_problems=len(inputs.held_out) > 0
@@ -221,6 +225,7 @@ class _Run:
         else:
             self._shake_hands()
             self._publish()
+        fleet.introduce_scorers()
         self._evaluations.before_steps()
         fleet.work()
         try:
@@ -233,11 +238,25 @@ class _Run:
                 wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
             )
             self._evaluations.finish()
+        except ScorerMoved as moved:
+            running.directory.store.set_aside_after(moved.first_bad - 1)
+            self._certify()
+            raise
         finally:
             self._evaluations.give_up("the run ends")
         self._settle()
         self._evaluations.after_steps(checkpoint.step)
+        self._certify()
         running.complete(checkpoint)
+
+    def _certify(self) -> None:
+        """Writes certificate.json, and says its one line."""
+        running = self._running
+        found = certificate(self._config, read_scoring(running.directory.ledger))
+        if found is not None:
+            running.directory.write_json("certificate.json", found)
+            running.summary["certificate"] = found["verdict"]
+            running.progress.note(f"certificate: {found['verdict']}")
 
     # what `drive` asks for
 
@@ -260,6 +279,8 @@ class _Run:
                 metrics = metrics | self._evaluations.after_step(step)
         finally:
             self._running.record(metrics)  # the step is trained, whatever became of its evaluation
+        if self._running.signals.received is None:
+            self.fleet.ask_canaries(step)
 
     def on_saving(self, step: int) -> None:
         self._running.best.saving(step)

@@ -7,6 +7,7 @@ out/ledger.jsonl     each prompt group's life    out/events.jsonl    deaths, res
 out/rollouts.jsonl   groups that are kept        (written by the learner;
                      cluster/run_files/rollouts.py)
 out/evaluations.jsonl responses of evaluations that are kept
+out/certificate.json what is proven of the scores (certificate.py)
 out/replay/          steps that can be done again; see replay_log.py
 """
 
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 # What a run writes into its directory.
 _DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay")
 _FILES = (
-    "config.json", "summary.json", "calibration.json", "metrics.jsonl", "events.jsonl",
-    "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
+    "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
+    "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
 )  # fmt: skip
 
 
@@ -261,7 +262,8 @@ class RunDirectory:
                 "versions": {name: _version(name) for name in packages},
             },
         )
-        (self.path / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "certificate.json"):  # of an earlier end
+            (self.path / name).unlink(missing_ok=True)
         self.store.release()  # an attempt that was killed evaluates no more
         self.rewind_metrics(resume_from.step if resume_from else 0)
 

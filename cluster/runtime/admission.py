@@ -37,6 +37,7 @@ class Admission:
         roles: of the engines that are admitted; other actors serve without.
         learner: the present learner's leader.
         examine: the handshake of some engines with the learner.
+        join: has scorers that passed it answer their first canaries; why of those that are refused.
         require_handshake: False admits engines whose handshake fails.
     """
 
@@ -50,10 +51,11 @@ class Admission:
         examine: Examine,
         require_handshake: bool,
         say: Callable[[str], None],
+        join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
         self._supervisor, self._driver, self._roles = supervisor, driver, roles
         self._learner, self._examine, self._say = learner, examine, say
-        self._require_handshake = require_handshake
+        self._require_handshake, self._join = require_handshake, join
 
     def admit_waiting(self) -> None:
         """Admits those that wait; call it while the learner is idle. One that fails is buried.
@@ -111,6 +113,8 @@ class Admission:
             return
         try:
             report = self._examined(members)
+            agrees = report.agrees or not self._require_handshake
+            refused = self._join(members) if agrees else {}
         except LearnerLost:
             raise
         except EnginesSilent as silent:
@@ -119,8 +123,11 @@ class Admission:
         except (CallFailed, ActorLost, EngineError) as error:
             why = str(error)
         else:
-            if report.agrees or not self._require_handshake:
-                self._say_admitted(members, report)
+            if agrees:
+                for member in members:
+                    if member.name in refused:
+                        self._refuse(member, refused[member.name])
+                self._say_admitted([m for m in members if m.name not in refused], report)
                 return
             why = report.complaint()
         if len(members) == 1:
@@ -140,6 +147,8 @@ class Admission:
             self._admit([member for member in left if member in present])
 
     def _say_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
+        if not members:
+            return
         for member in members:
             self._supervisor.admit(member)
         names = listed([member.name for member in members])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
@@ -27,16 +28,24 @@ class Announcer:
         self._under_way: dict[Any, Member] = {}
 
     def announce(
-        self, workers: Sequence[Member], roster: Roster, max_groups: int, epoch: int
+        self,
+        workers: Sequence[Member],
+        roster: Roster,
+        max_groups: int,
+        epoch: int,
+        lives: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Sends `RolloutActor.update` to every worker, and waits for none.
+
+        Args:
+            lives: numbers by which scorers are known (cluster/runtime/canaries.py).
 
         Raises:
             RunFailed: a worker could make nothing of an earlier one.
         """
         self._collect()
-        change = RosterChange.between(self._roster, roster)
-        everything = RosterChange.between({}, roster)
+        change = RosterChange.between(self._roster, roster, lives)
+        everything = RosterChange.between({}, roster, lives)
         self._send([m for m in workers if m in self._told], change, max_groups, epoch)
         self._send([m for m in workers if m not in self._told], everything, max_groups, epoch)
         self._roster = {role: dict(members) for role, members in roster.items()}

@@ -19,6 +19,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.config.on_policy import RolloutConfig
+from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.hosts.build import RolloutCast, learner_spec
 from cluster.hosts.engine_pool import EnginePool
@@ -40,6 +41,7 @@ from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission, Examine, Pinned
 from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
+from cluster.runtime.canaries import Canaries, canary_setup
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.evaluator_calls import EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
@@ -56,6 +58,7 @@ from cluster.supervision.supervise import (
     Supervisor,
 )
 from distill.delivery import TrainedGroups
+from distill.errors import CalibrationError, CheckpointError
 from learner.checkpoint import Checkpoint
 
 _CLOSE_S = 5.0
@@ -67,6 +70,7 @@ class Fleet:
     Args:
         examine: the handshake of some engines with the learner.
         say: prints a line for people.
+        found: is told of what is wrong with a scorer.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Fleet:
         say: Callable[[str], None],
         trained: TrainedGroups,
         start_model: str,
+        found: Callable[[Finding], None],
     ) -> None:
         self._config, self._placement, self._directory = config, placement, directory
         self._say = say
@@ -117,6 +122,15 @@ class Fleet:
         self._specs |= {spec.name: spec for spec in reward_models}
         # All that workers ask; a reward model is no engine: it has no log-probs to agree on.
         self._asked_roles = list(self._specs)
+        self.canaries = Canaries(
+            self.supervisor,
+            self.driver,
+            self.queue,
+            canary_setup(config, self.scorers),
+            say=say,
+            found=found,
+            trusted=self._trust,
+        )
         self._admission = Admission(
             self.supervisor,
             self.driver,
@@ -125,6 +139,7 @@ class Fleet:
             examine=examine,
             require_handshake=config.require_handshake,
             say=say,
+            join=self.canaries.join,
         )
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
         if cast.evaluates:
@@ -138,6 +153,7 @@ class Fleet:
             learner_spec(config),
             self.supervisor,
             directory,
+            config.checkpoint_every,
         )
         self._queue_spec = cast.queue_spec
         self._working = False
@@ -212,6 +228,8 @@ class Fleet:
         self._lifecycle.fill(resume_from)
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
+        if resume_from is not None and self._config.canary_every and self.scorers:
+            self._trust(resume_from.step)
         # What they hold is for the first handshake to say.
         for role in (*self._engine_roles, EVALUATION):
             for member in self.supervisor.members(role, State.READY):
@@ -240,6 +258,7 @@ class Fleet:
             self._announce()
         self._collect_runs()
         self._poller.poll()
+        self.canaries.poll()
         self.background.poll()
 
     def _announce(self) -> None:
@@ -247,7 +266,9 @@ class Fleet:
         self._poller.forget_freshness()  # they may know other engines
         running = set(self._runs.values())
         members = self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING)
-        self._announcer.announce(members, self.roster, self._groups_a_worker(), self._epoch)
+        self._announcer.announce(
+            members, self.roster, self._groups_a_worker(), self._epoch, self.canaries.lives
+        )
         for member in members:
             if member not in running:
                 self._runs[member.handle.run.remote()] = member
@@ -300,6 +321,7 @@ class Fleet:
         self.scaling.waiting()
         try:
             while True:
+                self.canaries.check()
                 self._admission.admit_waiting()
                 self.let_go()
                 if self.driver.call("groups", self.queue.poll()):
@@ -350,7 +372,9 @@ class Fleet:
             for member in self.supervisor.members(role, State.DRAINING):
                 if any(status.requests.get(member.name) for status in self.statuses.values()):
                     continue
-                if role == POLICY:
+                if role != POLICY:
+                    self.canaries.ask_last([member])
+                else:
                     left = self.learner.dismiss.remote([member.name])
                     self.driver.ask_learner(f"letting {member.name} go", left)
                 self._dismiss(member)
@@ -369,6 +393,29 @@ class Fleet:
         self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
         self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint
+
+    def introduce_scorers(self) -> None:
+        """First answers of the scorers that the run begins with; between handshake and work.
+
+        Raises:
+            CalibrationError: one of them is not what the others of its role are.
+        """
+        members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
+        if refused := self.canaries.join(members):
+            raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+
+    def ask_canaries(self, step: int) -> None:
+        """Has scorers asked that are due after this step; after the last one, waits for them."""
+        if step == self._config.steps:
+            self.canaries.ask_last()
+        else:
+            self.canaries.after_step(step)
+
+    def _trust(self, step: int) -> None:
+        try:
+            self._directory.store.trust(step)
+        except CheckpointError as error:  # of a full disk: the checkpoint goes when its time comes
+            self._say(f"WARNING: {error}")
 
     # pools that change their size
 

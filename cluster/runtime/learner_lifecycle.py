@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from ray.exceptions import RayError
+
+from cluster.handles import calls
 from cluster.hosts.build import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
 from cluster.supervision.supervise import ActorSpec, LearnerLost, Supervisor
+from distill.errors import CheckpointError
 from learner.checkpoint import Checkpoint
 
+# Longest that a learner which is to go back may write a checkpoint.
+_WRITING_S = 600.0
 # Makes the learner's workers from a checkpoint, or from the run's start; how often it did before.
 MakeLearners = Callable[[Checkpoint | None, int], LearnerActors]
 
@@ -19,9 +26,15 @@ class LearnerLifecycle:
     """The present learner's workers; the loss of one is the loss of all."""
 
     def __init__(
-        self, make: MakeLearners, spec: ActorSpec, supervisor: Supervisor, directory: RunDirectory
+        self,
+        make: MakeLearners,
+        spec: ActorSpec,
+        supervisor: Supervisor,
+        directory: RunDirectory,
+        checkpoint_every: int,
     ) -> None:
         self._make, self._spec = make, spec
+        self._checkpoint_every = checkpoint_every
         self._supervisor, self._directory = supervisor, directory
         self._attempt = 0
         self._actors: LearnerActors | None = None
@@ -47,17 +60,26 @@ class LearnerLifecycle:
     ) -> Checkpoint | None:
         """Ends all workers and restarts them from the newest checkpoint, which it returns.
 
+        It is that of a step before `lost.before`, if its weights are bad.
+
         Raises:
             RunFailed: the learner was lost too often.
-            CheckpointError: no checkpoint is intact.
+            CheckpointError: no checkpoint is intact, or none is from before.
         """
         assert self._actors is not None
-        if len(self._supervisor.members(self._spec.name)) == len(self._actors.all):
+        if lost.before is not None:
+            self._end_writing()
+        elif len(self._supervisor.members(self._spec.name)) == len(self._actors.all):
             # A call of it failed before its heartbeat did.
             self._directory.append_event("death", who=self._spec.title(0), why=str(lost))
         delay = self._supervisor.allow(self._spec.name, 0, str(lost))
         self._supervisor.dismiss_all(self._spec.name)
-        checkpoint = self._directory.store.latest(say)
+        checkpoint = self._directory.store.latest(say, before=lost.before)
+        if checkpoint is None and lost.before is not None and lost.before > self._checkpoint_every:
+            raise CheckpointError(
+                f"{lost}. No checkpoint of a step before {lost.before} is kept: keep more of them "
+                "(keep_checkpoints=), and begin another out="
+            )
         step = checkpoint.step if checkpoint else 0
         say(f"{lost}. The learner is restarted, from step {step}")
         driver.pause(delay)
@@ -65,3 +87,8 @@ class LearnerLifecycle:
         self._directory.append_event("rewind", step=step)
         self.fill(checkpoint)
         return checkpoint
+
+    def _end_writing(self) -> None:
+        """Waits for the checkpoint that is being written, or it would be the newest one later."""
+        with suppress(RayError, CheckpointError):  # what it did not write is not there
+            calls.get(self.leader.written.remote(True), timeout=_WRITING_S)

@@ -50,7 +50,14 @@ class Overdue(ActorLost):
 
 
 class LearnerLost(ActorLost):
-    """A learner worker died: the learner goes back to its last checkpoint."""
+    """A learner worker died: the learner goes back to its last checkpoint.
+
+    Attributes:
+        before: its weights of this step and later are bad: it goes back to one of an earlier step.
+            None: it has died.
+    """
+
+    before: int | None = None
 
 
 class State(Enum):

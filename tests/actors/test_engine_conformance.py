@@ -23,6 +23,7 @@ from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest
 from distill.errors import DataError, EngineError
+from distill.handshake.canary import COMPANY, Answer, CanaryRows, Tolerance, judge
 from distill.models.loading import load_causal_lm
 from distill.sampling import EvalSampling, Sampling, TrainSampling
 from distill.stops import StopTokens
@@ -676,6 +677,26 @@ def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Part
     for method in (party.engine.score, party.engine.decode_score):
         [scored] = party.run(method([score]))
         np.testing.assert_allclose(scored.logprobs_by_temperature[0], expected, atol=1e-4)
+
+
+def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: Party) -> None:
+    """A frozen model stays where its first answers are, in batches of any company."""
+    party = engine_at_version_0
+    info = party.run(party.engine.info())
+    rows = CanaryRows.of(info, 0.7, given=4, top_k=2)
+
+    def answer(company: int) -> Answer:
+        return rows.answer(party.run(party.engine.score(rows.with_company(company))))
+
+    repeats = [answer(company) for company in COMPANY]
+    tolerance = Tolerance.of(repeats, info.dtype, 0.7)
+    assert tolerance.measured < 1e-4 and repeats[0].listed_N.size
+    assert judge(answer(3), repeats[0], tolerance, rows).good
+    party.load(party.other_model, 1)
+    verdict = judge(answer(0), repeats[0], tolerance, rows)
+    assert not verdict.good and "other weights" in verdict.told()
+    party.load(party.model, 0)
+    assert judge(answer(0), repeats[0], tolerance, rows).good
 
 
 def test_a_bundle_that_does_not_fit_leaves_the_old_weights(party: Party) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class Sink:
     done: list[TrajectoryGroup] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     closes: bool = True
+    there: Mapping[int, TrajectoryGroup] = field(default_factory=dict)  # to be scored again
 
     async def lease(self, max_groups: int) -> Sequence[Lease]:
         if self.leased == self.groups and not self.closes:
@@ -82,6 +83,9 @@ class Sink:
     async def put(self, lease: Lease, group: TrajectoryGroup) -> None:
         assert lease.group_id == group.group_id
         self.done.append(group)
+
+    async def sampled(self, lease: Lease) -> TrajectoryGroup | None:
+        return self.there.get(lease.group_id)
 
     async def fail(self, lease: Lease, reason: str) -> None:
         self.failed[lease.group_id] = reason
@@ -153,6 +157,40 @@ def test_each_group_goes_to_the_teacher_it_names_and_all_to_the_reference() -> N
             assert segment.teacher_top is not None
             assert segment.teacher_top.ids_NK.shape == (segment.num_actions, 3)
     assert all(len(engine.scored) == 2 for engine in teachers.values())
+
+
+def test_a_group_that_is_there_is_scored_again_and_nothing_is_sampled() -> None:
+    """What one teacher scored, by another: at the same tokens of the policy, and its own."""
+    settings: dict[str, Any] = {
+        "reference": PrefixEngine(3), "policy_top_k": 2, "teacher_top_k": 1,
+    }  # fmt: skip
+    before = run(Sink(groups=2), teachers={"": PrefixEngine(1)}, **settings)
+    teacher, reference = PrefixEngine(4), PrefixEngine(5)
+    sink = Sink(groups=2, there={1: before[1]})
+    after = run(sink, teachers={"": teacher}, **settings | {"reference": reference})
+    for group_id in (0, 1):
+        expect_scored_by(teacher, after[group_id], "teacher_logprobs_T")
+        expect_scored_by(reference, after[group_id], "reference_logprobs_T")
+    assert after[1].metrics == before[1].metrics
+    for old, new in zip(before[1].segments(), after[1].segments(), strict=True):
+        assert np.array_equal(old.behaviour_logprobs_T, new.behaviour_logprobs_T)
+        assert old.teacher_top is not None and new.teacher_top is not None
+        assert new.policy_top_ids_NK is None and new.teacher_top.k == 3
+        assert np.array_equal(old.teacher_top.ids_NK[:, :2], new.teacher_top.ids_NK[:, :2])
+        assert not np.array_equal(old.teacher_top.ids_NK[:, 2], new.teacher_top.ids_NK[:, 2])
+
+
+def test_segments_carry_the_numbers_of_those_that_scored_them() -> None:
+    class Numbered(PrefixEngine):
+        async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+            return [replace(s, scored_by=self._salt) for s in await super().score(requests)]
+
+    done = run(Sink(groups=2), teachers={"": Numbered(7)}, reference=Numbered(3))
+    for group in done.values():
+        assert {segment.scored_by for segment in group.segments()} == {(7, 3)}
+        assert group.scored_by == (3, 7)
+    [group] = run(Sink(groups=1), teachers={"": PrefixEngine(7)}).values()
+    assert group.scored_by == ()
 
 
 def test_without_teachers_nothing_is_scored() -> None:

@@ -7,12 +7,14 @@ import os
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
 from cluster.handles.local_actor import LocalActor
 from cluster.hosts.engine_pool import EnginePool
+from distill.engine import Score, ScoreRequest
 from distill.errors import DataError, EngineError, EngineLost
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -142,3 +144,66 @@ def test_an_engine_that_left_is_idle_once_its_last_request_is_answered() -> None
         assert pool.under_way == {}
 
     asyncio.run(leave())
+
+
+class Echo:
+    """Scores every request by its first token; knows what came in each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.fails = False
+
+    async def score(self, requests: list[ScoreRequest]) -> list[Score]:
+        self.calls.append(len(requests))
+        if self.fails:
+            raise DataError("a token outside of the vocabulary")
+        return [
+            Score(logprobs_by_temperature=(-request.tokens_T[:1].astype(np.float32),))
+            for request in requests
+        ]
+
+    async def told(self) -> list[int]:
+        return self.calls
+
+    async def fail(self) -> None:
+        self.fails = True
+
+
+def to_score(token: int) -> ScoreRequest:
+    return ScoreRequest(
+        tokens_T=np.array([token, 0], np.int32), start=1, temperatures=(0.7,)
+    )  # fmt: skip
+
+
+def first_tokens(scores: list[Score]) -> list[int]:
+    return [-int(score.logprobs_by_temperature[0][0]) for score in scores]
+
+
+def test_riders_go_along_with_the_next_batch_and_nobody_else_sees_their_scores() -> None:
+    engine = LocalActor(Echo)
+
+    async def ride() -> None:
+        pool = EnginePool("teacher", {}, PATIENCE_S)
+        pool.update({"e0": engine}, {"e0": 7})
+        riding = asyncio.ensure_future(pool.ride("e0", [to_score(8), to_score(9)], PATIENCE_S))
+        await asyncio.sleep(0)
+        scores = await pool.score([to_score(1), to_score(2), to_score(3)])
+        assert first_tokens(scores) == [1, 2, 3] and {s.scored_by for s in scores} == {7}
+        canaries, rode = await riding
+        assert rode and first_tokens(canaries) == [8, 9]
+        # No batch comes: they go alone. An engine that is not there is named.
+        alone, rode = await pool.ride("e0", [to_score(5)], 0.01)
+        assert not rode and first_tokens(alone) == [5]
+        with pytest.raises(EngineLost, match="e9 is not among the teacher engines"):
+            await pool.ride("e9", [to_score(5)], PATIENCE_S)
+        assert await engine.told.remote() == [5, 1]
+        await engine.fail.remote()
+        riding = asyncio.ensure_future(pool.ride("e0", [to_score(8)], PATIENCE_S))
+        await asyncio.sleep(0)
+        with pytest.raises(DataError, match="outside of the vocabulary"):
+            await pool.score([to_score(1)])
+        with pytest.raises(EngineError, match="what it went along with failed"):
+            await riding
+
+    asyncio.run(ride())
+    engine.end()

@@ -50,6 +50,7 @@ MAY_CHANGE = {
     "engines_sleep": False, "gpu_memory_gib": 80.0, "push_bucket_bytes": 10, "router_aux_coef": 0.1,
     "keep_rollouts_every": 3, "track": "tensorboard", "reward_timeout_s": 9.0,
     "keep_every": 6, "keep_best": "eval/accuracy", "eval_engines": 1, "try_first": False,
+    "canary_every": 3, "on_bad_teacher": "stop",
     "background_checkpoints": False, "max_running_requests": 8, "packing": True,
     "weights_delta": True,
     "routing_replay": True,

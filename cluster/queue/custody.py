@@ -1,0 +1,82 @@
+"""Custody of scores: which groups were scored by which replica, and between which canaries.
+
+A replica is one life of one scoring engine, by a number. What it scored is proven once a canary
+that was asked for afterwards is good; all its canaries before were, for one that moves is the last
+of its life. "Afterwards" is the order of the ledger's events, and no clock: a group arrived before
+the canaries were sent. Used by the queue as it goes, and by the audit of its journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+
+class Custody:
+    """Groups that are not proven yet, in the queue and in weights."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, set[int]] = {}  # replicas whose next good canary a group waits for
+        self._asked: dict[int, set[int]] = {}  # by replica: groups that its present canary covers
+        self._versions: dict[int, int] = {}  # of open groups in weights
+        self.moved: set[int] = set()
+
+    def arrived(self, group_id: int, replicas: Iterable[int]) -> bool:
+        """A group has come, scored by these. False if one of them is known to have moved.
+
+        If it came before and was not dropped since, weights may contain it as it was then.
+        """
+        replicas = set(replicas)
+        for covered in self._asked.values():
+            covered.discard(group_id)
+        if both := replicas | self._open.get(group_id, set()):
+            self._open[group_id] = both
+        return not replicas & self.moved
+
+    def asked(self, replicas: Iterable[int]) -> None:
+        """Canaries are about to be sent to these."""
+        for replica in replicas:
+            self._asked[replica] = self.open_of(replica)
+
+    def good(self, replica: int) -> None:
+        """The canary that was asked for last has not moved."""
+        for group_id in self._asked.pop(replica, set()):
+            if replicas := self._open.get(group_id):
+                replicas.discard(replica)
+                if not replicas:
+                    self.drop([group_id])
+
+    def bad(self, replica: int) -> set[int]:
+        """It has moved: returns the groups that it may have scored wrongly."""
+        self.moved.add(replica)
+        self._asked.pop(replica, None)
+        return self.open_of(replica)
+
+    def open_of(self, replica: int) -> set[int]:
+        """Groups that wait for the replica's next good canary, or wait in vain."""
+        return {group_id for group_id, replicas in self._open.items() if replica in replicas}
+
+    def published(self, version: int, group_ids: Iterable[int]) -> None:
+        """Weights of this version contain these groups."""
+        for group_id in group_ids:
+            if group_id in self._open:
+                self._versions[group_id] = version
+
+    def drop(self, group_ids: Iterable[int]) -> None:
+        """Groups that are not there any more, or proven."""
+        for group_id in group_ids:
+            self._open.pop(group_id, None)
+            self._versions.pop(group_id, None)
+            for covered in self._asked.values():
+                covered.discard(group_id)
+
+    def keep(self, trained: Callable[[int], bool]) -> None:
+        """Weights went back: of the groups, those that are trained still are left."""
+        self.drop([i for i in self._open if i not in self._versions or not trained(i)])
+
+    def versions_of(self, group_ids: Iterable[int]) -> Mapping[int, int]:
+        """Versions whose weights contain them first, of those that are in any."""
+        return {i: self._versions[i] for i in group_ids if i in self._versions}
+
+    def first_open_version(self) -> int | None:
+        """The first version that contains a group which is not proven; None: all are."""
+        return min(self._versions.values(), default=None)

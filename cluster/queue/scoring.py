@@ -1,0 +1,236 @@
+"""What a journal says of the scorers: their canaries, and whether what is trained lies between two.
+
+Reads events of cluster/queue/journal.py, one after the other, of all jobs of a run. Numbers of
+scorers are those of one job; what a job leaves open (it was killed) nobody can prove any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.queue.custody import Custody
+from cluster.queue.journal import read_journal, step_of
+from distill.delivery import TrainedGroups
+
+
+@dataclass(slots=True, kw_only=True)
+class Replica:
+    """One life of a scoring engine.
+
+    Attributes:
+        who: its name; `said`: what it said of itself at its start, with its first answers.
+        canaries: good ones, the first not counted; `rode`: those that went along with a batch.
+        largest: the largest gap among them, nats.
+        moved: the answer that was not good; None: there was none.
+        trained: groups of the final weights that it has scored.
+        gaps: of these, those after its last good canary.
+    """
+
+    who: str
+    said: Mapping[str, Any]
+    canaries: int = 0
+    rode: int = 0
+    largest: float = 0.0
+    moved: Mapping[str, Any] | None = None
+    trained: int = 0
+    gaps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Whether each trained group was scored between two good canaries of its scorers.
+
+    Attributes:
+        trained: groups in the final weights; `proven`: those for which it is so.
+        unwatched: those of which the journal names no scorer.
+        gaps: steps that contain others, by the scorer after whose last good canary they came.
+        bad: the same where that scorer had moved at the next one.
+        again: groups that were scored again.
+        problems: what the journal says of scorers and cannot be.
+    """
+
+    replicas: list[Replica]
+    trained: int
+    proven: int
+    unwatched: int
+    gaps: dict[str, list[int]]
+    bad: dict[str, list[int]]
+    again: int
+    problems: list[str]
+
+    @property
+    def holds(self) -> bool:
+        return self.proven == self.trained
+
+    def verdict(self) -> str:
+        """One line for people."""
+        moved = sum(replica.moved is not None for replica in self.replicas)
+        watched = f"({sum(r.canaries for r in self.replicas)} of {len(self.replicas)} scorers"
+        watched += (
+            f", {moved} of which moved and {'was' if moved == 1 else 'were'} ended)"
+            if moved
+            else ")"
+        )
+        if self.holds:
+            return (
+                f"all {self.trained} trained groups were scored between two good canaries {watched}"
+            )
+        why = [
+            *(f"{_steps(s)}: groups of {who}, which had moved" for who, s in self.bad.items()),
+            *(
+                f"{_steps(s)}: groups of {who} after its last good canary"
+                for who, s in self.gaps.items()
+            ),
+            *([f"{self.unwatched} groups name no scorer"] if self.unwatched else []),
+        ]
+        return (
+            f"{self.proven} of {self.trained} trained groups are proven to be scored between two "
+            f"good canaries {watched}; not so: {'; '.join(why)}"
+        )
+
+
+def _steps(steps: Collection[int]) -> str:
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+@dataclass(slots=True)
+class _Job:
+    """Scorers of one job, by number."""
+
+    custody: Custody = field(default_factory=Custody)
+    replicas: dict[int, Replica] = field(default_factory=dict)
+
+
+class ScoringRecord:
+    """Reads one event after the other."""
+
+    def __init__(self) -> None:
+        self._job = _Job()
+        self._jobs = [self._job]
+        self._by: dict[int, tuple[_Job, list[int]]] = {}  # of each group, who scored it last
+        self._trained: dict[int, int] = {}  # versions, by group
+        self._taken: set[int] = set()
+        self._again = 0
+        self._problems: list[str] = []
+
+    def read(self, event: Mapping[str, Any]) -> None:
+        getattr(self, f"_read_{event['event']}", _nothing)(event)
+
+    def _read_start(self, event: Mapping[str, Any]) -> None:
+        self._job = _Job()
+        self._jobs.append(self._job)
+        self._go_back(event)
+
+    def _read_rewind(self, event: Mapping[str, Any]) -> None:
+        self._go_back(event)
+
+    def _go_back(self, event: Mapping[str, Any]) -> None:
+        trained = TrainedGroups.from_json(event)
+        self._trained = {i: version for i, version in self._trained.items() if i in trained}
+        self._taken = set()
+        for job in self._jobs:
+            job.custody.keep(trained.__contains__)
+
+    def _read_scorer(self, event: Mapping[str, Any]) -> None:
+        self._job.replicas[event["replica"]] = Replica(who=event["who"], said=event)
+
+    def _read_ask(self, event: Mapping[str, Any]) -> None:
+        self._job.custody.asked(event["replicas"])
+
+    def _read_canary(self, event: Mapping[str, Any]) -> None:
+        number = event["replica"]
+        if (replica := self._job.replicas.get(number)) is None:
+            self._problems.append(f"a canary of scorer {number}, which never began")
+        elif replica.moved is not None:
+            self._problems.append(f"a canary of {replica.who} after it had moved")
+        elif event["good"]:
+            replica.canaries += 1
+            replica.rode += event["rode"]
+            replica.largest = max(replica.largest, event["gap"])
+            self._job.custody.good(number)
+        else:
+            replica.moved = event
+            self._job.custody.bad(number)
+
+    def _read_put(self, event: Mapping[str, Any]) -> None:
+        group_id, numbers = event["id"], event.get("by", [])
+        if unknown := sorted(set(numbers) - self._job.replicas.keys()):
+            self._problems.append(f"group {group_id} was scored by {unknown}, which never began")
+        self._by[group_id] = self._job, numbers
+        self._job.custody.arrived(group_id, numbers)
+
+    def _read_take(self, event: Mapping[str, Any]) -> None:
+        self._taken = set(step_of(event)[0])
+
+    def _read_again(self, event: Mapping[str, Any]) -> None:
+        self._again += len(event["ids"])
+        self._job.custody.drop(event["ids"])
+
+    def _read_lost(self, event: Mapping[str, Any]) -> None:
+        self._job.custody.drop(event["ids"])
+
+    def _read_recover(self, event: Mapping[str, Any]) -> None:
+        self._job.custody.drop(set(event["ids"]) - self._taken)
+
+    def _read_train(self, event: Mapping[str, Any]) -> None:
+        ids, skipped = step_of(event)
+        version: int = event["version"]
+        for group_id in ids:
+            self._trained[group_id] = version
+        self._job.custody.drop(skipped)
+        self._job.custody.published(version, ids)
+        self._taken = set()
+
+    def result(self) -> Scoring | None:
+        """None if there never was a scorer that was asked for canaries."""
+        replicas = [replica for job in self._jobs for replica in job.replicas.values()]
+        if not replicas:
+            return None
+        gaps: dict[str, set[int]] = {}
+        bad: dict[str, set[int]] = {}
+        open_groups: set[int] = set()
+        counts: Counter[int] = Counter()
+        for group_id in self._trained:
+            job, numbers = self._by.get(group_id, (self._job, []))
+            counts.update(id(job.replicas[n]) for n in numbers if n in job.replicas)
+        for job in self._jobs:
+            for number, replica in job.replicas.items():
+                replica.trained = counts[id(replica)]
+                found = job.custody.open_of(number) & self._trained.keys()
+                replica.gaps = len(found)
+                open_groups |= found
+                if found:
+                    of = bad if replica.moved is not None else gaps
+                    of.setdefault(replica.who, set()).update(self._trained[i] for i in found)
+        unwatched = sum(not self._by.get(i, (None, []))[1] for i in self._trained)
+        return Scoring(
+            replicas=replicas,
+            trained=len(self._trained),
+            proven=len(self._trained) - unwatched - len(open_groups),
+            unwatched=unwatched,
+            gaps={who: sorted(steps) for who, steps in gaps.items()},
+            bad={who: sorted(steps) for who, steps in bad.items()},
+            again=self._again,
+            problems=self._problems,
+        )
+
+
+def _nothing(_event: Mapping[str, Any]) -> None:
+    """Of other things than scorers."""
+
+
+def read_scoring(path: str | Path) -> Scoring | None:
+    """What a whole journal says.
+
+    Raises:
+        DataError: it is unreadable.
+    """
+    record = ScoringRecord()
+    for event in read_journal(path):
+        record.read(event)
+    return record.result()

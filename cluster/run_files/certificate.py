@@ -1,0 +1,93 @@
+"""`out/certificate.json`: what is proven of the scores that a run was trained on, and what is not.
+
+Read off the ledger's journal (cluster/queue/scoring.py), so `cluster.audit` comes to the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.queue.scoring import Replica, Scoring
+
+_NOT_WATCHED = "not proven: canary_every=0, so nobody was asked for canaries"
+
+
+def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any] | None:
+    """The certificate of a run; None of one that has no scorers."""
+    scored = isinstance(config, OpdConfig) or config.scored_by_reference
+    if not scored:
+        return None
+    if scoring is None or not config.canary_every:
+        return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}
+    return {
+        "proven": scoring.holds,
+        "verdict": scoring.verdict(),
+        "canary_every": config.canary_every,
+        "groups": {
+            "trained": scoring.trained,
+            "proven": scoring.proven,
+            "unwatched": scoring.unwatched,
+            "scored_again": scoring.again,
+        },
+        "gaps": scoring.gaps,
+        "moved": scoring.bad,
+        "replicas": [_replica(each) for each in scoring.replicas],
+        "limits": limits(config, scoring),
+    }
+
+
+def _replica(replica: Replica) -> dict[str, Any]:
+    said, moved = replica.said, replica.moved
+    return {
+        "who": replica.who,
+        "model": said["model"],
+        "kind": said["kind"],
+        "dtype": said["dtype"],
+        "temperature": said["scaling"],
+        "first_answers": said["answers"],
+        "repeats_differ_by": _rounded(said["measured"]),
+        "may_move_by": _rounded(said["allowed"]),
+        "moved_by_at_most": _rounded(replica.largest),
+        "canaries": replica.canaries,
+        "beside_real_rows": replica.rode,
+        "groups": replica.trained,
+        "groups_in_gaps": replica.gaps,
+        "quarantine": moved and {"step": moved["step"], "why": moved["why"]},
+    }
+
+
+def _rounded(value: float) -> float:
+    """Three digits; they are sizes of errors."""
+    if not value:
+        return 0.0
+    return round(value, 2 - math.floor(math.log10(abs(value))))
+
+
+def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
+    """What canaries cannot prove of this run."""
+    found: dict[str, None] = {}
+    for replica in scoring.replicas if scoring else []:
+        found |= dict.fromkeys(_limits_of(replica.who, replica.said))
+    if config.objective().estimator == "full":
+        found["estimator=full: the loss reads the learner's own copy of the teacher, which the "
+              "handshake has compared with the engine's; canaries watch the engine, whose scores "
+              "the bias meter reads"] = None  # fmt: skip
+    return list(found)
+
+
+def _limits_of(who: str, said: Mapping[str, Any]) -> list[str]:
+    found = []
+    if said["kind"].endswith("(external)"):
+        found.append(
+            f"{who} is a server of others: how many replicas answer behind {said['model']} is not "
+            "known, and a canary proves the one that it reached"
+        )
+    if said["scaling"].startswith("not announced"):
+        found.append(
+            f"{who} does not echo T: that it scored at T is known of its canaries, at T and 1.5 T, "
+            "and not of each answer"
+        )
+    return found

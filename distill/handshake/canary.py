@@ -1,0 +1,266 @@
+"""Canaries: fixed rows that a frozen model is asked for again and again, and how far it may move.
+
+Pure: rows, answers, the tolerance that repeated answers give, verdicts. Who is asked, and when, is
+for cluster/runtime/canaries.py to say.
+
+    rows        random tokens, scored at T (and unscaled) and at 1.5 T, with as many listed tokens
+                as training asks for: the same passes as real requests take
+    tolerance   of the first answers, given several times in batches of different company
+    verdict     of a later answer, always against the first: so a slow drift adds up
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distill.engine import EngineInfo, Score, ScoreRequest
+from distill.handshake.comparison import (
+    FLOOR,
+    MEAN_SHARE,
+    SECOND_TEMPERATURE_FACTOR,
+    TOLERANCE,
+    concatenated,
+    is_telling,
+    probe_prompts,
+)
+from distill.sampling import UNSCALED
+from distill.types import FloatArray, TokenArray
+
+NUM_ROWS = 4
+_SEED = 19
+# Rows that go along with each of the first askings: batches of other shapes round differently.
+COMPANY = (0, 0, 6, 24)
+_LONGEST_COMPANION = 128
+# A later answer may be so many times as far away as the first ones were from each other, for there
+# are more kinds of batches than were tried...
+_ALLOWED_TIMES = 4.0
+# ...and this share of what the handshake allows between two kernels, whatever was measured. (In
+# bfloat16 one step of a logit of 16 is 0.125.)
+_ALLOWED_SHARE = 1 / 8
+# Log-probs that are all the same to so many nats, and -ln V, are those of a model of zeros.
+_ALL_ALIKE, _NEAR_UNIFORM = 1e-3, 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CanaryRows:
+    """What one model is asked for: two requests a row, at (T, 1) and at (1.5 T,)."""
+
+    requests: tuple[ScoreRequest, ...]
+    temperature: float
+    vocab_size: int
+    context_length: int
+
+    @classmethod
+    def of(
+        cls, info: EngineInfo, temperature: float, *, given: int = 0, top_k: int = 0
+    ) -> CanaryRows:
+        """Rows for a model that training asks for so many given and likeliest tokens."""
+        prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
+        rows = sorted(prompts, key=len)[-NUM_ROWS:]
+        ids_K = _some_ids(info, given) if info.scores_given else ()
+        requests = []
+        for tokens_T in rows:
+            positions = len(tokens_T) - 1
+            given_NK = np.tile(ids_K, (positions, 1)) if len(ids_K) else None
+            requests += [
+                ScoreRequest(
+                    tokens_T=tokens_T,
+                    start=1,  # no prefix that could be cached from the last time
+                    temperatures=(temperature, UNSCALED),
+                    given_NK=given_NK,
+                    top_k=top_k,
+                ),
+                ScoreRequest(
+                    tokens_T=tokens_T,
+                    start=1,
+                    temperatures=(temperature * SECOND_TEMPERATURE_FACTOR,),
+                ),
+            ]
+        return cls(
+            requests=tuple(requests),
+            temperature=temperature,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+        )
+
+    def with_company(self, number: int) -> list[ScoreRequest]:
+        """The requests, and as many others behind them."""
+        rng = np.random.default_rng([_SEED, number])
+        longest = max(2, min(_LONGEST_COMPANION, self.context_length // 2))
+        lengths = rng.integers(2, longest + 1, size=number)
+        return [
+            *self.requests,
+            *(
+                ScoreRequest(
+                    tokens_T=rng.integers(0, self.vocab_size, size=length).astype(np.int32),
+                    start=1,
+                    temperatures=(self.temperature, UNSCALED),
+                )
+                for length in lengths
+            ),
+        ]
+
+    def answer(self, scores: Sequence[Score]) -> Answer:
+        """The canaries' part of an answer, which comes first."""
+        own = scores[: len(self.requests)]
+        at_T, at_other = own[0::2], own[1::2]
+        return Answer(
+            at_T_N=_values([score.logprobs_by_temperature[0] for score in at_T]),
+            unscaled_N=_values([score.logprobs_by_temperature[1] for score in at_T]),
+            at_other_N=_values([score.logprobs_by_temperature[0] for score in at_other]),
+            listed_N=_values(
+                [s.top.logprobs_NK.reshape(-1) for s in at_T if s.top is not None]
+                or [np.empty(0, np.float32)]
+            ),
+        )
+
+
+def _some_ids(info: EngineInfo, number: int) -> TokenArray:
+    """Ids to ask for at every position, seeded; of a stop event the first alone stands for it."""
+    ids_V = np.setdiff1d(np.arange(info.vocab_size, dtype=np.int32), info.stop_event[1:])
+    return np.random.default_rng(_SEED).choice(ids_V, min(number, len(ids_V)), replace=False)
+
+
+def _values(arrays: Sequence[FloatArray]) -> FloatArray:
+    return np.maximum(concatenated(arrays), np.float32(FLOOR))  # a NaN stays one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """Log-probs of the canaries' tokens at T, unscaled and at 1.5 T; `listed_N`: of the others that
+    were asked for at T."""
+
+    at_T_N: FloatArray
+    unscaled_N: FloatArray
+    at_other_N: FloatArray
+    listed_N: FloatArray
+
+    @property
+    def all_N(self) -> FloatArray:
+        return np.concatenate([self.at_T_N, self.unscaled_N, self.at_other_N, self.listed_N])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """How far a model may move from its first answers, nats.
+
+    Attributes:
+        max_gap, mean_gap: what is allowed, of a single log-prob and in the mean.
+        measured: the largest difference between its first answers.
+    """
+
+    max_gap: float
+    mean_gap: float
+    measured: float
+
+    @classmethod
+    def of(cls, repeats: Sequence[Answer], dtype: str, temperature: float) -> Tolerance:
+        """The tolerance that answers to the same question give, the first of them the anchor."""
+        gaps = [_gaps(other, repeats[0]) for other in repeats[1:]] or [(0.0, 0.0)]
+        largest, mean = max(gap for gap, _ in gaps), max(mean for _, mean in gaps)
+        most = TOLERANCE[dtype] / min(temperature, 1.0)
+        return cls(
+            max_gap=_allowed(largest, most),
+            mean_gap=_allowed(mean, most * MEAN_SHARE),
+            measured=largest,
+        )
+
+    @classmethod
+    def between(cls, dtype: str, temperature: float) -> Tolerance:
+        """How far two replicas of one model may be apart: as the handshake allows two kernels."""
+        most = TOLERANCE[dtype] / min(temperature, 1.0)
+        return cls(max_gap=most, mean_gap=most * MEAN_SHARE, measured=0.0)
+
+
+def _allowed(measured: float, most: float) -> float:
+    return min(most, max(_ALLOWED_TIMES * measured, _ALLOWED_SHARE * most))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """An answer against the first one, or against that of the role's others.
+
+    Attributes:
+        cause: the known mistake that explains it; "" if none does.
+    """
+
+    max_gap: float
+    mean_gap: float
+    tolerance: Tolerance
+    cause: str = ""
+
+    @property
+    def good(self) -> bool:
+        return (
+            math.isfinite(self.max_gap)
+            and self.max_gap <= self.tolerance.max_gap
+            and self.mean_gap <= self.tolerance.mean_gap
+        )
+
+    def told(self) -> str:
+        """How far it is off, and why if that is known."""
+        if not math.isfinite(self.max_gap):
+            return "some of its log-probs are not finite"
+        far = (
+            f"up to {self.max_gap:.3g} nats (mean {self.mean_gap:.3g}; allowed "
+            f"{self.tolerance.max_gap:.3g}, mean {self.tolerance.mean_gap:.3g})"
+        )
+        return far + (f": {self.cause}" if self.cause else "")
+
+
+def judge(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> Verdict:
+    """The verdict on a later answer."""
+    max_gap, mean_gap = _gaps(answer, first)
+    verdict = Verdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance)
+    if verdict.good:
+        return verdict
+    cause = _cause(answer, first, tolerance, rows)
+    return Verdict(max_gap=max_gap, mean_gap=mean_gap, tolerance=tolerance, cause=cause)
+
+
+def _gaps(a: Answer, b: Answer) -> tuple[float, float]:
+    """(largest, mean) |difference|; NaN where something is not finite."""
+    with np.errstate(invalid="ignore"):
+        gap_N = np.abs(a.all_N.astype(np.float64) - b.all_N)
+    return float(gap_N.max()), float(gap_N.mean())
+
+
+def _cause(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> str:
+    values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
+    if not np.isfinite(values_N).all():
+        return ""
+    if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
+        return f"every log-prob is -ln {rows.vocab_size}, so its weights are empty"
+    undivided = float(np.abs(answer.at_T_N - first.unscaled_N).max())
+    if is_telling(rows.temperature) and undivided <= tolerance.max_gap:
+        return "its log-probs are not divided by T any more"
+    return "it holds other weights than at first, or computes otherwise"
+
+
+def outliers(
+    answers: Mapping[str, Answer], tolerance: Tolerance, rows: CanaryRows
+) -> dict[str, Verdict]:
+    """Replicas of one model that are off their median; of two that differ, both."""
+    if len(answers) < 2:
+        return {}
+    if len(answers) == 2:
+        (a, one), (b, another) = answers.items()
+        verdicts = {
+            a: judge(one, another, tolerance, rows),
+            b: judge(another, one, tolerance, rows),
+        }
+    else:
+        middle = Answer(
+            **{
+                name: np.median([getattr(each, name) for each in answers.values()], axis=0).astype(
+                    np.float32
+                )
+                for name in ("at_T_N", "unscaled_N", "at_other_N", "listed_N")
+            }
+        )
+        verdicts = {name: judge(each, middle, tolerance, rows) for name, each in answers.items()}
+    return {name: verdict for name, verdict in verdicts.items() if not verdict.good}

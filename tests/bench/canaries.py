@@ -1,0 +1,99 @@
+"""What canaries add to a teacher's work: a step's rows scored with them and without, in turns.
+
+    python -m tests.bench.canaries [prompts_per_step=8] [group_size=4] [rounds=40]
+
+One embedded teacher of 5.8 M parameters scores a step of random rows in calls of a group each; in
+half of the steps, one of the calls carries the canaries. The share is that of canary_every=1, and
+of the default. A step has other work besides, so of a step's time it is less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import chz
+import numpy as np
+from rich.console import Console
+
+from actors.embedded.engine import EmbeddedEngine
+from cluster.command import run_command
+from cluster.config.pools import CanarySettings
+from distill.engine import ScoreRequest
+from distill.handshake.canary import CanaryRows
+from distill.sampling import UNSCALED
+from tests.bench.pair import make_pair
+
+T = 0.7
+
+
+@chz.chz
+class CanaryBenchConfig:
+    """The share of a teacher's time that canaries take."""
+
+    prompts_per_step: int = chz.field(default=8, doc="groups a step")
+    group_size: int = chz.field(default=4, doc="rows a group")
+    prompt_tokens: int = chz.field(default=64, doc="tokens of a prompt")
+    new_tokens: int = chz.field(default=64, doc="tokens of a response")
+    rounds: int = chz.field(default=40, doc="steps with canaries, and as many without")
+
+
+def step_of_rows(config: CanaryBenchConfig, vocab_size: int, seed: int) -> list[list[ScoreRequest]]:
+    """The calls of a step: a group each, whose rows share their prompt."""
+    rng = np.random.default_rng(seed)
+
+    def some(length: int) -> np.ndarray:
+        return rng.integers(2, vocab_size, size=length).astype(np.int32)
+
+    def group() -> list[ScoreRequest]:
+        prompt_T = some(config.prompt_tokens)
+        return [
+            ScoreRequest(
+                tokens_T=np.concatenate([prompt_T, some(config.new_tokens)]),
+                start=len(prompt_T),
+                temperatures=(T, UNSCALED),
+            )
+            for _ in range(config.group_size)
+        ]
+
+    return [group() for _ in range(config.prompts_per_step)]
+
+
+async def measure(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
+    """Median seconds of a step without canaries, and with them in one of its calls."""
+    engine = EmbeddedEngine(model_path=model, threads=1)
+    rows = CanaryRows.of(await engine.info(), T)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(2 * config.rounds + 2):
+        calls = step_of_rows(config, rows.vocab_size, seed)
+        if carries := bool(seed % 2):
+            calls[0] = [*calls[0], *rows.requests]
+        began = time.perf_counter()
+        for call in calls:
+            await engine.score(call)
+        if seed >= 2:  # the first of each kind warms up
+            seconds[carries].append(time.perf_counter() - began)
+    await engine.close()
+    return median(seconds[False]), median(seconds[True])
+
+
+def print_measured(config: CanaryBenchConfig, console: Console) -> None:
+    with TemporaryDirectory() as directory:
+        pair = make_pair(Path(directory), num_prompts=1)
+        without, with_them = asyncio.run(measure(config, pair.teacher))
+    every = chz.chz_fields(CanarySettings)["canary_every"]._default
+    added = with_them - without
+    console.print(
+        f"a step of {config.prompts_per_step * config.group_size} rows of "
+        f"{config.prompt_tokens + config.new_tokens} tokens: {without:.3f} s of the teacher; "
+        f"canaries add {1e3 * added:.1f} ms, {added / without:.2%} of each step that has them and "
+        f"{added / without / every:.2%} with canary_every={every}",
+        highlight=False,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(CanaryBenchConfig, print_measured, None))

@@ -1,0 +1,328 @@
+"""Scorers that change in the middle of a run are found, ended, and kept out; good ones are not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.findings.finding import Finding
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
+from cluster.hosts.engine_pool import EnginePool
+from cluster.placement.roles import REFERENCE, ROLLOUT
+from cluster.queue.group_queue import GroupQueue
+from cluster.queue.journal import read_journal
+from cluster.queue.ledger import LedgerSettings
+from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly, ScorerMoved
+from cluster.runtime.driver import Driver, Signals
+from cluster.supervision.supervise import (
+    ActorSpec,
+    Member,
+    State,
+    Supervisor,
+    ready_call,
+    whereabouts_call,
+)
+from distill.delivery import Lease, TrainedGroups
+from distill.engine import EngineInfo, Score, ScoreRequest
+from tests.actors.prefix_engine import PrefixEngine
+from tests.queues import queue_here
+from tests.tiny import VOCAB_SIZE
+
+DEADLINE_S = 60.0
+T = 0.7
+SETTINGS = LedgerSettings(groups_per_step=2, max_staleness=2, total_groups=12, lease_s=60.0)
+
+
+class Frozen:
+    """Models that take turns, as replicas behind one address do; `plant` changes them.
+
+    A salt is a model; None is one whose weights are empty. `drift` is added to every log-prob, and
+    grows by itself with each call.
+    """
+
+    def __init__(self, *salts: int | None) -> None:
+        self._salts: Sequence[int | None] = salts
+        self._turn = 0
+        self._drift = self._each = 0.0
+
+    async def plant(self, *salts: int | None, drift: float = 0.0) -> None:
+        self._salts, self._each = salts, drift
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(
+            kind="embedded", model="m", vocab_size=VOCAB_SIZE, context_length=64, weight_version=0,
+            dtype="float32", eos_token_ids=(1,), tokenizer=None, temperature_scaling="here",
+        )  # fmt: skip
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        salt = self._salts[self._turn % len(self._salts)]
+        self._turn += 1
+        self._drift += self._each
+        scores = await PrefixEngine(0 if salt is None else salt).score(requests)
+        return [
+            replace(
+                score,
+                logprobs_by_temperature=tuple(
+                    logprobs_N - self._drift
+                    if salt is not None
+                    else logprobs_N * 0 - 5.075174  # ln 160
+                    for logprobs_N in score.logprobs_by_temperature
+                ),
+            )
+            for score in scores
+        ]
+
+
+class Worker:
+    """A rollout worker that scores all the time."""
+
+    def __init__(self) -> None:
+        self._pool = EnginePool(REFERENCE, {}, DEADLINE_S)
+
+    async def update(self, members: dict[str, Any], lives: dict[str, int]) -> None:
+        self._pool.update(members, lives)
+
+    async def canary(self, _role: str, engine: str, requests: Any, patience_s: float) -> Any:
+        return await self._pool.ride(engine, requests, 0.05 if patience_s else 0.0)
+
+
+class House:
+    """Scorers of one role under the real supervisor, driver and queue."""
+
+    def __init__(self, path: Path, on_bad: Any = "rewind", every: int = 1) -> None:
+        self.found: list[Finding] = []
+        self.trusted = 0
+        self.supervisor = Supervisor(
+            say=print,
+            record=lambda _event, **_fields: None,
+            buried=lambda _member, _why: None,
+            hang_after_s=60,
+            max_restarts=9,
+        )
+        self.supervisor.under_way = True
+        driver = Driver(
+            supervisor=self.supervisor, signals=Signals(), deadline_s=DEADLINE_S, idle=self._poll
+        )
+        self.path = path / "ledger.jsonl"
+        self.queue: GroupQueue = queue_here(SETTINGS, str(self.path), timeout_s=DEADLINE_S)
+        self.canaries = Canaries(
+            self.supervisor,
+            driver,
+            self.queue,
+            CanarySetup(
+                every=every, temperature=T, listed={REFERENCE: (0, 0)}, on_bad=on_bad, require=True
+            ),
+            say=print,
+            found=self.found.append,
+            trusted=self._trust,
+        )
+        self.driver = driver
+        self.trained = TrainedGroups()
+        self.version = 0
+
+    def _poll(self) -> None:
+        self.canaries.poll()
+
+    def _trust(self, step: int) -> None:
+        self.trusted = step
+
+    def add(self, role: str, index: int, handle: Any) -> Member:
+        spec = ActorSpec(
+            name=role,
+            title=lambda index: f"{role} engine {index}",
+            create=lambda _index, _attempt: LocalActor(Frozen, 1),
+            heartbeat=ready_call,
+            introduction=whereabouts_call,
+            gated=True,
+            start_deadline_s=60,
+        )
+        member = self.supervisor.adopt(spec, index, handle)
+        member.state = State.READY
+        return member
+
+    def join(self, *engines: Sequence[int | None]) -> dict[str, str]:
+        """Engines of these models; why of those that are refused. The others serve."""
+        first = len(self.supervisor.members(REFERENCE))
+        members = [
+            self.add(REFERENCE, first + i, LocalActor(Frozen, *salts))
+            for i, salts in enumerate(engines)
+        ]
+        refused = self.canaries.join(members)
+        for member in members:
+            if member.name not in refused:
+                self.supervisor.admit(member)
+        return refused
+
+    def train(self, *by: int) -> None:
+        """A step of two groups that these have scored."""
+        leases: list[Lease] = calls.get(self.queue.actor.lease.remote("a", 2, "", 1.0)).leases
+        plain = calls.get(self.queue.actor.__ray_call__.remote(lambda plain: plain._ledger))
+        for one in leases:
+            assert plain.deliver(one, "a", scored_by=by)
+        step = plain.take(self.trained)
+        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.version += 1
+        plain.publish(self.version, self.trained)
+
+    def round(self) -> None:
+        """One canary of all that serve, answered."""
+        self.canaries.after_step(self.version)
+        deadline = time.monotonic() + DEADLINE_S
+        while any(scorer.asked is not None for scorer in self.canaries._scorers.values()):
+            self.driver.poll()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def plant(self, index: int, *salts: int | None, **how: float) -> None:
+        [member] = [m for m in self.supervisor.members(REFERENCE) if m.index == index]
+        calls.get(member.handle.plant.remote(*salts, **how), DEADLINE_S)
+
+    def serving(self) -> list[str]:
+        return list(self.supervisor.serving(REFERENCE))
+
+    def close(self) -> None:
+        self.supervisor.end_all()
+        self.queue.actor.end()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[Any]:
+    made: list[House] = []
+
+    def new(**named: Any) -> House:
+        made.append(House(tmp_path, **named))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close()
+
+
+def test_good_ones_raise_no_alarm_and_prove_what_they_scored(house: Any) -> None:
+    here = house()
+    assert here.join([1], [1], [1]) == {} and here.canaries.lives == {
+        f"reference engine {i}": i for i in range(3)
+    }
+    for _ in range(3):
+        here.train(0, 1)
+        here.round()
+    assert here.found == [] and len(here.serving()) == 3
+    here.canaries.ask_last()
+    here.canaries.check()
+    assert here.trusted == here.version == 3
+    answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
+    assert len(answers) == 12 and all(event["good"] for event in answers)
+
+
+@pytest.mark.parametrize(
+    ("salts", "why"),
+    [
+        ((2,), "it holds other weights than at first"),
+        ((None,), "every log-prob is -ln 160, so its weights are empty"),
+    ],
+    ids=["swapped", "zeroed"],
+)
+def test_weights_that_change_in_a_running_server_are_found(
+    house: Any, salts: tuple[int | None, ...], why: str
+) -> None:
+    here = house()
+    here.join([1], [1])
+    here.train(0)
+    here.round()
+    here.plant(1, *salts)
+    here.train(0)
+    here.round()
+    [finding] = here.found
+    assert finding.name == "scorer_moved" and why in finding.text
+    assert "reference engine 1 has moved" in finding.text and "no weights contain" in finding.text
+    assert here.serving() == ["reference engine 0"]
+    here.canaries.check()  # nothing it scored is in any weights
+
+
+def test_a_slow_drift_is_found_though_no_canary_differs_from_the_last(house: Any) -> None:
+    here = house()
+    here.join([1])
+    here.plant(0, 1, drift=8e-6)  # a twentieth of what is allowed, and half of the mean's tolerance
+    rounds = 0
+    while not here.found:
+        here.train(0)
+        here.round()
+        rounds += 1
+        assert rounds < 20
+    assert rounds >= 2
+    with pytest.raises(ScoredWrongly, match=f"the weights of step {rounds} and later") as raised:
+        here.canaries.check()
+    assert raised.value.before == rounds
+
+
+def test_one_bad_replica_of_three_behind_one_address_is_found(house: Any) -> None:
+    here = house()
+    # From the start: its first answers differ from one another.
+    refused = here.join([1, 1, 2])
+    assert list(refused) == ["reference engine 0"] and "answers the same rows otherwise" in str(
+        refused
+    )
+    # Later: the round comes to it within three canaries.
+    assert here.join([1, 1, 1]) == {}
+    here.plant(1, 1, 1, 2)
+    rounds = 0
+    while not here.found:
+        here.train(0)
+        here.round()
+        rounds += 1
+        assert rounds <= 3
+    assert here.serving() == []
+
+
+def test_one_that_is_not_what_the_others_are_does_not_join(house: Any) -> None:
+    here = house()
+    refused = here.join([1], [2], [1])
+    assert list(refused) == ["reference engine 1"]
+    assert "it is not the reference that the others are" in refused["reference engine 1"]
+    assert list(here.join([2])) == ["reference engine 3"]  # nor later, after a restart say
+    assert here.join([1]) == {}
+
+
+def test_stop_names_the_first_step_that_contains_it(house: Any) -> None:
+    here = house(on_bad="stop")
+    here.join([1])
+    here.train(0)
+    here.round()
+    here.plant(0, 2)
+    here.train(0)
+    here.train(0)
+    here.round()
+    with pytest.raises(ScorerMoved, match=r"step 2 and later .*on_bad_teacher=stop") as raised:
+        here.canaries.check()
+    assert raised.value.first_bad == 2
+    here.canaries.check()  # said once
+
+
+def test_without_canaries_nobody_is_asked_and_nobody_has_a_number(house: Any) -> None:
+    here = house(every=0)
+    assert here.join([1], [2]) == {} and here.canaries.lives == {}
+    here.canaries.after_step(10)
+    here.canaries.ask_last()
+    assert [event["event"] for event in read_journal(here.path)] == ["start"]
+
+
+def test_canaries_travel_by_a_worker_where_there_is_one(house: Any) -> None:
+    here = house()
+    here.join([1])
+    worker = LocalActor(Worker)
+    serving = here.supervisor.serving(REFERENCE)
+    calls.get(worker.update.remote(serving, here.canaries.lives), DEADLINE_S)
+    here.supervisor.admit(here.add(ROLLOUT, 0, worker))
+    here.train(0)
+    here.round()  # no batch comes: alone, by the worker
+    calls.kill(worker)
+    here.train(0)
+    here.round()  # the worker is dead: alone, by the driver
+    answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
+    assert [event["rode"] for event in answers] == [False, False] and here.found == []

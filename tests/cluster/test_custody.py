@@ -1,0 +1,230 @@
+"""Who scored what, and between which canaries: the ledger as it goes, its journal, the audit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.inspect.audit import audit
+from cluster.queue.journal import Journal, read_journal, replay
+from cluster.queue.ledger import CanaryAnswer, Ledger, LedgerSettings
+from cluster.queue.scoring import read_scoring
+from distill.delivery import Lease, TrainedGroups
+
+SETTINGS = {"groups_per_step": 2, "max_staleness": 2, "total_groups": 12, "lease_s": 60.0}
+
+
+class Run:
+    """A ledger with its journal, and a learner that trains what is there."""
+
+    def __init__(self, path: Path, trained: TrainedGroups | None = None) -> None:
+        self.trained = trained or TrainedGroups()
+        epoch = replay(path).epoch + 1
+        self.journal = Journal(path)
+        self.journal.record(
+            "start", run="r", run_id="i", epoch=epoch, settings=SETTINGS, **self.trained.to_json()
+        )
+        self.ledger = Ledger(
+            LedgerSettings(**SETTINGS), self.trained, epoch=epoch, record=self.journal.record
+        )
+        self.version = len(self.trained) // 2
+        for number in (0, 1):
+            self.ledger.scorer(
+                number, who=f"teacher engine {number}", kind="embedded", model="m",
+                dtype="float32", scaling="in the engine", answers=4, measured=0.0, allowed=1e-3,
+            )  # fmt: skip
+
+    def deliver(self, *by: int, leases: list[Lease] | None = None) -> list[int]:
+        """Leases two groups and delivers them, scored by these."""
+        leases = self.ledger.lease("a", 2) if leases is None else leases
+        for one in leases:
+            assert self.ledger.deliver(one, "a", scored_by=by)
+        return [one.group_id for one in leases]
+
+    def train(self) -> None:
+        step = self.ledger.take(self.trained)
+        assert step is not None
+        self.trained = self.trained.after(step.group_ids, step.set_aside)
+        self.version += 1
+        self.ledger.publish(self.version, self.trained)
+
+    def canary(self, number: int, good: bool) -> CanaryAnswer:
+        why = {} if good else {"why": "other weights"}
+        said = {"step": self.version, "gap": 0.0 if good else 9.0, "mean": 0.0, "rode": True}
+        return self.ledger.canary(number, good, **said, **why)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.jsonl"
+
+
+def test_a_canary_proves_what_arrived_before_it_was_asked(path: Path) -> None:
+    run = Run(path)
+    run.deliver(0)
+    run.train()
+    run.ledger.ask([0, 1])
+    run.deliver(0)  # under way when the canary was sent, perhaps
+    run.train()
+    assert run.canary(0, True).proven == 1
+    run.ledger.ask([0, 1])
+    assert run.canary(0, True).proven == 2
+    scoring = read_scoring(path)
+    assert scoring is not None and scoring.holds and scoring.trained == 4
+
+
+def test_one_that_moves_has_its_groups_scored_again_and_names_the_weights(path: Path) -> None:
+    run = Run(path)
+    run.deliver(0)
+    run.deliver(1)
+    run.train()
+    run.ledger.ask([0, 1])
+    assert run.canary(0, True).proven == 1 and run.canary(1, True).proven == 1
+    run.train()  # by 1, proven
+    run.deliver(1)
+    run.train()  # by 1: in the weights of version 3, not proven
+    first, _ = run.deliver(1), run.deliver(0)
+    found = run.canary(1, False)
+    assert found == CanaryAnswer(again=tuple(first), first_bad=3, proven=2)
+    assert run.ledger.status().pending == first and run.ledger.missing() == first
+    # A lease of the same groups again: attempt 2, by another; they are no failures.
+    again = run.ledger.lease("b", 9)
+    assert [one.group_id for one in again][:2] == first and again[0].attempt == 2
+    for one in again[:2]:
+        assert run.ledger.deliver(one, "b", scored_by=[0])
+    assert run.ledger.take(run.trained) is not None
+    found = audit(path)
+    assert found.problems == [] and found.re_leases == {"to be scored again": 2}
+    assert found.scoring is not None and found.scoring.bad == {"teacher engine 1": [3]}
+
+
+def test_what_is_taken_counts_as_trained(path: Path) -> None:
+    """The learner has it, and nobody can take it away from there."""
+    run = Run(path)
+    taken = run.deliver(1)
+    step = run.ledger.take(run.trained)
+    assert step is not None and step.group_ids == taken
+    assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
+
+
+def test_what_one_that_has_moved_still_delivers_is_scored_again(path: Path) -> None:
+    run = Run(path)
+    leases = run.ledger.lease("a", 2)
+    assert run.canary(1, False) == CanaryAnswer(again=(), first_bad=None, proven=0)
+    run.deliver(0, 1, leases=leases)
+    assert run.ledger.take(run.trained) is None
+    assert run.ledger.status().pending == [0, 1] and run.ledger.status().depth == 0
+
+
+def test_the_journal_played_again_is_the_same_ledger(path: Path) -> None:
+    run = Run(path)
+    for by in (0, 1):
+        run.deliver(by)
+        run.train()
+    run.ledger.ask([0, 1])
+    run.deliver(1)
+    run.canary(0, True)
+    found = run.canary(1, False)
+    assert found.first_bad == 2 and found.again == (4, 5)
+    again = replay(path).ledger
+    assert again is not None and again.status().pending == run.ledger.status().pending == [4, 5]
+    # What it forgets is the payload: one more canary has nothing to complain of.
+    assert again.canary(0, True) == run.ledger.canary(0, True, step=2, gap=0.0, mean=0.0, rode=True)
+
+
+def test_weights_that_went_back_contain_what_they_did(path: Path) -> None:
+    run = Run(path)
+    run.deliver(0)
+    run.train()
+    checkpoint = run.trained
+    run.deliver(0)
+    run.train()
+    run.ledger.rewind(checkpoint, "the learner was lost")
+    run.trained, run.version = checkpoint, 1
+    # The first step is in the checkpoint, and not proven: only the second one was undone.
+    assert run.canary(0, False) == CanaryAnswer(again=(), first_bad=1, proven=0)
+
+
+def test_a_group_that_is_made_again_while_weights_contain_it_is_held_to_both(path: Path) -> None:
+    """The queue dies after the learner took its groups, which come again, by another scorer."""
+    run = Run(path)
+    run.deliver(1)
+    step = run.ledger.take(run.trained)
+    assert step is not None
+    run.ledger.recover()
+    run.deliver(0)
+    run.trained = run.trained.after(step.group_ids, {})
+    run.ledger.publish(1, run.trained)
+    run.ledger.ask([0])
+    assert run.canary(0, True).proven == 0
+    assert run.canary(1, False).first_bad == 1
+
+
+def test_what_a_killed_job_left_open_stays_a_gap(path: Path) -> None:
+    run = Run(path)
+    run.deliver(0)
+    run.train()
+    again = Run(path, run.trained)
+    again.deliver(0)
+    again.train()
+    again.ledger.ask([0, 1])
+    again.canary(0, True)
+    scoring = read_scoring(path)
+    assert scoring is not None and not scoring.holds and not scoring.bad
+    assert (scoring.proven, scoring.trained) == (2, 4)
+    assert scoring.gaps == {"teacher engine 0": [1]}
+    assert "step 1: groups of teacher engine 0 after its last good canary" in scoring.verdict()
+
+
+def written(path: Path, events: list[dict[str, Any]]) -> None:
+    """The events with new links: as by one who knows how they are made."""
+    path.unlink()
+    journal = Journal(path)
+    for event in events:
+        fields = {name: value for name, value in event.items() if name not in ("t", "after")}
+        journal.record(**fields)
+    journal.close()
+
+
+def test_an_audit_finds_canaries_that_are_missing_or_made_up(path: Path) -> None:
+    run = Run(path)
+    run.deliver(0)
+    run.train()
+    run.ledger.ask([0, 1])
+    run.canary(0, True)
+    run.journal.close()
+    events = list(read_journal(path))
+    true = json.dumps(events)
+
+    def audited(**changes: Any) -> tuple[list[str], bool]:
+        kind, change = next(iter(changes.items()))
+        made = [change(e) if e["event"] == kind else e for e in json.loads(true)]
+        written(path, [event for event in made if event])
+        found = audit(path)
+        assert found.scoring is not None
+        return found.problems, found.scoring.holds
+
+    assert audited(canary=lambda event: event) == ([], True)
+    assert audited(canary=lambda _: None) == ([], False)
+    assert audited(ask=lambda _: None) == ([], False)
+    assert audited(canary=lambda event: event | {"good": False, "why": "?"}) == ([], False)
+    problems, _ = audited(canary=lambda event: event | {"replica": 7})
+    assert problems == ["a canary of scorer 7, which never began"]
+    problems, _ = audited(put=lambda event: event | {"by": [5]})
+    assert problems[0] == "group 0 was scored by [5], which never began"
+    assert audited(put=lambda event: event | {"by": []}) == ([], False)
+
+
+def test_runs_without_scorers_say_nothing_of_them(path: Path) -> None:
+    journal = Journal(path)
+    trained = TrainedGroups()
+    journal.record("start", run="r", run_id="i", epoch=1, settings=SETTINGS, **trained.to_json())
+    ledger = Ledger(LedgerSettings(**SETTINGS), trained, epoch=1, record=journal.record)
+    for one in ledger.lease("a", 2):
+        ledger.deliver(one, "a")
+    assert read_scoring(path) is None
+    assert not any("scores:" in line for line in audit(path).lines())
+    assert not any("by" in event for event in read_journal(path))

@@ -1,0 +1,178 @@
+"""Canaries: noise raises no alarm; other weights, empty ones, a lost T and a slow drift do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distill.engine import EngineInfo, Score, ScoreRequest
+from distill.handshake.canary import (
+    COMPANY,
+    NUM_ROWS,
+    Answer,
+    CanaryRows,
+    Tolerance,
+    judge,
+    outliers,
+)
+from distill.handshake.comparison import TOLERANCE
+from distill.types import TopLogprobs
+
+T = 0.7
+VOCAB_SIZE = 64
+HIDDEN = 24
+# Of a matrix multiplication, relative: what other batches make of the same sum.
+NOISE = {"float32": 3e-7, "bfloat16": 2**-9}
+
+
+def info(**changes: object) -> EngineInfo:
+    facts: dict[str, object] = {
+        "kind": "embedded", "model": "m", "vocab_size": VOCAB_SIZE, "context_length": 64,
+        "weight_version": 0, "dtype": "float32", "eos_token_ids": (1,), "tokenizer": None,
+        "temperature_scaling": "in the engine",
+    }  # fmt: skip
+    return EngineInfo(**facts | changes)  # type: ignore[arg-type]
+
+
+class Model:
+    """Bags of embeddings: enough of a model to have weights, precision and noise."""
+
+    def __init__(self, seed: int, dtype: str = "float32") -> None:
+        rng = np.random.default_rng(seed)
+        self.embedding_VH = rng.normal(size=(VOCAB_SIZE, HIDDEN))
+        self.head_HV = rng.normal(size=(HIDDEN, VOCAB_SIZE)) * 0.6
+        self.noise, self.rng = NOISE[dtype], rng
+
+    def logits_TV(self, tokens_T: np.ndarray) -> np.ndarray:
+        """After each token."""
+        age_TT = np.arange(len(tokens_T))[:, None] - np.arange(len(tokens_T))
+        state_TH = np.where(age_TT >= 0, 0.7 ** np.abs(age_TT), 0) @ self.embedding_VH[tokens_T]
+        scale_TV = np.abs(state_TH) @ np.abs(self.head_HV)
+        noise_TV = self.rng.normal(size=scale_TV.shape) * self.noise
+        return state_TH @ self.head_HV + scale_TV * noise_TV
+
+    def score(self, requests: list[ScoreRequest], temperature: float | None = None) -> list[Score]:
+        """`temperature`: what it takes for each T; None: the T that it is asked for."""
+        scores = []
+        for request in requests:
+            logits_NV = self.logits_TV(request.tokens_T)[request.start - 1 : -1]
+            columns = []
+            for asked in request.temperatures:
+                scaled_NV = logits_NV / (temperature or asked)
+                log_p_NV = scaled_NV - np.logaddexp.reduce(scaled_NV, axis=1, keepdims=True)
+                columns.append(log_p_NV)
+            targets_N = request.tokens_T[request.start :]
+            rows = np.arange(len(targets_N))
+            top = None
+            if request.given_NK is not None:
+                top = TopLogprobs(
+                    ids_NK=request.given_NK,
+                    logprobs_NK=np.take_along_axis(columns[0], request.given_NK, 1).astype("f4"),
+                )
+            scores.append(
+                Score(
+                    logprobs_by_temperature=tuple(
+                        log_p_NV[rows, targets_N].astype(np.float32) for log_p_NV in columns
+                    ),
+                    top=top,
+                )
+            )
+        return scores
+
+
+def introduced(model: Model, rows: CanaryRows, dtype: str) -> tuple[Answer, Tolerance]:
+    repeats = [rows.answer(model.score(rows.with_company(number))) for number in COMPANY]
+    return repeats[0], Tolerance.of(repeats, dtype, T)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_noise_raises_no_alarm_and_other_weights_always_do(dtype: str) -> None:
+    rows = CanaryRows.of(info(), T, given=5)
+    for seed in range(10):
+        model = Model(seed, dtype)
+        first, tolerance = introduced(model, rows, dtype)
+        for _ in range(8):
+            assert judge(rows.answer(model.score(list(rows.requests))), first, tolerance, rows).good
+        other = Model(seed + 100, dtype)
+        verdict = judge(rows.answer(other.score(list(rows.requests))), first, tolerance, rows)
+        assert not verdict.good and "other weights" in verdict.told()
+
+
+def test_the_tolerance_is_that_of_the_first_answers_within_bounds() -> None:
+    rows = CanaryRows.of(info(), T)
+    model = Model(0)
+    model.noise = 2**-13
+    repeats = [rows.answer(model.score(list(rows.requests))) for _ in range(4)]
+    gaps = [np.abs(each.all_N.astype(float) - repeats[0].all_N) for each in repeats]
+    tolerance = Tolerance.of(repeats, "float16", 1.0)
+    assert 0.00625 < tolerance.measured < 0.05, "between the bounds that are tried below"
+    assert tolerance.measured == pytest.approx(max(gap_N.max() for gap_N in gaps))
+    assert tolerance.max_gap == pytest.approx(4 * tolerance.measured)
+    assert tolerance.mean_gap == pytest.approx(4 * max(gap_N.mean() for gap_N in gaps))
+    # A quiet one has an eighth of what the handshake allows, and a wild one no more than that.
+    assert Tolerance.of(repeats[:1], "float16", 1.0).max_gap == TOLERANCE["float16"] / 8
+    assert Tolerance.of(repeats, "float32", 0.5).max_gap == 2 * TOLERANCE["float32"]
+
+
+def test_a_slow_drift_adds_up() -> None:
+    """Each step is far below the tolerance; the answers are held against the first ones."""
+    rows = CanaryRows.of(info(), T)
+    model = Model(3, "bfloat16")
+    first, tolerance = introduced(model, rows, "bfloat16")
+    direction_HV = np.random.default_rng(9).normal(size=model.head_HV.shape) * 0.004
+    before, good = first, 0
+    while True:
+        model.head_HV += direction_HV
+        answer = rows.answer(model.score(list(rows.requests)))
+        assert judge(answer, before, tolerance, rows).good, "one step of it is seen by nobody"
+        if not judge(answer, first, tolerance, rows).good:
+            break
+        before, good = answer, good + 1
+        assert good < 100
+    assert good >= 2
+
+
+def test_known_mistakes_are_named() -> None:
+    rows = CanaryRows.of(info(), T)
+    model = Model(4)
+    first, tolerance = introduced(model, rows, "float32")
+    zeros = Model(4)
+    zeros.head_HV[:] = 0
+    verdict = judge(rows.answer(zeros.score(list(rows.requests))), first, tolerance, rows)
+    assert not verdict.good and verdict.told().endswith("is -ln 64, so its weights are empty")
+    undivided = judge(rows.answer(model.score(list(rows.requests), 1.0)), first, tolerance, rows)
+    assert not undivided.good and "not divided by T any more" in undivided.told()
+    broken = Model(4)
+    broken.head_HV[0, 0] = np.nan
+    with np.errstate(invalid="ignore"):
+        verdict = judge(rows.answer(broken.score(list(rows.requests))), first, tolerance, rows)
+    assert not verdict.good and verdict.told() == "some of its log-probs are not finite"
+
+
+def test_the_odd_one_of_several_replicas_is_known_and_of_two_both_are() -> None:
+    rows, between = CanaryRows.of(info(), T), Tolerance.between("float32", T)
+    answers = {
+        name: rows.answer(Model(seed).score(list(rows.requests)))
+        for name, seed in {"a": 1, "b": 2, "c": 1}.items()
+    }
+    assert outliers(answers, between, rows).keys() == {"b"}
+    assert outliers({n: answers[n] for n in "ab"}, between, rows).keys() == {"a", "b"}
+    assert outliers({n: answers[n] for n in "ac"}, between, rows) == {}
+    assert outliers({"a": answers["a"]}, between, rows) == {}
+
+
+def test_rows_take_the_paths_of_real_requests() -> None:
+    event = (1, 2, 3)
+    rows = CanaryRows.of(info(stop_event=event), T, given=8, top_k=2)
+    at_T, at_other = rows.requests[0::2], rows.requests[1::2]
+    assert len(at_T) == len(at_other) == NUM_ROWS
+    for request in at_T:
+        assert request.start == 1 and request.temperatures == (T, 1.0) and request.listed == 10
+        assert request.given_NK is not None and not np.isin(request.given_NK, event[1:]).any()
+        assert request.tokens_T.max() < VOCAB_SIZE
+    assert {request.temperatures for request in at_other} == {(T * 1.5,)}
+    assert not any(request.listed for request in at_other)
+    # Given tokens are left out where the server does not know them, and company comes behind.
+    assert CanaryRows.of(info(scores_given=False), T, given=8).requests[0].listed == 0
+    assert rows.with_company(6)[: len(rows.requests)] == list(rows.requests)
+    assert len(rows.with_company(6)) == len(rows.requests) + 6

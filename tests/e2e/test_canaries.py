@@ -1,0 +1,163 @@
+"""Runs whose teacher's weights change in the middle: what it scored is in no weights at the end.
+
+All in this process (local=True), so that a test can reach into a teacher that serves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.embedded.engine import EmbeddedEngine
+from cluster.inspect.audit import audit
+from cluster.run_files.rollouts import read_rollouts
+from cluster.train import main
+from distill.engine import Score, ScoreRequest
+from tests.conftest import TinyPair
+from tests.e2e.harness import events, metrics, opd_arguments
+from tests.tiny import VOCAB_SIZE
+
+pytestmark = pytest.mark.e2e
+
+UNIFORM = -math.log(VOCAB_SIZE)
+
+
+class Planted:
+    """Changes the weights of the teacher that scored first, just before its n-th scoring."""
+
+    def __init__(self, model: str, nth: int, change: Callable[[torch.Tensor], Any]) -> None:
+        self._model, self._nth, self._change = model, nth, change
+        self._engine: EmbeddedEngine | None = None
+        self._calls = 0
+
+    @property
+    def done(self) -> bool:
+        return self._calls >= self._nth
+
+    def see(self, engine: EmbeddedEngine) -> None:
+        if engine._model_path != self._model:
+            return
+        self._engine = self._engine or engine
+        if engine is not self._engine:
+            return
+        self._calls += 1
+        if self._calls == self._nth:
+            with torch.no_grad():
+                for parameter in engine._model._lm.parameters():
+                    self._change(parameter)
+
+
+@pytest.fixture
+def plant(tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    score = EmbeddedEngine.score
+
+    def new(nth: int, change: Callable[[torch.Tensor], Any]) -> Planted:
+        planted = Planted(tiny_pair.teacher, nth, change)
+
+        async def watched(engine: EmbeddedEngine, requests: Sequence[ScoreRequest]) -> list[Score]:
+            planted.see(engine)
+            return await score(engine, requests)
+
+        monkeypatch.setattr(EmbeddedEngine, "score", watched)
+        return planted
+
+    yield new
+
+
+def train(pair: TinyPair, out: Path, **settings: object) -> int:
+    given = opd_arguments(
+        pair,
+        out,
+        local=True,
+        eval_size=0,
+        steps=10,
+        canary_every=2,
+        keep_rollouts="all",
+        **settings,
+    )
+    return main(["recipe=opd", *given])
+
+
+def certificate(out: Path) -> dict[str, Any]:
+    return json.loads((out / "certificate.json").read_text())
+
+
+def expect_proven(out: Path) -> dict[str, Any]:
+    """All that the final weights contain is proven, by certificate and by audit."""
+    found = certificate(out)
+    assert found["proven"] and found["groups"]["proven"] == 40 and not found["gaps"]
+    proved = audit(out / "ledger.jsonl", steps=10)
+    assert proved.problems == [] and proved.scoring is not None and proved.scoring.holds
+    assert [int(step["step"]) for step in metrics(out)] == list(range(1, 11))
+    return found
+
+
+def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
+    tiny_pair: TinyPair, tmp_path: Path, plant: Any
+) -> None:
+    """The only teacher wakes with empty weights and answers -ln V; the loss converges all the
+    same."""
+    out = tmp_path / "run"
+    planted = plant(24, lambda parameter: parameter.zero_())
+    assert train(tiny_pair, out, max_staleness=0) == 0 and planted.done
+    found = expect_proven(out)
+    first, second = found["replicas"]
+    assert "so its weights are empty" in first["quarantine"]["why"]
+    assert second["quarantine"] is None and second["groups"] > 0
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
+    [rewind] = events(out, "rewind")
+    assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
+    scored = [
+        value
+        for group in read_rollouts(out / "rollouts.jsonl")
+        for member in group.trajectories_G
+        for segment in member.segments
+        for value in segment.teacher_logprobs_N or ()
+    ]
+    assert scored and not any(abs(value - UNIFORM) < 1e-5 for value in scored)
+
+
+@pytest.mark.slow
+def test_weights_swapped_in_one_of_three_servers_are_scored_again_by_the_others(
+    tiny_pair: TinyPair, tmp_path: Path, plant: Any
+) -> None:
+    out = tmp_path / "run"
+    planted = plant(14, lambda parameter: parameter.add_(torch.randn_like(parameter) * 0.05))
+    assert train(tiny_pair, out, teacher_engines=3) == 0 and planted.done
+    found = expect_proven(out)
+    [moved] = [each for each in found["replicas"] if each["quarantine"]]
+    assert moved["groups_in_gaps"] == 0
+    assert sum(each["beside_real_rows"] for each in found["replicas"]) > 0
+    assert len(found["replicas"]) == 4, "three, and the one in place of the one that moved"
+
+
+@pytest.mark.slow
+def test_a_good_run_raises_no_alarm(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert train(tiny_pair, out, teacher_engines=2, max_staleness=2) == 0
+    found = expect_proven(out)
+    assert all(each["quarantine"] is None for each in found["replicas"])
+    assert not events(out, "rewind") and not events(out, "death")
+    assert not any(each["name"] == "scorer_moved" for each in events(out, "finding"))
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["certificate"] == found["verdict"]
+
+
+@pytest.mark.slow
+def test_stop_ends_the_run_before_the_weights_that_contain_it(
+    tiny_pair: TinyPair, tmp_path: Path, plant: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed with a teacher that is well, it goes on from the checkpoint before them."""
+    out = tmp_path / "run"
+    planted = plant(24, lambda parameter: parameter.zero_())
+    assert train(tiny_pair, out, max_staleness=0, on_bad_teacher="stop") == 1 and planted.done
+    assert "on_bad_teacher=stop" in capsys.readouterr().err
+    assert not certificate(out)["proven"]
+    assert train(tiny_pair, out, max_staleness=0) == 0
+    expect_proven(out)
