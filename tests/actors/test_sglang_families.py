@@ -42,7 +42,7 @@ async def scored(engine: HostedSglangEngine, rows: Sequence[TrainingRow]) -> lis
         ScoreRequest(tokens_T=row.tokens_T, start=row.first_trained, temperatures=(T,))
         for row in rows
     ]
-    scores = await asyncio.wait_for(engine.score(requests), timeout=120)
+    scores = await asyncio.wait_for(engine.score(requests), timeout=360)  # its start included
     return [score.logprobs_by_temperature[0] for score in scores]
 
 
