@@ -38,8 +38,12 @@ class _Recipe:
 
 def _run_on_policy(config: Any, console: Console) -> None:
     from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
+    from cluster.rehearsal.rehearse import rehearse
 
-    run_on_policy(config, console)
+    if config.rehearse and not config.dry_run:
+        rehearse(config, console)
+    else:
+        run_on_policy(config, console)
 
 
 def _run_sft(config: Any, console: Console) -> None:

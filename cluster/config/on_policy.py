@@ -228,6 +228,17 @@ class RolloutConfig(
         "engine and learner can do this for",
         metadata=MAY_CHANGE,
     )
+    rehearse: bool = chz.field(
+        default=False,
+        doc="the run in small first, and nothing else: random twins of the models, every kind of "
+        "actor killed once, a resume, an evaluation; what works, and what full size would meet",
+        metadata=MAY_CHANGE,
+    )
+    rehearse_tokens_per_s: float | None = chz.field(
+        default=None,
+        doc="what a teacher scores in a second, for rehearse=True to say how long steps will take",
+        metadata=MAY_CHANGE,
+    )
     replay_keep: int = chz.field(
         default=0,
         doc="for cluster.replay: keep what the newest so many steps trained on, in out/replay, at "
@@ -291,6 +302,7 @@ class RolloutConfig(
             )
         self._check_replay()
         self._check_kept()
+        self._check_rehearsal()
         self._check_env()
         if self.objective().baseline == "global" and self.prompts_per_step * self.group_size < 2:
             raise ConfigError(
@@ -359,6 +371,16 @@ class RolloutConfig(
                 f"replay_if_kl={self.replay_if_kl} changes nothing: recipe={self.recipe} has no "
                 "teacher; use replay_if"
             )
+
+    def _check_rehearsal(self) -> None:
+        if (rate := self.rehearse_tokens_per_s) is None:
+            return
+        if not self.rehearse:
+            raise ConfigError(
+                f"rehearse_tokens_per_s={rate} changes nothing without rehearse=True; give both"
+            )
+        if not rate > 0:
+            raise ConfigError(f"rehearse_tokens_per_s={rate} must be above 0: tokens a second")
 
     def _check_kept(self) -> None:
         """Raises ConfigError for settings of a run with engines, in one without."""

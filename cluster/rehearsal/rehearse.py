@@ -1,0 +1,261 @@
+"""`rehearse=True`: the run in small, with everything that is the user's own.
+
+    twins      random models of the same families and vocabularies (distill/models/twins.py)
+    run        handshake, steps, pushes, evaluations, checkpoints; one actor of each kind is killed
+    resume     the same run goes on from its checkpoint, and ends
+    judged     out/final loads, the audit proves exactly once; and what the full size would meet
+
+Everything is written to OUT-rehearsal, which the next rehearsal replaces.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cluster.config.checks import RolloutInputs, check_rollout
+from cluster.config.on_policy import RolloutConfig
+from cluster.early_ends import Interrupted, RunFailed
+from cluster.inspect.audit import audit
+from cluster.placement.roles import (
+    EVALUATOR,
+    LEARNER,
+    POLICY,
+    QUEUE,
+    REFERENCE,
+    REWARD,
+    ROLLOUT,
+    teacher_roles,
+)
+from cluster.recipes.observer import Observer, observed_by, present_observer
+from cluster.recipes.on_policy import run_on_policy
+from cluster.rehearsal.full_size import full_size
+from cluster.rehearsal.small import SmallRun, small_run
+from cluster.rehearsal.strikes import Strikes
+from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.driver import Signals
+from distill.errors import ConfigError, IsothermError
+from distill.models.loading import load_causal_lm
+
+# The deaths and recoveries of all kinds; servers of a few models start in a minute each.
+_DEADLINE_S = 900.0
+_REPORT = "rehearsal.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was tried."""
+
+    what: str
+    works: bool
+    told: str
+    seconds: float | None = None
+
+
+def rehearse(config: RolloutConfig, console: Console) -> None:
+    """Rehearses the run; prints a table of what works, and what the full size would meet.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: before anything starts, as the run itself would.
+        RunFailed: something does not work.
+    """
+    began = time.monotonic()
+    inputs = check_rollout(config)
+    out = Path(config.out)
+    place = _cleared(out.with_name(f"{out.name}-rehearsal"))
+    small = small_run(config, place)
+    rehearsal = _Rehearsal(config, small, inputs, place, console)
+    rehearsal.run()
+    rehearsal.report(time.monotonic() - began)
+
+
+def _cleared(place: Path) -> Path:
+    """An empty directory for it.
+
+    Raises:
+        ConfigError: there is something else.
+    """
+    if place.exists() and any(place.iterdir()) and not (place / _REPORT).exists():
+        raise ConfigError(
+            f"{place} is where the rehearsal would write, and is no rehearsal's; move it away"
+        )
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    (place / _REPORT).write_text('{"status": "under way"}\n')
+    return place
+
+
+class _Rehearsal:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        small: SmallRun,
+        inputs: RolloutInputs,
+        place: Path,
+        console: Console,
+    ) -> None:
+        self._config, self._small, self._inputs = config, small, inputs
+        self._place, self._console = place, console
+        self._findings: list[Finding] = []
+        self._directory = RunDirectory(small.config.recipe, small.config)
+
+    def run(self) -> None:
+        """Everything that is tried, until something fails that the rest needs."""
+        self._say(f"a rehearsal in {self._place}, with random twins; the run itself is not begun")
+        for name, twin in self._small.twins.items():
+            said = (
+                " (stands in for one that runs elsewhere)" if name in self._small.stand_ins else ""
+            )
+            self._found(f"twin of {name}", True, f"{twin.told}{said}")
+        with self._tried("the run, and its deaths"):
+            strikes = self._with_deaths()
+            for each in strikes.recoveries:
+                told = "serves again" if each.seconds is not None else "does not serve again"
+                self._found(f"death of a {each.who}", each.seconds is not None, told, each.seconds)
+            self._measured()
+            with self._tried("resume, and the run's end"):
+                self._resumed()
+        if all(finding.works for finding in self._findings):
+            self._ended()
+
+    def _with_deaths(self) -> Strikes:
+        """The run until one actor of each kind has died and come back."""
+        began, signals = time.monotonic(), Signals()
+        strikes = Strikes(
+            self._kinds(), self._directory.path / "events.jsonl", signals, _DEADLINE_S
+        )
+        outer = present_observer()
+
+        def line(metrics: Any) -> None:
+            outer.signals.check()
+            strikes.line(metrics)
+
+        try:
+            with observed_by(Observer(line=line, signals=signals)):
+                run_on_policy(self._small.config, self._console)
+        except Interrupted:
+            if not strikes.ended:
+                raise
+        steps = self._directory.read_steps()
+        self._found(
+            "steps", len(steps) >= 3, f"{len(steps)} steps, a checkpoint after each",
+            time.monotonic() - began,
+        )  # fmt: skip
+        return strikes
+
+    def _kinds(self) -> list[str]:
+        """The learner last: its death takes the run back to a checkpoint."""
+        config = self._small.config
+        kinds = [ROLLOUT, POLICY, *teacher_roles(config).values()]
+        kinds += [REFERENCE] if config.reference is not None else []
+        kinds += [REWARD] if config.reward_model is not None else []
+        kinds += [EVALUATOR] if len(self._inputs.held_out) else []
+        return [*kinds, QUEUE, LEARNER]
+
+    def _measured(self) -> None:
+        """What the steps' metrics and the handshake say."""
+        calibration = json.loads((self._directory.path / "calibration.json").read_text())
+        agreed = [each for each in calibration["comparisons"] if not each["must_differ"]]
+        gap = max(float(each["max_gap"]) for each in agreed)
+        told = f"all parties agree to {gap:.1e} nats at T={self._config.temperature:g}"
+        self._found("handshake", calibration["agrees"], told)
+        steps = self._directory.read_steps()
+        last = steps[-1]
+        told = f"{last['push/bytes'] / 1e6:.1f} MB in {last['push/seconds']:.2f} s"
+        if (proven := last.get("push/proven")) is not None:
+            told += f", {proven:.0%} of the parameters proved by checksum"
+        self._found("push", True, told)
+        rewards = [step["reward/mean"] for step in steps]
+        if self._inputs.judged:
+            spread = f"{min(rewards):.3g} to {max(rewards):.3g} (of random models)"
+            self._found("rewards", True, f"mean of a step {spread}")
+
+    def _resumed(self) -> None:
+        began, done = time.monotonic(), len(self._directory.read_steps())
+        config = chz.replace(self._small.config, steps=done + 1)
+        run_on_policy(config, self._console)
+        self._found("resume", True, f"from step {done}, to the end", time.monotonic() - began)
+
+    def _ended(self) -> None:
+        """The evaluations, the exported model, and the ledger."""
+        summary = json.loads((self._directory.path / "summary.json").read_text())
+        evaluated = [name for name in summary if name.startswith("eval ")]
+        if len(self._inputs.held_out):
+            self._found("evaluation", bool(evaluated), ", ".join(evaluated) or "none was made")
+        final = self._directory.final
+        model = load_causal_lm(str(final), dtype=torch.float32, device="cpu")
+        self._found("final", True, f"{final.name}/ loads as {type(model).__name__}")
+        found = audit(self._directory.ledger)
+        told = f"{found.trained} groups in {found.steps} steps, each trained once"
+        self._found("audit", not found.problems, "; ".join(found.problems[:2]) or told)
+
+    @contextmanager
+    def _tried(self, what: str) -> Iterator[None]:
+        """What goes wrong within is a finding, and not the end of the rehearsal."""
+        try:
+            yield
+        except (RunFailed, IsothermError) as error:
+            self._found(what, False, f"{type(error).__name__}: {error}")
+
+    def _found(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
+        self._findings.append(Finding(what=what, works=works, told=told, seconds=seconds))
+
+    def report(self, seconds: float) -> None:
+        """Prints it, and writes rehearsal.json.
+
+        Raises:
+            RunFailed: something does not work.
+        """
+        table = Table(title="rehearsal")
+        for header in ("", "what", "how", "s"):
+            table.add_column(header, justify="right" if header == "s" else "left")
+        for each in self._findings:
+            mark = "[green]works[/]" if each.works else "[bold red]FAILS[/]"
+            took = "" if each.seconds is None else f"{each.seconds:.1f}"
+            table.add_row(mark, each.what, escape(each.told), took)
+        self._console.print(table)
+        full = full_size(self._config, self._inputs, self._first_observations())
+        self._say("at full size:")
+        for line in full.lines:
+            self._say(f"  {line}".replace("\n", "\n  "))
+        for warning in full.warnings:
+            self._console.print(f"  [bold red]WOULD BREAK[/] {escape(warning)}", highlight=False)
+        if self._small.left_out:
+            self._say(f"not rehearsed: {', '.join(self._small.left_out)}")
+        failed = [each.what for each in self._findings if not each.works]
+        report = {
+            "status": "failed" if failed else "works",
+            "seconds": seconds,
+            "findings": [asdict(each) for each in self._findings],
+            "full_size": {"lines": full.lines, "warnings": full.warnings},
+            "not_rehearsed": list(self._small.left_out),
+        }
+        (self._place / _REPORT).write_text(json.dumps(report, indent=1) + "\n")
+        self._say(f"took {seconds:.0f} s; all of it is in {self._place}")
+        if failed:
+            raise RunFailed(f"the rehearsal failed: {', '.join(failed)}; see {self._place}")
+
+    def _first_observations(self) -> list[int]:
+        path = self._directory.rollouts
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [
+            member["segments"][0]["actions"][0][0]
+            for line in lines
+            for member in json.loads(line)["trajectories"]
+            if member["segments"] and member["segments"][0]["actions"]
+        ]
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)

@@ -1,0 +1,127 @@
+"""The rehearsal's run: the user's settings, with small random twins of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from actors.config import choose_engine
+from actors.sglang.address import is_url
+from cluster.config.on_policy import OpdConfig, RolloutConfig, TeacherConfig
+from distill.models.twins import Twin, save_twin
+from distill.rewards.model_reward import PREFIX
+
+# Of what a step has, at most.
+_MOST = {
+    "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "eval_max_new_tokens": 24,
+    "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "policy_engines": 2,
+    "teacher_engines": 2, "rollout_workers": 2, "eval_engines": 1, "num_substeps": 4,
+    "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
+}  # fmt: skip
+# What belongs to a GPU, to a cluster of many nodes, to the real models or to who watches.
+_NOT_HERE = (
+    "gpus_per_actor", "gpu_memory_gib", "colocate", "engines_sleep", "offload_optimizer", "liger",
+    "compile", "policy_server_flags", "teacher_server_flags", "weights", "dtype", "learner_dtype",
+    "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus", "placement",
+    "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step", "replay_keep",
+    "replay_if", "replay_if_kl", "keep_rollouts_every", "keep_every", "keep_best", "token_budget",
+    "groups_in_flight", "start_deadline_s", "rehearse", "rehearse_tokens_per_s", "dry_run",
+)  # fmt: skip
+# Deaths come as fast as the run makes steps; it ends by itself long before these.
+STEPS_AT_MOST = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallRun:
+    """What is rehearsed.
+
+    Attributes:
+        twins: by the setting that names the model.
+        stand_ins: settings of teachers that run elsewhere, for which a twin of the student stands.
+        left_out: settings given by the user that the rehearsal does without.
+    """
+
+    config: RolloutConfig
+    twins: dict[str, Twin] = field(default_factory=dict)
+    stand_ins: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+def small_run(config: RolloutConfig, out: Path) -> SmallRun:
+    """Writes the twins under `out`, and makes the settings of the run of them.
+
+    Raises:
+        CheckpointError: a model's family cannot be made small.
+    """
+    twins, stand_ins = {}, []
+    for seed, (name, model) in enumerate(_models(config)):
+        elsewhere = is_url(model)
+        if elsewhere:
+            stand_ins.append(name)
+        twins[name] = save_twin(
+            config.student if elsewhere else model,
+            out / "twins" / name,
+            seed=seed,
+            reward=name == "reward",
+        )
+    defaults = {name: spec._default for name, spec in chz.chz_fields(type(config)).items()}
+    left_out = [
+        name for name in _NOT_HERE if name in defaults and getattr(config, name) != defaults[name]
+    ]
+    changes: dict[str, Any] = {name: defaults[name] for name in _NOT_HERE if name in defaults}
+    for name, most in _MOST.items():
+        if name in defaults and (value := getattr(config, name)) is not None:
+            changes[name] = min(value, most)
+    if config.lora_adapter is not None:
+        changes["lora_rank"] = _MOST["lora_rank"]
+    changes |= {
+        "out": str(out / "run"), "device": "cpu", "engine": choose_engine(config.engine),
+        "steps": STEPS_AT_MOST, "checkpoint_every": 1, "eval_every": 0, "keep_rollouts": "all",
+        "student": twins["student"].path,
+    }  # fmt: skip
+    if config.eval_engines:
+        changes["eval_every"] = 1
+    return SmallRun(
+        config=chz.replace(config, **changes, **_named(config, twins)),
+        twins=twins,
+        stand_ins=tuple(stand_ins),
+        left_out=tuple(left_out),
+    )
+
+
+def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Each model of the run, by the setting that names it."""
+    yield "student", config.student
+    for name, teacher in config.teacher_models().items():
+        yield (f"teachers.{name}" if name else "teacher"), teacher.model
+    if config.reference is not None:
+        yield "reference", config.reference
+    if config.reward_model is not None:
+        yield "reward", config.reward_model
+
+
+def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
+    """The settings that name other models than the student."""
+    changes: dict[str, Any] = {}
+    if isinstance(config, OpdConfig) and config.teacher is not None:
+        changes["teacher"] = twins["teacher"].path
+    elif isinstance(config, OpdConfig):
+        changes["teachers"] = {
+            name: TeacherConfig(model=twins[f"teachers.{name}"].path, weight=teacher.weight)
+            for name, teacher in config.teachers.items()
+        }
+    if config.reference is not None:
+        changes["reference"] = twins["reference"].path
+    if config.reward is not None and config.reward.startswith(PREFIX):
+        changes["reward"] = f"{PREFIX}{twins['reward'].path}"
+    elif config.reward_model is not None:  # an environment's own
+        fields = chz.chz_fields(type(config.env))
+        own = {
+            n: twins["reward"].path for n in fields if getattr(config.env, n) == config.reward_model
+        }
+        changes["env"] = chz.replace(config.env, **own)
+    return changes

@@ -1,0 +1,140 @@
+"""Random twins of models: the family, vocabulary and context of a checkpoint, in a tiny size.
+
+What a run does to a model depends on its family (names and layouts of tensors, attention, routers,
+tied heads, stop tokens) and on its vocabulary; how well it knows anything does not matter to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.errors import CheckpointError
+from distill.models.loading import MAKING, first_line, load_config, vocab_size
+from distill.tokenizer import load_tokenizer
+
+# Sizes by the names that configs have for them; of those that a config has, the smaller is taken.
+# Heads of 64 are what served kernels take, and some take a head to be hidden_size over the heads.
+_SIZES: Mapping[str, int] = {
+    "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "head_dim": 64,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "num_nextn_predict_layers": 0, "max_window_layers": 2,
+}  # fmt: skip
+_LAYERS = 2
+_VISION = {"num_hidden_layers": 1, "depth": 1}
+# Logits of a fresh model are nearly equal, and any temperature would fit them.
+_SHARPNESS = 10.0
+# Parameters beside embeddings; a twin that has more did not shrink.
+_LARGEST = 20_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Twin:
+    """A twin on disk.
+
+    Attributes:
+        told: what it is, and of what, for people.
+    """
+
+    path: str
+    told: str
+
+
+def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> Twin:
+    """Writes a random twin of the checkpoint at `source`, with its tokenizer, to `target`.
+
+    Args:
+        reward: a reward model's: a scalar head in place of the vocabulary's.
+
+    Raises:
+        CheckpointError: the family cannot be made this small; with its name, before it is written.
+    """
+    config = load_config(source)
+    small = shrunken(config)
+    auto: Any = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    try:
+        with MAKING, torch.device("meta"):
+            planned = auto.from_config(small, dtype=torch.float32, trust_remote_code=False)
+        _check_size(planned)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = auto.from_config(small, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # a foreign config may fail in any way
+        raise CheckpointError(
+            f"{source!r} cannot be rehearsed: no small {config.model_type} can be made of its "
+            f"config ({first_line(error)}); rehearse with a model of another family, or start "
+            "with a few steps of the real run"
+        ) from error
+    head = model.get_output_embeddings()
+    if head is not None:
+        with torch.no_grad():
+            head.weight.mul_(_SHARPNESS)
+    model.save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
+    with suppress(OSError):  # a checkpoint may come without one
+        GenerationConfig.from_pretrained(source).save_pretrained(target)
+    return Twin(path=str(target), told=_told(config, model))
+
+
+def shrunken(config: Any) -> Any:
+    """A copy of the config with `_SIZES`, and as many layers as it has kinds of them, or two."""
+    small = deepcopy(config)
+    text = small.get_text_config()
+    layers = _shrink_layers(text)
+    heads, grouped = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+    for name, size in _SIZES.items():
+        if isinstance(was := getattr(text, name, None), int) and was > size:
+            setattr(text, name, size)
+    if grouped is not None:
+        text.num_key_value_heads = text.num_attention_heads if grouped == heads else 1
+    if getattr(text, "mlp_only_layers", None):
+        text.mlp_only_layers = [layer for layer in text.mlp_only_layers if layer < layers]
+    vision = getattr(small, "vision_config", None)
+    for name, size in _VISION.items():
+        if vision is not None and hasattr(vision, name):
+            setattr(vision, name, size)
+    small.dtype = text.dtype = "float32"
+    return small
+
+
+def _shrink_layers(text: Any) -> int:
+    kinds = getattr(text, "layer_types", None)
+    if not kinds:
+        text.num_hidden_layers = min(_LAYERS, text.num_hidden_layers)
+        return text.num_hidden_layers
+    kept = list(dict.fromkeys(kinds))
+    kept += kinds[: max(0, min(_LAYERS, len(kinds)) - len(kept))]
+    text.num_hidden_layers, text.layer_types = len(kept), kept
+    return len(kept)
+
+
+def _check_size(model: PreTrainedModel) -> None:
+    embeddings = {id(model.get_input_embeddings().weight)}
+    if (head := model.get_output_embeddings()) is not None:
+        embeddings.add(id(head.weight))
+    size = sum(each.numel() for each in model.parameters() if id(each) not in embeddings)
+    if size > _LARGEST:
+        raise ValueError(f"{size / 1e6:.0f} M parameters beside its embeddings are left")
+
+
+def _told(config: Any, model: PreTrainedModel) -> str:
+    was, now = config.get_text_config(), model.config.get_text_config()
+    millions = sum(each.numel() for each in model.parameters()) / 1e6
+    return (
+        f"{type(model).__name__}: {now.num_hidden_layers} layers of {was.num_hidden_layers}, "
+        f"hidden {now.hidden_size} of {was.hidden_size}, vocabulary {vocab_size(config):,} as it "
+        f"is: {millions:.1f} M parameters, random"
+    )

@@ -1,0 +1,139 @@
+"""The rehearsal's parts: its settings, its deaths, and what it says of the full size."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config.checks import check_rollout
+from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.rehearsal import strikes
+from cluster.rehearsal.full_size import full_size
+from cluster.rehearsal.rehearse import _cleared
+from cluster.rehearsal.small import STEPS_AT_MOST, small_run
+from cluster.rehearsal.strikes import Recovery, Strikes
+from cluster.runtime.driver import Signals
+from distill.errors import ConfigError
+
+Opd = Callable[..., OpdConfig]
+
+
+def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
+    opd: Opd, tmp_path: Path
+) -> None:
+    given = opd(
+        loss="ppo", prompts_per_step=64, group_size=8, max_staleness=2, policy_engines=3,
+        policy_engines_max=6, colocate=True, gpus_per_actor=0.5, wandb="offline", compile=True,
+        policy_server_flags="--log-level debug", learner_workers=3, teacher=None,
+        teachers={
+            "near": TeacherConfig(model=str(opd().teacher), weight=2.0),
+            "far": TeacherConfig(model="http://far:30000"),
+        },
+    )  # fmt: skip
+    small = small_run(given, tmp_path / "small")
+    config = small.config
+    assert (config.loss, config.temperature, config.max_staleness) == ("ppo", 0.7, 2)
+    assert (config.prompts, config.seed, config.kl_coef) == (given.prompts, given.seed, 1.0)
+    assert (config.prompts_per_step, config.group_size, config.steps) == (4, 4, STEPS_AT_MOST)
+    assert (config.policy_engines, config.learner_workers, config.device) == (2, 2, "cpu")
+    assert small.stand_ins == ("teachers.far",)
+    assert config.teachers["near"].weight == 2.0
+    paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
+    assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
+    assert {
+        "policy_engines_max", "colocate", "gpus_per_actor", "wandb", "compile",
+        "policy_server_flags",
+    } == set(small.left_out)  # fmt: skip
+
+
+def test_only_a_rehearsals_directory_is_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "run-rehearsal"
+    _cleared(place)
+    (place / "twins").mkdir()
+    assert not (_cleared(place) / "twins").exists()
+    (place / "rehearsal.json").rename(place / "thesis.tex")
+    with pytest.raises(ConfigError, match="move it away"):
+        _cleared(place)
+    assert (place / "thesis.tex").exists()
+
+
+class Stage:
+    """Made-up actors, which return when they are told to."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.killed = path, []
+        path.touch()
+        names = ["opd-1/rollout-0", "opd-1/rollout-1", "opd-1/queue", "opd-1/teacher-math-0"]
+        monkeypatch.setattr(strikes, "list_named_actors", lambda: names)
+        monkeypatch.setattr(strikes.ray, "get_actor", lambda name: name)
+        monkeypatch.setattr(strikes.ray, "kill", self._kill)
+
+    def _kill(self, name: str, no_restart: bool) -> None:
+        assert not no_restart, "the queue is brought back by Ray"
+        self.killed.append(name)
+
+    def back(self, who: str) -> None:
+        event = {"t": time.time(), "event": "restart", "who": who}
+        with self.path.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+STEP = {"step": 1, "time/step": 0.1}
+
+
+def test_one_dies_at_a_time_and_the_run_ends_when_all_are_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, signals = Stage(tmp_path / "events.jsonl", monkeypatch), Signals()
+    stage.back("rollout worker 1")  # before its time
+    made = Strikes(["rollout", "teacher math", "queue"], stage.path, signals, 1e6)
+    made.line({"step": 0})  # an evaluation's line
+    assert not stage.killed
+    for who in ("rollout worker 0", "teacher math engine 0", "queue"):
+        made.line(STEP)
+        before = len(stage.killed)
+        made.line(STEP)
+        assert len(stage.killed) == before, "it has not returned"
+        stage.back(who)
+    assert stage.killed == ["opd-1/rollout-0", "opd-1/teacher-math-0", "opd-1/queue"]
+    made.line(STEP)
+    assert signals.received is None
+    made.line(STEP)
+    assert made.ended and signals.received == signal.SIGINT
+    assert [each.who for each in made.recoveries] == ["rollout", "teacher math", "queue"]
+    assert all(each.seconds is not None and each.seconds >= 0 for each in made.recoveries)
+
+
+def test_who_does_not_return_in_time_and_who_never_was_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, signals = Stage(tmp_path / "events.jsonl", monkeypatch), Signals()
+    made = Strikes(["evaluator", "queue", "rollout"], stage.path, signals, 1e6)
+    made.line(STEP)
+    assert made.recoveries == [Recovery(who="evaluator", seconds=None)]
+    made.line(STEP)
+    made._give_up_at = 0.0
+    made.line(STEP)
+    assert [each.who for each in made.recoveries] == ["evaluator", "queue", "rollout"]
+    assert made.ended and not any(each.seconds for each in made.recoveries)
+
+
+def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
+    config = opd(
+        rehearse=True, rehearse_tokens_per_s=100.0, steps=10, prompts_per_step=5, group_size=2
+    )
+    inputs = check_rollout(config)
+    said = "\n".join(full_size(config, inputs, []).lines)
+    lengths = [7] * len(inputs.train)  # "10+01=" and the like, behind the template's own
+    assert f"of {len(lengths)} looked at" in said and "context 128" in said
+    assert "10 samples of up to" in said and "s a step" in said and "h in all" in said
+    assert "push" in said and "policy" in said
+    with pytest.raises(ConfigError, match="rehearse_tokens_per_s=5"):
+        opd(rehearse_tokens_per_s=5.0)
+    with pytest.raises(ConfigError, match="must be above 0"):
+        opd(rehearse=True, rehearse_tokens_per_s=0.0)

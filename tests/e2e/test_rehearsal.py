@@ -1,0 +1,42 @@
+"""A whole rehearsal, and one of a run that would fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TinyPair
+from tests.e2e.harness import opd_arguments, run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, rehearse=True, rehearse_tokens_per_s=1e4)
+    code, told = run("cluster.train", *arguments)
+    assert code == 0, told
+    assert not out.exists(), "the run itself is not begun"
+    report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
+    assert report["status"] == "works"
+    found = {each["what"]: each for each in report["findings"]}
+    died = ["rollout", "policy", "teacher", "evaluator", "queue", "learner"]
+    for what in [*(f"death of a {who}" for who in died), "resume", "final", "audit", "handshake"]:
+        assert found[what]["works"], found[what]
+    assert "WOULD BREAK" not in told and "at full size:" in told
+    code, told = run("cluster.train", *opd_arguments(tiny_pair, out, steps=1, local=True))
+    assert code == 0, f"the run itself begins after it: {told}"
+
+
+def test_what_would_fail_fails_in_the_rehearsal(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    arguments = opd_arguments(
+        tiny_pair, tmp_path / "run", rehearse=True, try_first=False,
+        reward="tests.e2e.rewards:broken",
+    )  # fmt: skip
+    code, told = run("cluster.train", *arguments)
+    assert code == 1, told
+    assert "FAILS" in told and "the rehearsal failed" in told
+    report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
+    assert report["status"] == "failed"
