@@ -123,7 +123,7 @@ class _Rehearsal:
             strikes = self._with_deaths()
             for each in strikes.recoveries:
                 told = "serves again" if each.seconds is not None else "does not serve again"
-                self._found(f"death of a {each.who}", each.seconds is not None, told, each.seconds)
+                self._found(f"death: {each.who}", each.seconds is not None, told, each.seconds)
             self._measured()
             with self._tried("resume, and the run's end"):
                 self._resumed()

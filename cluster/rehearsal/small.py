@@ -29,8 +29,9 @@ _NOT_HERE = (
     "policy_engines_max", "teacher_engines_max", "rollout_workers_max", "rollout_cpus", "placement",
     "local", "track", "wandb", "notify", "fork_from", "lora_adapter", "trace_step", "replay_keep",
     "replay_if", "replay_if_kl", "keep_rollouts_every", "keep_every", "keep_best", "token_budget",
-    "groups_in_flight", "start_deadline_s", "rehearse", "rehearse_tokens_per_s", "dry_run",
+    "groups_in_flight", "start_deadline_s",
 )  # fmt: skip
+_OWN = ("rehearse", "rehearse_tokens_per_s", "dry_run")
 # Deaths come as fast as the run makes steps; it ends by itself long before these.
 STEPS_AT_MOST = 1000
 
@@ -72,7 +73,8 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     left_out = [
         name for name in _NOT_HERE if name in defaults and getattr(config, name) != defaults[name]
     ]
-    changes: dict[str, Any] = {name: defaults[name] for name in _NOT_HERE if name in defaults}
+    here = (*_NOT_HERE, *_OWN)
+    changes: dict[str, Any] = {name: defaults[name] for name in here if name in defaults}
     for name, most in _MOST.items():
         if name in defaults and (value := getattr(config, name)) is not None:
             changes[name] = min(value, most)

@@ -23,7 +23,7 @@ def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_p
     assert report["status"] == "works"
     found = {each["what"]: each for each in report["findings"]}
     died = ["rollout", "policy", "teacher", "evaluator", "queue", "learner"]
-    for what in [*(f"death of a {who}" for who in died), "resume", "final", "audit", "handshake"]:
+    for what in [*(f"death: {who}" for who in died), "resume", "final", "audit", "handshake"]:
         assert found[what]["works"], found[what]
     assert "WOULD BREAK" not in told and "at full size:" in told
     code, told = run("cluster.train", *opd_arguments(tiny_pair, out, steps=1, local=True))
