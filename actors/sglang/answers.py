@@ -296,8 +296,8 @@ def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, Flo
     """(ids, log-probs) of the likeliest tokens, from blocks of a K each position, (expected, K)."""
     try:
         shape, before = meta[_TOP + "_shape"], int(meta[_TOP + "_null_prefix"])
-        ids_NK = _block(meta, "idx").reshape(shape).astype(np.int32)
-        logprobs_NK = _block(meta, "val").reshape(shape).astype(np.float32)
+        ids_NK = _block(meta, "idx").reshape(shape).astype(np.int32, copy=False)
+        logprobs_NK = _block(meta, "val").reshape(shape).astype(np.float32, copy=False)
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the server's blocks of {_TOP} cannot be read: {error!r}") from error
     _check_top_rows(len(ids_NK) + before - 1, expected)

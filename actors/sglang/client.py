@@ -2,14 +2,20 @@
 
 A request is sent again only where that is safe: when nothing was sent yet (connection refused), or
 when it changes nothing (scoring, asking). Sampling that was under way is never repeated silently.
+
+What is large is written and read in a thread, one at a time, so that the event loop goes on
+answering heartbeats. It is a matter of bounded pieces, too: parsing JSON and base64 holds the
+interpreter from first byte to last (`actors.sglang.requests.bounded`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -18,12 +24,13 @@ from distill.errors import DataError, EngineError, EngineLost
 
 logger = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+Body = Mapping[str, Any]
+
 _RETRIES = 3
 _BACK_OFF_S = 0.2
 # Below the 5 s after which the server closes an idle connection: a reused one is never half closed.
 _KEEPALIVE_S = 2.0
-# A sample of a busy server gets a token at least this often, retractions included.
-_SLOWEST_TOKEN_S = 0.25
 
 
 class SglangClient:
@@ -33,8 +40,8 @@ class SglangClient:
         url: says `http://host:port`; asked again for every request.
         api_key: for generating and scoring; None sends none.
         admin_api_key: for weights, pausing and aborting.
-        deadline_s: longest any one request may take, retries included; one that generates has
-            more.
+        deadline_s: longest any one request may take, retries included, beside what it is allowed
+            for its tokens.
         obituary: says why the server is gone, for the errors.
     """
 
@@ -52,18 +59,19 @@ class SglangClient:
         self._deadline_s = deadline_s
         self._obituary = obituary
         self._session: aiohttp.ClientSession | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="sglang answers")
 
     async def get(self, path: str) -> Any:
         """JSON of a GET, repeated where it fails on the way."""
         return await self._request("GET", path, None, key=self._api_key, repeatable=True)
 
     async def post(
-        self, path: str, body: Mapping[str, Any], *, repeatable: bool = False, tokens: int = 0
+        self, path: str, body: Body, *, repeatable: bool = False, allowance_s: float = 0
     ) -> Any:
         """JSON of a POST.
 
         Args:
-            tokens: that may be generated, one after the other: each lengthens the deadline.
+            allowance_s: for its tokens: lengthens the deadline.
 
         Raises:
             DataError: the server refuses the request as such (status 400 or 422).
@@ -71,14 +79,37 @@ class SglangClient:
             EngineError: it refuses the key, fails, or answers what is not JSON.
         """
         return await self._request(
-            "POST", path, body, key=self._api_key, repeatable=repeatable, tokens=tokens
+            "POST", path, body, key=self._api_key, repeatable=repeatable, allowance_s=allowance_s
         )
+
+    async def exchange(
+        self,
+        path: str,
+        body: Callable[[], Body],
+        read: Callable[[Any], Value],
+        *,
+        repeatable: bool = False,
+        allowance_s: float = 0,
+    ) -> Value:
+        """What `read` makes of the JSON of a POST; `body` and it run in a thread.
+
+        Raises what `post` does, and what the two do.
+        """
+        payload = await self._aside(lambda: _bytes(body()))
+        return await self._request(
+            "POST", path, payload, key=self._api_key, repeatable=repeatable,
+            allowance_s=allowance_s, read=read,
+        )  # fmt: skip
+
+    async def _aside(self, function: Callable[[], Value]) -> Value:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function)
 
     async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of an administrative POST. Raises as `post` does."""
         return await self._request("POST", path, body, key=self._admin_api_key, repeatable=False)
 
     async def close(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -87,16 +118,24 @@ class SglangClient:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Body | bytes | None,
         *,
         key: str | None,
         repeatable: bool,
-        tokens: int = 0,
+        allowance_s: float = 0,
+        read: Callable[[Any], Any] | None = None,
     ) -> Any:
-        deadline_s = self._deadline_s + tokens * _SLOWEST_TOKEN_S
+        deadline_s = self._deadline_s + allowance_s
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._attempts(method, path, body, key=key, repeatable=repeatable)
+                status, content = await self._attempts(
+                    method, path, body, key=key, repeatable=repeatable
+                )
+                if read is None:
+                    return self._checked(path, status, content)
+                return await self._aside(
+                    lambda: _uncollected(lambda: read(self._checked(path, status, content)))
+                )
         except TimeoutError:
             raise EngineLost(
                 f"{self._url()}{path} did not answer within {deadline_s:.0f} s: the server "
@@ -107,12 +146,12 @@ class SglangClient:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Body | bytes | None,
         *,
         key: str | None,
         repeatable: bool,
-    ) -> Any:
-        payload = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    ) -> tuple[int, bytes]:
+        payload = body if body is None or isinstance(body, bytes) else _bytes(body)
         for attempt in range(_RETRIES + 1):
             last = attempt == _RETRIES
             try:
@@ -125,7 +164,7 @@ class SglangClient:
                     raise self._unreachable(path, error) from error
             else:
                 if not (status >= 500 and repeatable) or last:
-                    return self._checked(path, status, content)
+                    return status, content
             logger.warning("%s%s failed (try %d); trying again", self._url(), path, attempt + 1)
             await asyncio.sleep(_BACK_OFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
@@ -179,3 +218,19 @@ class SglangClient:
 
     def _why(self) -> str:
         return f" {self._obituary()}" if self._obituary is not None else ""
+
+
+def _uncollected(read: Callable[[], Value]) -> Value:
+    """Reads without garbage collection: the rows of an answer are many lists that soon go by
+    themselves, and would have everything looked through that the process has ever imported."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return read()
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _bytes(body: Body) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

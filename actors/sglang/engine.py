@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +41,14 @@ from actors.sglang.answers import (
 )
 from actors.sglang.client import SglangClient
 from actors.sglang.plugin.hooks import LISTED_KEY
-from actors.sglang.requests import forced_body, in_pass, passes_of, sampling_body, scoring_body
+from actors.sglang.requests import (
+    bounded,
+    forced_body,
+    in_pass,
+    passes_of,
+    sampling_body,
+    scoring_body,
+)
 from actors.sglang.server import SglangServer
 from actors.sglang.weights import WeightSession
 from distill.engine import (
@@ -55,6 +63,7 @@ from distill.engine import (
     check_records,
 )
 from distill.errors import DataError, EngineError, EngineLost
+from distill.pace import SLOWEST_PREFILL_S, SLOWEST_TOKEN_S, Pace
 from distill.routing import MixtureShape
 from distill.sampling import UNSCALED
 from distill.stops import StopTokens, hits
@@ -120,6 +129,7 @@ class SglangEngine:
         self._in_flight: dict[asyncio.Future[None], int] = {}  # samples at the server, by call
         self._queued = 0  # samples and chains at this engine
         self._beats = 0
+        self._decoding, self._prefilling = Pace(SLOWEST_TOKEN_S), Pace(SLOWEST_PREFILL_S)
 
     @property
     def _cache_namespace(self) -> dict[str, str]:
@@ -149,11 +159,22 @@ class SglangEngine:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._in_flight[ended] = request.num_samples
         try:
-            made = await self._client.post("/generate", body, tokens=limit)
-            answers = answers_of(made, request.num_samples)
+            began = time.monotonic()
+            samples = await self._client.exchange(
+                "/generate",
+                lambda: body,
+                partial(self._read_samples, request),
+                allowance_s=self._decoding.allowance_s(limit),
+            )
         finally:
             del self._in_flight[ended]
             ended.set_result(None)
+        longest = max(len(sample.tokens_T) for sample in samples)
+        self._decoding.note(time.monotonic() - began, longest)
+        return samples
+
+    def _read_samples(self, request: GenerateRequest, content: Any) -> list[Sample]:
+        answers = answers_of(content, request.num_samples)
         samples = [read_sample(answer, self._event, request.top_k) for answer in answers]
         if not request.experts:
             return samples
@@ -239,15 +260,36 @@ class SglangEngine:
             by_request[i][UNSCALED] = unscaled_N
 
     async def _prefill(self, passes: Sequence[tuple[ScoreRequest, float]]) -> list[_Prefilled]:
-        """Log-probs of each request's tokens at the T beside it, by prefill on the server."""
-        answers = answers_of(
-            await self._client.post(
-                "/generate",
-                scoring_body(passes, self._event) | self._cache_namespace,
-                repeatable=True,
-            ),
-            len(passes),
-        )
+        """Log-probs of each request's tokens at the T beside it, by prefill on the server.
+
+        In as many requests as it takes for each answer to be of bounded size.
+        """
+        parts = [passes[part] for part in bounded(passes, self._event)]
+        namespace, began = self._cache_namespace, time.monotonic()
+        tokens = sum(len(request.tokens_T) for request, _ in passes)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                made = [
+                    tasks.create_task(
+                        self._client.exchange(
+                            "/generate",
+                            lambda part=part: scoring_body(part, self._event) | namespace,
+                            partial(self._read_prefilled, part),
+                            repeatable=True,
+                            allowance_s=self._prefilling.allowance_s(tokens),
+                        )
+                    )
+                    for part in parts
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled by the first
+        self._prefilling.note(time.monotonic() - began, tokens)
+        return [each for one in made for each in one.result()]
+
+    def _read_prefilled(
+        self, passes: Sequence[tuple[ScoreRequest, float]], content: Any
+    ) -> list[_Prefilled]:
+        answers = answers_of(content, len(passes))
         return [
             _Prefilled(
                 read_input_logprobs(answer, request, t, self._vocab_size, self._event),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,29 @@ def in_pass(request: ScoreRequest, temperature: float) -> ScoreRequest:
 def merged(event: tuple[int, ...]) -> int:
     """Tokens that are no outcome of their own: so many more are asked for."""
     return max(0, len(event) - 1)
+
+
+# Bytes of an answer for each scored row, and for each token that is listed with it (int32 and
+# float32 in base64). Answers of up to so many are read in one piece.
+_ROW_BYTES, _LISTED_BYTES, _ANSWER_BYTES = 40, 11, 16 << 20
+
+
+def bounded(
+    passes: Sequence[tuple[ScoreRequest, float]], event: tuple[int, ...] = ()
+) -> list[slice]:
+    """Where to cut a list of passes, so that each answer is of a bounded number of rows.
+
+    One pass alone may be longer.
+    """
+    cuts, filled = [0], 0
+    for i, (request, _) in enumerate(passes):
+        listed = request.listed + (len(event) if request.listed else 0)
+        size = (len(request.tokens_T) - request.start) * (_ROW_BYTES + listed * _LISTED_BYTES)
+        if i > cuts[-1] and filled + size > _ANSWER_BYTES:
+            cuts.append(i)
+            filled = 0
+        filled += size
+    return [slice(a, b) for a, b in pairwise([*cuts, len(passes)])]
 
 
 # The likeliest tokens as two blocks of int32 and float32 in place of a list of lists each token: a

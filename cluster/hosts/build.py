@@ -13,7 +13,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
-from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.config import (
+    LOADED_A_S,
+    START_S,
+    EngineConfig,
+    checkpoint_bytes,
+    choose_dtype,
+    choose_engine,
+)
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.evaluator import Evaluator
 from actors.rollout.inside_file import problems_inside
@@ -78,6 +85,8 @@ from learner.worker import LossFunction
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
 # Ray restarts it, and repeats its unfinished calls.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
+# A learner's checkpoint over a model's in bfloat16: weights and two moments in float32.
+_STATE = 6
 # Problems that a message names.
 _SHOWN = 8
 
@@ -520,8 +529,18 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
         heartbeat=ready_call,
         introduction=aside_whereabouts_call,
         critical=True,
-        start_deadline_s=config.deadline_s,
+        start_deadline_s=max(config.deadline_s, START_S + _learner_bytes(config) / LOADED_A_S),
     )
+
+
+def _learner_bytes(config: CommonConfig) -> int:
+    """Most bytes that a learner reads at its start: those of a checkpoint of its own."""
+    if isinstance(config, RolloutConfig):
+        copies = config.teacher_models() if config.objective().estimator == "full" else {}
+        teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
+        return _STATE * checkpoint_bytes(config.student) + teachers
+    assert isinstance(config, SupervisedConfig)
+    return _STATE * checkpoint_bytes(config.model)
 
 
 def maker(config: CommonConfig) -> Callable[..., Any]:

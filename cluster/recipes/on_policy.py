@@ -207,9 +207,7 @@ class _Run:
             start_model=resume_from.model_dir if resume_from else config.student,
             found=running.found,
         )
-        self._evaluations = Evaluations(
-            config, running, self.fleet, has_problems=len(inputs.held_out) > 0
-        )
+        self._evaluations = Evaluations(config, running, self.fleet, problems=len(inputs.held_out))
 
     @property
     def learner(self) -> Any:

@@ -116,8 +116,17 @@ class Driver:
         """The value of a call of the learner; if it dies or hangs, that is LearnerLost."""
         return self.call(what, reference, lost=LearnerLost)
 
-    def call(self, what: str, reference: Any, lost: type[ActorLost] = ActorLost) -> Any:
+    def call(
+        self,
+        what: str,
+        reference: Any,
+        lost: type[ActorLost] = ActorLost,
+        allowance_s: float = 0.0,
+    ) -> Any:
         """The value of an actor call.
+
+        Args:
+            allowance_s: for its work, beyond the deadline that every call has.
 
         Raises:
             Interrupted: a signal came in while waiting. The call goes on.
@@ -125,7 +134,8 @@ class Driver:
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
         """
-        deadline = time.monotonic() + self._deadline_s
+        deadline_s = self._deadline_s + allowance_s
+        deadline = time.monotonic() + deadline_s
         while True:
             self.poll()
             ready, _ = calls.wait([reference], timeout=_POLL_S)
@@ -133,7 +143,7 @@ class Driver:
                 return self.value(what, reference, lost=lost)
             if time.monotonic() > deadline:
                 late = Overdue if lost is ActorLost else lost
-                raise late(f"{what} did not end within {self._deadline_s:.0f} s")
+                raise late(f"{what} did not end within {deadline_s:.0f} s")
 
     def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
         """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""

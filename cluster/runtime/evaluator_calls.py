@@ -2,7 +2,8 @@
 
 an engine dies meanwhile              the call is tried again, up to 5 times
 the evaluator dies                    the same, of the one that is made in its place
-it does not end within deadline_s     it is ended and replaced, and the same
+it does not end within deadline_s,    it is ended and replaced, and the same
+    and what its tokens may take
 ... in an environment or a reward     the second time ends the run, with the problems' names
 """
 
@@ -37,10 +38,11 @@ PENDING = object()
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of the evaluator: its name in messages, and how to make it."""
+    """A call of the evaluator: its name in messages, how to make it, and seconds for its tokens."""
 
     what: str
     make: Callable[[], Any]
+    allowance_s: float = 0.0
 
 
 class EvaluatorCalls:
@@ -69,7 +71,7 @@ class EvaluatorCalls:
         if words := member.spec.last_words():
             self._last_words.append(words)
 
-    def persist(self, what: str, ask: Callable[[], Any]) -> Any:
+    def persist(self, ask: Ask) -> Any:
         """The value of the call that `ask` makes.
 
         Raises:
@@ -78,13 +80,13 @@ class EvaluatorCalls:
         self._last_words.clear()
         for left in reversed(range(_TRIES)):
             self._prepare()
-            member = self._serving(what)
+            member = self._serving(ask.what)
             try:
-                return self._driver.call(what, ask())
+                return self._driver.call(ask.what, ask.make(), allowance_s=ask.allowance_s)
             except LearnerLost:
                 raise
             except ActorLost as lost:
-                self._failed(what, member, lost, left)
+                self._failed(ask.what, member, lost, left)
                 self._driver.pause(_PAUSE_S)
 
     def begin(self, ask: Ask) -> PendingCall:
@@ -92,13 +94,13 @@ class EvaluatorCalls:
         self._last_words.clear()
         return PendingCall(ask, self._members, self._value, self._failed)
 
-    def _value(self, what: str, reference: Any, overdue_s: float) -> Any:
+    def _value(self, ask: Ask, reference: Any, age_s: float) -> Any:
         if not calls.wait([reference], timeout=0)[0]:
-            if overdue_s <= self._deadline_s:
+            if age_s <= (deadline_s := self._deadline_s + ask.allowance_s):
                 return PENDING
-            raise Overdue(f"{what} did not end within {self._deadline_s:.0f} s")
+            raise Overdue(f"{ask.what} did not end within {deadline_s:.0f} s")
         try:
-            return self._driver.value(what, reference)
+            return self._driver.value(ask.what, reference)
         except LearnerLost as lost:  # a dead learner is for the supervisor to report
             raise ActorLost(str(lost)) from lost
 
@@ -132,7 +134,7 @@ class EvaluatorCalls:
             f"{what} failed: its actor died or hung {len(self._last_words)} times"
             f"{self._last_words[-1]}. Make that code end, and raise instead of ending or holding "
             f"up its process, or take the problem out; deadline_s={self._deadline_s:g} is the "
-            "longest an evaluation may take"
+            "longest an evaluation may take, beside what its tokens take"
         )
 
 
@@ -141,7 +143,7 @@ class PendingCall:
 
     Args:
         members: the evaluators that serve.
-        value: of a call, by its name, its reference and its age in seconds; or `PENDING`.
+        value: of a call, with its reference and its age in seconds; or `PENDING`.
         failed: told of a try that was lost and of how many are left; raises if it was the last.
     """
 
@@ -149,7 +151,7 @@ class PendingCall:
         self,
         ask: Ask,
         members: Callable[[], list[Member]],
-        value: Callable[[str, Any, float], Any],
+        value: Callable[[Ask, Any, float], Any],
         failed: Callable[[str, Member, ActorLost, int], None],
     ) -> None:
         self._ask, self._members, self._value, self._failed = ask, members, value, failed
@@ -167,7 +169,7 @@ class PendingCall:
             self._running = members[0], self._ask.make(), now
         member, reference, began = self._running
         try:
-            return self._value(self._ask.what, reference, now - began)
+            return self._value(self._ask, reference, now - began)
         except ActorLost as lost:
             self._running, self._not_before = None, now + _PAUSE_S
             self._failed(self._ask.what, member, lost, self._left)

@@ -43,7 +43,7 @@ from cluster.runtime.announcer import Announcer
 from cluster.runtime.background_evaluation import BackgroundEvaluation
 from cluster.runtime.canaries import Canaries, canary_setup
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
 from cluster.runtime.learner_lifecycle import LearnerLifecycle
 from cluster.runtime.scaling import Scaling
 from cluster.runtime.status_poller import StatusPoller
@@ -449,9 +449,9 @@ class Fleet:
         """Admits engines that have started; call it while the learner is idle."""
         self._admission.admit_waiting()
 
-    def persist(self, what: str, ask: Callable[[], Any]) -> Any:
+    def persist(self, ask: Ask) -> Any:
         """The value of a call of the evaluator; see `EvaluatorCalls`."""
-        return self._evaluator_calls.persist(what, ask)
+        return self._evaluator_calls.persist(ask)
 
 
 def trained_in(checkpoint: Checkpoint | None) -> TrainedGroups:

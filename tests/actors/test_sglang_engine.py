@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import pkgutil
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -307,6 +309,66 @@ def test_what_no_decode_reference_can_be_made_of(rows: Any) -> None:
     server.spoil = in_meta(output_token_ids_logprobs=rows)
     with pytest.raises(EngineError, match=r"output_token_ids_logprobs are|log-prob of token"):
         ask(server, decode_score)
+
+
+def test_many_rows_are_scored_in_requests_of_bounded_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of five tokens: two to a request, or one where tokens are listed with each."""
+    monkeypatch.setattr("actors.sglang.requests._ANSWER_BYTES", 5 * 40 * 2)
+    asked: list[int] = []
+
+    class Counting(MisbehavingServer):
+        def _generate(self, body: Any) -> Any:
+            asked.append(len(body["input_ids"]))
+            return super()._generate(body)
+
+    requests = [replace(SCORE, temperatures=(t / 10,)) for t in range(5, 10)]
+    found = ask(Counting(), lambda engine: engine.score(requests))
+    assert sorted(asked) == [1, 2, 2]
+    expected = [[-0.5 * t / 10] * 5 for t in range(5, 10)]
+    np.testing.assert_allclose([s.logprobs_by_temperature[0] for s in found], expected)
+    asked.clear()
+    likeliest = [replace(request, top_k=2) for request in requests]
+    found = ask(Counting(), lambda engine: engine.score(likeliest))
+    assert asked == [1] * 5
+    assert all(score.top.ids_NK.tolist() == [[20, 21]] * 5 for score in found)
+
+
+def test_one_of_several_requests_that_fails_is_the_error_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.sglang.requests._ANSWER_BYTES", 1)
+    server = MisbehavingServer()
+    server.failures = [400]
+    with pytest.raises(DataError, match="refused the request"):
+        ask(server, lambda engine: engine.score([SCORE] * 3))
+
+
+@pytest.mark.parametrize("call", [score, generate])
+def test_answers_are_read_in_a_thread_beside_the_event_loop(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON and what is made of it, so that heartbeats go on meanwhile."""
+    threads: dict[str, str] = {}
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*given: Any, **named: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return function(*given, **named)
+
+        return read
+
+    for name in ("read_sample", "read_input_logprobs", "scoring_body", "loads"):
+        module = "client.orjson" if name == "loads" else "engine"
+        path = f"actors.sglang.{module}.{name}"
+        monkeypatch.setattr(path, noted(name, pkgutil.resolve_name(path)))
+    ask(MisbehavingServer(), call)
+    names = {"loads", "read_sample"} if call is generate else {
+        "loads", "read_input_logprobs", "scoring_body"
+    }  # fmt: skip
+    assert threads.keys() == names
+    assert all(thread.startswith("sglang answers") for thread in threads.values())
 
 
 def test_a_server_without_the_plugin_is_asked_again_for_unscaled_logprobs() -> None:

@@ -3,8 +3,8 @@
 And of every estimator: how true its gradient is, and how noisy; of the vocabulary projection: its
 memory and time; of the learner's step: where its time goes, and what would change that; of one
 learner worker and two: speed, memory, saving, gathering; of the queue: groups a second, and where
-their bytes go; of the driver: its share of a core by the number of actors; of step rules: a job of
-long-tailed answers.
+their bytes go; of the driver: its share of a core by the number of actors; of a teacher's likeliest
+tokens: how long heartbeats wait for their reading; of step rules: a job of long-tailed answers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from tests.bench.data_path import data_path_table, measure_data_path
+from tests.bench.decoding import DecodingConfig, decoding_table, measure_decoding
 from tests.bench.deltas import deltas_table, measure_deltas
 from tests.bench.driver import driver_table, measure_driver
 from tests.bench.estimators import estimators_table, measure_estimators
@@ -116,6 +117,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     queue = measure_queue(work)
     data_path = measure_data_path(work)
     driver = measure_driver([10, 100, 1000], seconds=20)
+    decoding = measure_decoding(DecodingConfig())
     long_tails = measure_long_tails(
         work / "long-tails", steps=50, seeds=1, engines=[1, 2], console=console
     )
@@ -136,6 +138,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         "queue": queue,
         "data_path": data_path,
         "driver": driver,
+        "decoding": decoding,
         "long_tails": long_tails,
         "jobs": jobs,
         "peer": peer,
@@ -189,6 +192,7 @@ def _print(report: dict[str, Any], console: Console) -> None:
     console.print(queue_table(report["queue"]))
     console.print(data_path_table(report["data_path"]))
     console.print(driver_table(report["driver"]))
+    console.print(decoding_table(report["decoding"]))
     console.print(long_tails_table(report["long_tails"]))
     console.print(estimators_table(report["estimators"]))
     console.print(memory_table(report["memory"]))

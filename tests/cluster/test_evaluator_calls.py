@@ -12,7 +12,7 @@ import ray
 from actors.rollout.inside_file import problems_inside
 from cluster.placement.roles import EVALUATOR
 from cluster.runtime.driver import Driver, Signals
-from cluster.runtime.evaluator_calls import EvaluatorCalls
+from cluster.runtime.evaluator_calls import Ask, EvaluatorCalls
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
     ActorSpec,
@@ -76,7 +76,7 @@ class House:
             [evaluator] = self.supervisor.serving(EVALUATOR).values()
             return evaluator.evaluate.remote(way, self.spared)
 
-        return self.calls.persist("evaluation", ask)
+        return self.calls.persist(Ask("evaluation", ask))
 
 
 @pytest.fixture
@@ -107,6 +107,6 @@ def test_what_ends_an_evaluator_once_is_forgiven(house: House) -> None:
         return evaluator.evaluate.remote("dies", house.spared)
 
     Path(house.spared).touch()
-    assert house.calls.persist("evaluation", ask) == "well"
+    assert house.calls.persist(Ask("evaluation", ask)) == "well"
     assert house.made == 3
     assert not any("in the code of" in line for line in house.said)

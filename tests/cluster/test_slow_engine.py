@@ -1,0 +1,205 @@
+"""A long answer of a slow engine is let be; a frozen engine is found. Hours, on a clock that jumps.
+
+Worker, queue, ledger, leases, supervisor, stall detection, engine pool, engine and its client are
+the real ones, at a run's own deadlines; the server is made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from actors.sglang.client import SglangClient
+from actors.sglang.engine import SglangEngine
+from distill.engine import GenerateRequest, ScoreRequest
+from distill.errors import EngineError
+from distill.handshake.comparison import CalibrationReport, Comparison
+from distill.pace import Pace
+from distill.sampling import TrainSampling
+from tests.conftest import TinyPair
+from tests.simulated_run import VOCAB_SIZE, SimulatedRun
+from tests.simulation import SimulatedLoop, simulated_time
+
+TOKENS, SECONDS = 32_000, 1800.0
+AGREES = Comparison(
+    party="engine", reference="learner", temperature=0.7, num_tokens=8, max_gap=1e-6, mean_gap=1e-7,
+    tolerance=1e-3,
+)  # fmt: skip
+
+
+class SlowServer(SglangClient):
+    """A client of a server that takes half an hour for 32,000 tokens.
+
+    As SGLang does, it answers /health once its scheduler has put something out: every few seconds,
+    of what is being decoded or of a chunk of a prefill. It stops to at `frozen_from`.
+    """
+
+    def __init__(self, loop: SimulatedLoop, frozen_from: float) -> None:
+        super().__init__(lambda: "http://slow", api_key=None, admin_api_key=None, deadline_s=1800)
+        self._loop, self._frozen_from = loop, frozen_from
+        self.asked = 0
+
+    async def _send(
+        self, method: str, path: str, payload: bytes | None, key: str | None
+    ) -> tuple[int, bytes]:
+        if path == "/health":
+            await self._work(3.0)
+            return 200, b""
+        if path == "/model_info":
+            return 200, b'{"weight_version": "0"}'
+        assert path == "/generate" and payload is not None
+        self.asked += 1
+        body = json.loads(payload)
+        params = body["sampling_params"]
+        if isinstance(params, list):
+            return 200, b"[]"
+        length, number = params["max_new_tokens"], params["n"]
+        await self._work(length * SECONDS / TOKENS)
+        meta = {
+            "finish_reason": {"type": "length", "length": length},
+            "output_token_logprobs": [[-1.5, 7, None]] * length,
+            "weight_version": "0",
+        }
+        return 200, orjson.dumps([{"output_ids": [7] * length, "meta_info": meta}] * number)
+
+    async def _work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if self._loop.now > self._frozen_from:
+            await asyncio.sleep(1e9)
+
+
+class SlowEngine(SglangEngine):
+    """An engine of that server; what it loads is nothing."""
+
+    def __init__(self, client: SlowServer) -> None:
+        super().__init__(
+            client, server=None, model="slow", vocab_size=VOCAB_SIZE, context_length=40_000,
+            dtype="float32", stops=None, weights=None, seeded=False,
+        )  # fmt: skip
+        self.client = client
+
+    async def load_weights(self, weights: Any, version: int) -> float:
+        return 0.0
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
+    with simulated_time(monkeypatch) as loop:
+        yield loop
+
+
+@pytest.fixture
+def student(tiny_pair: TinyPair, tmp_path: Path) -> str:
+    """A checkpoint with room for 32,000 tokens, which nobody loads."""
+    directory = tmp_path / "student"
+    directory.mkdir()
+    for file in Path(tiny_pair.student).iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = json.loads((directory / "config.json").read_text())
+    config["max_position_embeddings"] = 40_000
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def run_of(
+    loop: SimulatedLoop, out: Path, student: str, frozen_from: Callable[[int, int], float]
+) -> SimulatedRun:
+    """Two groups a step of one response of 32,000 tokens each, two engines, and one worker."""
+
+    def engine(_run: SimulatedRun, index: int, attempt: int) -> SlowEngine:
+        return SlowEngine(SlowServer(loop, frozen_from(index, attempt)))
+
+    async def agree(*_parties: Any) -> CalibrationReport:  # this server scores nothing
+        return CalibrationReport(comparisons=(AGREES,))
+
+    run = SimulatedRun(
+        loop, out / "run", student, engine=engine, policy_engines=2, prompts_per_step=2,
+        group_size=2, max_new_tokens=TOKENS, steps=10, max_staleness=0,
+    )  # fmt: skip
+    run.fleet._admission._examine = agree
+    return run
+
+
+def events(run: SimulatedRun, *kinds: str) -> list[Mapping[str, Any]]:
+    lines = (Path(run.config.out) / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] in kinds]
+
+
+def test_half_an_hour_for_a_group_is_no_hang(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    run = run_of(loop, tmp_path, student, lambda _index, _attempt: float("inf"))
+    assert run.config.stall_after_s * 2 < run.config.lease_s < SECONDS, "each would be too short"
+    began = loop.now
+    assert sorted(run.step()) == [0, 1]
+    assert SECONDS <= loop.now - began < SECONDS + 30
+    assert not any("no prompt group arrived" in line or "died" in line for line in run.said)
+    assert not events(run, "death")
+    asked = [member.handle.plain.client.asked for member in run.members()]
+    assert sum(asked) == 2, "no group was begun twice"
+    status = run.fleet.driver.call("status", run.fleet.queue.status())
+    assert status.re_leases == 0 and status.set_aside == 0 and status.duplicates == 0
+
+
+def test_a_frozen_engine_is_found_by_its_heartbeat_and_its_group_goes_on(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    """Ten minutes into the answer the first engine's scheduler puts out nothing more."""
+    freeze = 600.0
+
+    def frozen_from(index: int, attempt: int) -> float:
+        return 1000 + freeze if (index, attempt) == (0, 0) else float("inf")
+
+    run = run_of(loop, tmp_path, student, frozen_from)
+    while loop.now < 1000 + freeze:
+        run.fleet.driver.pause(10)
+    assert not events(run, "death")
+    assert sorted(run.step()) == [0, 1]
+    [death] = events(run, "death")
+    assert death["who"] == "policy engine 0" and "gave no sign of life within 60 s" in death["why"]
+    began_again = 1000 + freeze + run.config.hang_after_s
+    assert loop.now < began_again + SECONDS + 60, "at once, at another engine"
+    status = run.fleet.driver.call("status", run.fleet.queue.status())
+    assert status.re_leases == 0 and status.set_aside == 0, "the worker has it done by another"
+
+
+def test_deadlines_follow_what_was_measured() -> None:
+    pace = Pace(0.25)
+    assert pace.allowance_s(1000) == 250
+    pace.note(seconds=3000, tokens=10_000)  # 0.3 s a token: four times that are granted
+    assert pace.allowance_s(1000) == pytest.approx(1200)
+    for _ in range(100):
+        pace.note(seconds=10, tokens=10_000)
+    assert pace.allowance_s(1000) == 250
+
+
+class Patience(SlowServer):
+    """Notes the longest that it was ready to wait."""
+
+    allowed: list[float]
+
+    async def _request(self, *given: Any, **named: Any) -> Any:
+        self.allowed.append(self._deadline_s + named.get("allowance_s", 0))
+        return await super()._request(*given, **named)
+
+
+def test_a_request_may_take_as_long_as_its_tokens(loop: SimulatedLoop) -> None:
+    client = Patience(loop, float("inf"))
+    client.allowed = []
+    engine = SlowEngine(client)
+    prompt_T = np.arange(3, 19, dtype=np.int32)
+    sampling = TrainSampling(temperature=0.7, max_new_tokens=TOKENS)
+    asked = GenerateRequest(prompt_tokens_T=prompt_T, sampling=sampling, num_samples=1, seed=0)
+    loop.run_until_complete(engine.generate(asked))
+    assert client.allowed == [1800 + TOKENS * 0.25]
+    chains = [ScoreRequest(tokens_T=np.full(30_000, 7, np.int32), start=1, temperatures=(0.7,))]
+    with pytest.raises(EngineError):  # this server scores nothing
+        loop.run_until_complete(engine.score(chains * 16))
+    assert max(client.allowed[1:]) == 1800 + 16 * 30_000 * 0.002
