@@ -5,6 +5,7 @@
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
 The loop is given a source of groups and a `publish` callable. It knows neither queue nor engine.
+A `publish` may return before that, once it needs the weights no more.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GroupSource(Protocol):
 
 
 # Hands weights of a version, and what they account for, to every policy engine; returns `push/*`
-# metrics once all of them acknowledged.
+# metrics once all of them acknowledged, or once the weights may change.
 Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
 # Is given a step's number, the groups it trained on, and their rows: see `rows_by_group`.
 Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]

@@ -478,6 +478,13 @@ class RolloutConfig(
         shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
         return shares and choose_engine(self.engine) == "sglang"
 
+    def pushes_overlap(self, device: str) -> bool:
+        """True if a push by a copy may go on beside the learner's next step.
+
+        With max_staleness=0 that step has no groups before the push is over.
+        """
+        return self.push_overlap and self.max_staleness > 0 and not self.engines_sleep_on(device)
+
     def _learner_resting(self) -> int:
         """Bytes that a learner worker holds on its GPU while engines generate."""
         from learner.memory import WorkerMemory, estimate_memory  # torch, which settings do without

@@ -48,6 +48,13 @@ class PolicySettings(EngineChoices, ServerSettings):
         "and small learning rates. Learner and engines keep a copy of the weights in main memory",
         metadata=MAY_CHANGE,
     )
+    push_overlap: bool = chz.field(
+        default=True,
+        doc="a step does not wait for the push before it: engines load a copy of the weights "
+        "meanwhile (weights=shared_memory, object_store or disk; max_staleness of 1 or more; "
+        "engines that do not sleep). False: every step waits until all engines have acknowledged",
+        metadata=MAY_CHANGE,
+    )
     probe_every: int = chz.field(
         default=1,
         doc="weight versions between two that are probed: do the policy engines hold what the "

@@ -109,7 +109,13 @@ class LearnerActor:
         publisher = self._publisher()
         assert isinstance(self._loop, PolicyLoop)
         self._loop.publish()
+        publisher.wait()
         return publisher.describe()
+
+    def pushed(self, wait: bool) -> None:
+        """Raises as a push does if the last one has failed; waits for its end if asked to."""
+        publisher = self._publisher()
+        publisher.wait() if wait else publisher.check()
 
     def admit(self, engines: Mapping[str, Any]) -> None:
         """Hands the present weights to policy engines that join, and every later version."""
@@ -172,12 +178,13 @@ def build_policy_loop(
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
     rollouts.rewind(resume_from.step if resume_from else 0)
+    goes_on = queue.push if config.pushes_overlap(learner_config.device) else None
     return policy_loop(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
         source=queue,
-        publish=lambda learner: Publisher(policies, queue, push, learner.logprobs),
+        publish=lambda learner: Publisher(policies, queue, push, learner.logprobs, goes_on),
         store=store,
         resume_from=resume_from,
         dump_dir=dump_dir,

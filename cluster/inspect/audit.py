@@ -37,7 +37,7 @@ class Audit:
         trained: groups in the final weights, as far as the journal goes back.
         watermark: every id below it is accounted for.
         set_aside: ids below it that were not trained, and why.
-        steps: published steps in the final weights.
+        steps: of the final weights.
         committed: watermark of the newest checkpoint.
         again: groups trained again after the learner, and the weights with them, were lost.
         jobs, rewinds, recoveries: starts, returns to a checkpoint, deaths of the queue.
@@ -130,6 +130,7 @@ class _Auditor:
         self._constant: set[int] = set()  # arrived with one reward for all members
         self._started: dict[int, int] = {}  # of each id, how many steps had been published
         self._published = 0  # steps of this epoch
+        self._pushed: _Published | None = None  # trained, and on its way to the engines
 
     @property
     def trained(self) -> TrainedGroups:
@@ -292,7 +293,30 @@ class _Auditor:
                 self._complain(f"group {group_id} was passed over, and its rewards differ")
             self._set_aside[group_id] = CONSTANT_REWARD
 
+    def _read_push(self, event: Mapping[str, Any]) -> None:
+        self._land()
+        self._pushed = self._step(event)
+
     def _read_train(self, event: Mapping[str, Any]) -> None:
+        pushed = self._pushed
+        self._land()
+        if pushed is None or pushed.ids != step_of(event)[0]:
+            self._step(event)
+            self._published += 1
+        elif pushed.version != event["version"]:
+            self._complain(
+                f"version {event['version']} was published with the groups of version "
+                f"{pushed.version}"
+            )
+
+    def _land(self) -> None:
+        """What was on its way, if anything was, is on the engines: one push follows another."""
+        if self._pushed is not None:
+            self._published += 1
+            self._pushed = None
+
+    def _step(self, event: Mapping[str, Any]) -> _Published:
+        """A step was trained."""
         version, watermark = event["version"], event.get("watermark", event.get("to"))
         ids, skipped = step_of(event)
         for group_id, reason in skipped.items():
@@ -313,8 +337,8 @@ class _Auditor:
         self.undone -= set(ids)
         after = self._account_for(version, ids, skipped, watermark)
         self.steps.append(_Published(version, ids, after))
-        self._published += 1
         self._held = {i for i in self._held if i not in after}
+        return self.steps[-1]
 
     def _account_for(
         self, version: int, ids: list[int], skipped: Mapping[int, str], watermark: int

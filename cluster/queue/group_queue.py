@@ -64,6 +64,7 @@ class GroupQueue:
         """
         self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
+        self._pushing = False
 
     # the learner's end
 
@@ -79,7 +80,7 @@ class GroupQueue:
         deadline = time.monotonic() + self.timeout_s
         while True:
             poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-            answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s))
+            answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s, self._pushing))
             if answer.closed:
                 raise QueueClosed("the queue was closed")
             if answer.parcels is not None:
@@ -118,13 +119,22 @@ class GroupQueue:
         [reference] = self._get(self.actor.tops.remote(place))
         return reference
 
+    def push(self, version: int, trained: TrainedGroups) -> None:
+        """Weights that account for `trained` are on their way to the policy engines.
+
+        The step after it may be taken; slots are freed by `publish`.
+        """
+        self._pushing = True
+        self._get(self.actor.push.remote(version, trained, self._epoch))
+
     def publish(self, version: int, trained: TrainedGroups) -> None:
         """Weights that account for `trained` are on every policy engine.
 
         Frees their slots and drops their payloads. After a rewind, what a lost learner published
-        changes nothing.
+        changes nothing. May be called beside `take`.
         """
         self._get(self.actor.publish.remote(version, trained, self._epoch))
+        self._pushing = False
 
     # the driver's end: references, for it polls all actors while it waits
 

@@ -17,7 +17,9 @@
     canary     replica, good, ...: the answer, as at first or moved
     again      ids, reason: delivered, and leased again to be scored by another
     lost       epoch, ids, reason: taken, and gone with the node that held them
-    train      version, ids, watermark, skipped: in weights that are on every engine
+    push       version, ids, watermark, skipped: in weights that are on their way to the engines,
+               beside the next step
+    train      the same: in weights that are on every engine, pushed before or not
     commit     step, watermark: in a checkpoint on disk
     rewind     epoch, watermark, set_aside, above, reason: the learner went back to a checkpoint
     recover    epoch, ids, set_aside: the queue came back, the payloads of `ids` were lost
@@ -227,8 +229,13 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             assert step is not None and step.group_ids == ids, f"the next step is {step}"
         case "lost":
             ledger.lose(event["ids"], event["reason"])
+        case "push":
+            ledger.push(event["version"], ledger.trained.after(*step_of(event)))
         case "train":
-            ledger.publish(event["version"], ledger.trained.after(*step_of(event)))
+            ids, skipped = step_of(event)
+            pushed = ids == ledger.trained.since(ledger.published)
+            trained = ledger.trained if pushed else ledger.trained.after(ids, skipped)
+            ledger.publish(event["version"], trained)
         case "commit":
             ledger.commit(event["step"], event["watermark"])
         case "rewind":

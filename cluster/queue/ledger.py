@@ -3,16 +3,19 @@
 No Ray, and no state outside: cluster/queue/group_queue.py keeps one of these in an actor, and what
 happens to it is written down by cluster/queue/journal.py, from which it can be rebuilt.
 
-    not yet leased -> leased -> delivered -> in published weights
+    not yet leased -> leased -> delivered -> (pushed ->) in published weights
                       |    ^
                       v    |
                      pending -> set aside         failed too often
 
 A group holds a slot from its lease until the weights that its step produced are on every policy
-engine; there are `groups_in_flight` slots. Which groups a step takes is up to a rule
-(cluster/queue/step_rules.py). A group leased at weight version v is trained at version
-v + max_staleness at the latest, unless the rule is to train overdue groups late. One that is leased
-again keeps its slot and its age. For each group set aside the run has one more.
+engine; there are `groups_in_flight` slots. Where a push goes on beside the next step, that step
+takes its groups once the push has begun (`push`), and slots are freed when it is over (`publish`).
+
+Which groups a step takes is up to a rule (cluster/queue/step_rules.py). A group leased at weight
+version v is trained at version v + max_staleness at the latest, unless the rule is to train overdue
+groups late. One that is leased again keeps its slot and its age. For each group set aside the run
+has one more.
 
 With `most_replaced` a step passes over groups whose members all have the same reward, from which
 nothing would be learnt, and takes others instead (dynamic sampling, Yu et al. 2025, DAPO). They are
@@ -224,7 +227,10 @@ class Ledger:
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:
-        self._trained, self._next = trained, trained.watermark
+        # What the learner's weights account for, and those on the engines: the same, but for the
+        # time of a push that goes on beside the next step.
+        self._trained = self._published = trained
+        self._next = trained.watermark
         self._steps = 0  # published since
         self._version = len(trained) // self._settings.groups_per_step  # published last
         # What failed stays aside; a constant reward may be another's when it is sampled again.
@@ -235,7 +241,7 @@ class Ledger:
         }
         self._set_aside = {**trained.set_aside, **above}
         self._custody.keep(trained.__contains__)
-        # Each live id that was started and is not published, and what `_steps` was at its first
+        # Each live id that was started and is not trained, and what `_steps` was at its first
         # lease; it is in exactly one of the three others.
         self._started: dict[int, int] = {}
         self._pending: set[int] = set()
@@ -308,7 +314,7 @@ class Ledger:
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
 
     def _is_over(self, group_id: int) -> bool:
-        """It is in published weights, or was set aside."""
+        """It is in the learner's weights, or was set aside."""
         return group_id in self._trained or group_id in self._set_aside
 
     def _is_held(self, lease: Lease) -> bool:
@@ -542,7 +548,7 @@ class Ledger:
         replaced = dict.fromkeys(choice.replaced, CONSTANT_REWARD)
         after = self._trained.after(choice.ids, self._set_aside | replaced)
         skipped = after.set_aside.items() - self._trained.set_aside.items()
-        bound = self._steps - self._settings.max_staleness
+        bound = self._view().step - self._settings.max_staleness
         return Step(
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
@@ -558,20 +564,22 @@ class Ledger:
             return None
         return taken
 
-    def take(self, trained: TrainedGroups | None = None) -> Step | None:
-        """`ready`, remembered: it stays the next step, until it is published.
+    def take(self, trained: TrainedGroups | None = None, *, pushing: bool = False) -> Step | None:
+        """`ready`, remembered: it stays the next step, until it is pushed or published.
 
         Args:
             trained: what the learner's weights account for.
+            pushing: those are on their way to the engines still.
 
         Raises:
-            AssertionError: that is not what is published.
+            AssertionError: that is not what is known of the learner.
         """
         if trained is not None and len(trained) > len(self._trained):
-            # The queue died with the lines of a full disk, that of the publication among them.
-            self.publish(len(trained) // self._settings.groups_per_step, trained)
+            # The queue died with the lines of a full disk, that of the last step among them.
+            arrived = self.push if pushing else self.publish
+            arrived(len(trained) // self._settings.groups_per_step, trained)
         assert trained is None or trained == self._trained, (
-            f"the learner asks for groups after {trained}, and the published weights account for "
+            f"the learner asks for groups after {trained}, and its weights account for "
             f"{self._trained}: some would be trained twice, or never"
         )
         step = self.ready()
@@ -611,6 +619,17 @@ class Ledger:
             group_id += 1
         return missing
 
+    def push(self, version: int, trained: TrainedGroups, epoch: int | None = None) -> None:
+        """The learner's weights account for `trained`, and are on their way to the engines.
+
+        The next step may be taken; no slot is freed yet. Repeats, and calls of an `epoch` that is
+        over, change nothing, as of `publish`.
+        """
+        if self._is_over_in(epoch) or len(trained) <= len(self._trained):
+            return
+        self._arrive()  # one push follows another
+        self._account_for("push", version, trained)
+
     def publish(self, version: int, trained: TrainedGroups, epoch: int | None = None) -> None:
         """Weights that account for `trained` are on every engine.
 
@@ -620,11 +639,30 @@ class Ledger:
         What the learner took counts. Since then the queue may have died, had those groups made
         again, and set one aside that the weights contain.
         """
-        over = epoch is not None and epoch != self.epoch
-        if over or len(trained) <= len(self._trained):
+        if self._is_over_in(epoch) or len(trained) <= len(self._published):
             return
-        ids = trained.since(self._trained)
-        skipped = dict(sorted(trained.set_aside.items() - self._trained.set_aside.items()))
+        if self.pushing and len(trained) == len(self._trained):
+            self._record_step("train", version, self._published, trained)
+        else:
+            self._arrive()
+            self._account_for("train", version, trained)
+        self._arrive()
+        self._meter()
+
+    @property
+    def pushing(self) -> bool:
+        """The learner's weights are on their way to the engines."""
+        return len(self._published) < len(self._trained)
+
+    def _arrive(self) -> None:
+        """What is on its way, if anything is, is on the engines."""
+        if self.pushing:
+            self._published = self._trained
+            self._steps += 1
+
+    def _account_for(self, event: str, version: int, trained: TrainedGroups) -> None:
+        before = self._trained
+        ids, skipped = trained.since(before), _newly_aside(before, trained)
         taken = self._taken
         passed = taken.replaced if taken is not None and taken.group_ids == ids else {}
         aside = skipped | dict.fromkeys(passed, CONSTANT_REWARD)
@@ -640,16 +678,24 @@ class Ledger:
         self._custody.drop(aside)
         self._custody.published(version, ids)
         self._version = version
-        self._steps += 1
         self._next = max(self._next, trained.watermark)
-        self.record(
-            "train",
-            version=version,
-            ids=ids,
-            watermark=trained.watermark,
-            skipped=_by_text(skipped),
-        )
+        self._record_step(event, version, before, trained)
         self._meter()
+
+    def _record_step(
+        self, event: str, version: int, before: TrainedGroups, after: TrainedGroups
+    ) -> None:
+        self.record(
+            event,
+            version=version,
+            ids=after.since(before),
+            watermark=after.watermark,
+            skipped=_by_text(_newly_aside(before, after)),
+        )
+
+    def _is_over_in(self, epoch: int | None) -> bool:
+        """A call of that epoch comes too late."""
+        return epoch is not None and epoch != self.epoch
 
     # the queue's own
 
@@ -685,7 +731,7 @@ class Ledger:
 
     def _view(self) -> View:
         return View(
-            step=self._steps,
+            step=self._steps + self.pushing,
             groups_per_step=self._settings.groups_per_step,
             started=self._started,
             finished=self._delivered,
@@ -696,7 +742,8 @@ class Ledger:
     @property
     def credit(self) -> int:
         """Number of new groups that may start."""
-        return max(0, min(self._rule.room(self._view()), self._to_start))
+        pushed = len(self._trained) - len(self._published)  # they hold their slots
+        return max(0, min(self._rule.room(self._view()) - pushed, self._to_start))
 
     @property
     def all_started(self) -> bool:
@@ -709,11 +756,16 @@ class Ledger:
 
     @property
     def trained(self) -> TrainedGroups:
-        """What the weights on the engines account for."""
+        """What the learner's weights account for."""
         return self._trained
 
+    @property
+    def published(self) -> TrainedGroups:
+        """What the weights on the engines account for."""
+        return self._published
+
     def holds(self, group_id: int) -> bool:
-        """It was delivered, and is not in published weights."""
+        """It was delivered, and is in no weights."""
         return group_id in self._delivered
 
     def status(self) -> QueueStatus:
@@ -734,12 +786,16 @@ class Ledger:
             duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,
             last_reason=self._last_reason,
-            published=self._trained.watermark,
+            published=self._published.watermark,
             exhausted=self.all_started and not self._pending,
             epoch=self.epoch,
             starved_s=self._starved_s,
             age_s=now - self._made_at,
         )
+
+
+def _newly_aside(before: TrainedGroups, after: TrainedGroups) -> dict[int, str]:
+    return dict(sorted(after.set_aside.items() - before.set_aside.items()))
 
 
 def _killed(problem: str, reason: str) -> str:

@@ -104,7 +104,7 @@ class GroupQueueActor:
             sampled={i: self._to_score[i] for i in ids if i in self._to_score},
             closed=self._closed,
             all_started=self._ledger.all_started,
-            progress=(self._ledger.epoch, len(self._ledger.trained)),
+            progress=(self._ledger.epoch, len(self._ledger.published)),
         )
 
     async def deliver(
@@ -150,9 +150,11 @@ class GroupQueueActor:
 
     # the learner's end
 
-    async def take(self, trained: TrainedGroups, poll_s: float) -> TakeAnswer:
+    async def take(
+        self, trained: TrainedGroups, poll_s: float, pushing: bool = False
+    ) -> TakeAnswer:
         await self._until_ready(poll_s)
-        step = None if self._closed else self._ledger.take(trained)
+        step = None if self._closed else self._ledger.take(trained, pushing=pushing)
         return TakeAnswer(
             parcels={i: self._parcels[i] for i in step.group_ids} if step else None,
             set_aside=step.set_aside if step else {},
@@ -173,9 +175,17 @@ class GroupQueueActor:
         """The reference to a taken trajectory's `Tops`, in a list, or Ray would fetch it."""
         return [self._parcels[place.group_id].tops[place.member]]
 
+    async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
+        self._ledger.push(version, trained, epoch)
+        await self._after_step()
+
     async def publish(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.publish(version, trained, epoch)
+        await self._after_step()
+
+    async def _after_step(self) -> None:
         self._parcels = {i: p for i, p in self._parcels.items() if self._ledger.holds(i)}
+        trained = self._ledger.trained
         self._to_score = {i: p for i, p in self._to_score.items() if i not in trained}
         await self._wake_all()  # the next step may be ready: its bound on age has moved
 

@@ -22,10 +22,11 @@ class View:
     """State that a rule decides by.
 
     Attributes:
-        step: steps that were published since the run's start, resume or return to a checkpoint.
+        step: steps that were trained since the run's start, resume or return to a checkpoint.
         groups_per_step: groups of each step, P.
-        started: for each live group that is not trained, what `step` was when it was first leased.
-            Groups start in order of id, so the lowest are the oldest.
+        started: for each live group that is not trained, how many steps' weights were published
+            when it was first leased: `step`, or one less beside a push. Groups start in order of
+            id, so the lowest are the oldest.
         finished: ids of those among them that have been delivered.
         constant: ids of finished groups whose members all have the same reward: a step passes over
             them, in order, up to `most_replaced`, and takes others instead.
@@ -111,7 +112,9 @@ class DueFirst:
     before must fit into the P (u + H - v) places of the steps that are left to them, for each u;
     otherwise the step waits. Of all choices the oldest finished leave least behind for every u, so
     no other could go on either. In order of age this always works out in the end, as no more than
-    (H + 1) P groups are under way (by induction over v; `window` is at most that).
+    (H + 1) P groups are under way (by induction over v; `window` is at most that). Beside a push,
+    those that start are a version behind the learner; but P places are held by the groups that are
+    pushed, so at most H P others are under way, which H steps train.
 
     Short groups overtake long ones that started with them. Nothing is dropped, so in the long run
     what goes in comes out and no length is preferred; but while the long groups under way become

@@ -216,6 +216,7 @@ class Evaluations:
 
     def _evaluate(self, when: str, step: int) -> dict[str, float]:
         """Evaluates the policy's present weights while nobody trains."""
+        self._fleet.until_pushed()
         measured = self._answered(self._measured(when, lambda: self._pool(POLICY)))
         self._note(when, step, measured)
         return measured.metrics

@@ -170,6 +170,7 @@ class Admission:
                 self._driver.ask_learner(f"pushing weights to {names}", admitted)
             examined = self._examine(pool, {})
         else:
+            self._driver.ask_learner("the push", self._learner().pushed.remote(True))
             name, policy = next(iter(self._supervisor.serving(POLICY).items()))
             examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
         return self._driver.run(f"the handshake of {names}", examined)

@@ -326,10 +326,18 @@ class Fleet:
                 self.let_go()
                 if self.driver.call("groups", self.queue.poll()):
                     return time.monotonic() - started
+                self._pushed(wait=False)  # if it failed, no slot will ever be freed
                 if (status := self._poller.queue) is not None:
                     self._watchdog.check(status, self.statuses, self.supervisor.still_s())
         finally:
             self.scaling.waited()
+
+    def until_pushed(self) -> None:
+        """Waits until all engines hold the learner's weights; call it while the learner is idle."""
+        self._pushed(wait=True)
+
+    def _pushed(self, *, wait: bool) -> None:
+        self.driver.ask_learner("the push", self.learner.pushed.remote(wait))
 
     def re_lease(self, ids: list[int], reason: str) -> None:
         """Groups under way are given to other workers, too."""

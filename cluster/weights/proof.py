@@ -57,12 +57,27 @@ class PushProof(Generic[Engine, Pending]):
 
     def ask(self, version: int, weights: Weights) -> None:
         """Call when every engine has acknowledged `version`, before the learner's next step."""
-        assert self._asked is None, "settle() comes first: an engine would answer for newer weights"
-        answers = {name: self._submit(engine) for name, engine in self._engines.items()}
+        answers = self._answers()
         if self._recipes is None:
             self._learn(answers, weights)
-        expected = expected_digests(self._recipes or {}, weights, self._ranks)
-        self._asked = _Asked(version, expected, answers)
+        self._asked = _Asked(version, self.expected(weights), answers)
+
+    def ask_for(self, version: int, expected: Digests) -> None:
+        """`ask`, of weights of which it is known what the engines should say."""
+        self._asked = _Asked(version, expected, self._answers())
+
+    @property
+    def knows_recipes(self) -> bool:
+        """`expected` can be asked: the engines' parameters are known."""
+        return self._recipes is not None
+
+    def expected(self, weights: Weights) -> Digests:
+        """Digests that the engines should have of these weights."""
+        return expected_digests(self._recipes or {}, weights, self._ranks)
+
+    def _answers(self) -> dict[str, Pending]:
+        assert self._asked is None, "settle() comes first: an engine would answer for newer weights"
+        return {name: self._submit(engine) for name, engine in self._engines.items()}
 
     def _learn(self, answers: Mapping[str, Pending], weights: Weights) -> None:
         """Finds out how the engines' parameters are made, of the first that answers."""

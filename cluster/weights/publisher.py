@@ -9,6 +9,11 @@
               others
     sleep     engines that share the learner's GPUs release their memory until the next push
 
+Where every transport sends a copy of the weights (and `goes_on` is given), the learner goes on once
+those are made: the rest, from the acknowledgements on, is a thread's. The queue is told at once, so
+that the next step may be taken. There is one push at a time: whatever else is asked waits for it
+first. What probe and proof compare with is computed before the learner goes on.
+
 Slots are freed only when every engine has acknowledged, so no rollout starts on weights older than
 the newest. A push that fails leaves an engine at its old weights, or says that it must be
 restarted; it always ends generation's pause. An engine that does not take the weights twice is
@@ -32,6 +37,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
+from cluster.weights.attempt import Attempt
+from cluster.weights.background import Background
 from cluster.weights.delta import DeltaSender
 from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.proof import PushProof
@@ -84,7 +91,10 @@ class PushSettings:
 
 
 class Publisher:
-    """`publish(weights, version, trained)`: returns once slots are free."""
+    """`publish(weights, version, trained)`: returns once slots are free, or a copy is made.
+
+    For one thread: all but `check` waits for the push that goes on beside it.
+    """
 
     def __init__(
         self,
@@ -92,21 +102,25 @@ class Publisher:
         credit: Credit,
         settings: PushSettings,
         learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
+        goes_on: Callable[[int, TrainedGroups], None] | None = None,
     ) -> None:
         """
         Args:
             engines: Ray handles of the policy engines, by the name to call them.
-            learner_logprobs: of rows, under the weights that were just published.
+            learner_logprobs: of rows, under the learner's weights.
+            goes_on: told of each push that goes on beside the next step; None: none does.
         """
         self._engines = dict(engines)
         self._credit = credit
         self._settings = settings
         self._deltas = DeltaSender() if settings.deltas else None
-        self._learner_logprobs = learner_logprobs
+        self._learner_logprobs, self._goes_on = learner_logprobs, goes_on
         self._transports: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
-        self._found: dict[str, float] = {}  # what was settled before the engines slept
+        self._found: dict[str, float] = {}  # metrics for the next push to return
+        self._beside = Background[dict[str, float]]()
+        self._held_up_s = 0.0  # how long the learner has waited for that one
         self._answers_due = 0.0  # until when probe and proof wait, for all engines together
         self._proof = PushProof[Any, Any](
             engines=self._engines,
@@ -124,34 +138,50 @@ class Publisher:
     def __call__(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         """Returns `push/*` metrics: bytes, seconds, the engines' longest pause.
 
-        Of the version before: the probe's gap, and the share of parameters that are proven. With
-        deltas: the share of values that changed, and the number of engines that got all of them.
+        Of the version before: the probe's gap, and the share of parameters that are proven; and, if
+        this push goes on when this returns, seconds, pause and number of engines. With deltas: the
+        share of values that changed, and the number of engines that got all of them.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
-            EngineError: not one engine took the weights, though they live.
+            EngineError: not one engine took the weights (or those of the push before), though they
+                live.
             NonFiniteError: the weights hold a NaN or an infinity.
         """
+        self.wait()
         metrics, self._found = self._found | self._settled(), {}
+        metrics["push/bytes"] = total_bytes(weights)
         started = time.perf_counter()
         if self._deltas is not None:
             self._deltas.count()
-        pauses = self._push(weights, version)
-        metrics |= {
-            "push/bytes": total_bytes(weights),
-            "push/seconds": time.perf_counter() - started,
-            "push/pause": max(pauses.values(), default=0.0),
-            "push/engines": len(pauses),
-        }
+        attempt = self._begin(weights, version)
+        if self._goes_beside(attempt):
+            self._go_beside(attempt, weights, trained, started)
+            return metrics
+        self._found = self._acknowledged(attempt, started, partial(self._anew, weights, version))
+        metrics |= self._found
         if self._deltas is not None:
-            metrics |= self._deltas.metrics(pauses, total_bytes(weights))
+            metrics |= self._deltas.metrics(self._engines, total_bytes(weights))
         self._credit.publish(version, trained)
-        if _is_due(version, self._settings.probe_every):
+        if self._is_probed(version):
             self._ask(version)
         self._answers_due = time.monotonic() + self._settings.timeout_s
-        if _is_due(version, self._settings.prove_every):
+        if self._is_proven(version):
             self._proof.ask(version, weights)
         return metrics
+
+    def wait(self) -> None:
+        """Waits for the push that goes on beside the learner, if one does; raises as a push does.
+
+        Its metrics are part of the next push's.
+        """
+        if (ended := self._beside.wait()) is not None:
+            seconds = ended.value["push/seconds"] - self._held_up_s - ended.waited_s
+            self._found = ended.value | {"push/overlapped": max(0.0, seconds)}
+
+    def check(self) -> None:
+        """Raises as a push does if the one beside the learner has failed; waits for nothing."""
+        self._beside.check()
 
     def admit(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
         """Hands the present weights to engines that join; they are part of every later push.
@@ -159,7 +189,8 @@ class Publisher:
         Raises:
             EngineError: one of them did not take the weights; none of them joins.
         """
-        answers = self._attempt(self._choose(engines), weights, version)
+        self.wait()
+        answers = self._anew(weights, version, engines)
         if answers.failures:
             raise EngineError(f"pushing weights version {version} failed: {answers.complaint()}")
         self._engines |= engines
@@ -170,11 +201,13 @@ class Publisher:
 
         Returns why an engine did not take them, by the names of those that did not.
         """
+        self.wait()
         known, transports = self._lent
         try:
             if known != engines:
                 transports = self._choose(engines)
-            failures = self._attempt(transports, weights, version).failures
+            attempt = Attempt.begin(transports, weights, version)
+            failures = attempt.answers(self._settings.timeout_s).failures
         except EngineError as error:  # one died before it was asked where it is
             failures = dict.fromkeys(engines, str(error))
         # A group is formed once; a block as large as the model is not kept in between.
@@ -191,7 +224,8 @@ class Publisher:
         Raises:
             CalibrationError: an engine does not hold that version.
         """
-        self._found = self._settled()  # a scoring that waits for the push would hold it up
+        self.wait()
+        self._found |= self._settled()  # a scoring that waits for the push would hold it up
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
         answers = collect(pending, self._settings.timeout_s)
         if not answers.failures:
@@ -203,64 +237,95 @@ class Publisher:
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Drops engines: they get no more weights."""
+        self.wait()
         for name in names:
             self._engines.pop(name, None)
         self._transports = None
 
-    def _push(self, weights: Weights, version: int) -> dict[str, float]:
-        """Pushes; returns each engine's pause. Engines that are dead or fail twice are dropped."""
+    def _begin(self, weights: Weights, version: int) -> Attempt:
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
-        answers = self._attempt(self._transports, weights, version)
+        return Attempt.begin(self._transports, weights, version)
+
+    def _goes_beside(self, attempt: Attempt) -> bool:
+        """The push may go on beside the learner: nothing of it needs the present weights."""
+        return (
+            self._goes_on is not None
+            and self._deltas
+            is None  # whose copy is a part of the weights, of one engine or another
+            and not attempt.needs_weights
+            and (self._probe is not None or not self._is_probed(attempt.version))
+            and (self._proof.knows_recipes or not self._is_proven(attempt.version))
+        )
+
+    def _go_beside(
+        self, attempt: Attempt, weights: Weights, trained: TrainedGroups, started: float
+    ) -> None:
+        version, learnt_N, digests = attempt.version, None, None
+        if self._is_probed(version) and self._probe is not None:
+            learnt_N = self._probe.learnt()
+        if self._is_proven(version):
+            digests = self._proof.expected(weights)
+
+        def finish() -> dict[str, float]:
+            again = partial(attempt.again, timeout_s=self._settings.timeout_s)
+            metrics = self._acknowledged(attempt, started, again)
+            self._credit.publish(version, trained)
+            self._answers_due = time.monotonic() + self._settings.timeout_s
+            if learnt_N is not None and self._probe is not None:
+                self._probe.ask(version, learnt_N)
+            if digests is not None:
+                self._proof.ask_for(version, digests)
+            return metrics
+
+        assert self._goes_on is not None
+        self._goes_on(version, trained)
+        self._beside.begin(finish)
+        self._held_up_s = time.perf_counter() - started
+
+    def _acknowledged(
+        self,
+        attempt: Attempt,
+        started: float,
+        again: Callable[[dict[str, Any]], GatherResult],
+    ) -> dict[str, float]:
+        """Metrics of a push, once all engines hold it. Those that are dead or fail twice are
+        dropped."""
+        pauses = self._pauses(attempt, again)
+        return {
+            "push/seconds": time.perf_counter() - started,
+            "push/pause": max(pauses.values(), default=0.0),
+            "push/engines": len(pauses),
+        }
+
+    def _pauses(
+        self, attempt: Attempt, again: Callable[[dict[str, Any]], GatherResult]
+    ) -> dict[str, float]:
+        version, answers = attempt.version, attempt.answers(self._settings.timeout_s)
         if not answers.failures:
             return answers.values
         logger.warning("weights version %d: %s; trying again", version, answers.complaint())
         failed = {name: self._engines[name] for name in answers.failures}
         dead = {*dead_among(failed), *answers.lost}
         self._drop(sorted(dead), version)  # at once: some may be in a collective that never ends
-        alive = {name: engine for name, engine in failed.items() if name not in dead}
-        again = self._attempt(self._choose(alive), weights, version)
+        repeated = again({name: engine for name, engine in failed.items() if name not in dead})
         self._transports = None
-        if again.failures and not (answers.values or again.values or dead or again.lost):
-            raise EngineError(f"pushing weights version {version} failed: {again.complaint()}")
-        self._drop(list(again.failures), version)
-        return answers.values | again.values
+        if repeated.failures and not (answers.values or repeated.values or dead or repeated.lost):
+            raise EngineError(f"pushing weights version {version} failed: {repeated.complaint()}")
+        self._drop(list(repeated.failures), version)
+        return answers.values | repeated.values
 
-    def _attempt(
-        self, transports: Sequence[Transport], weights: Weights, version: int
-    ) -> GatherResult:
-        total = GatherResult()
-        started: list[tuple[Transport, dict[str, Any]]] = []
-        for transport in transports:
-            try:
-                started.append((transport, transport.start(weights, version)))
-            except EngineError as error:
-                transport.abort()
-                total.failures |= dict.fromkeys(transport.engines, str(error))
-        for transport, pending in started:
-            answers = collect(
-                pending,
-                self._settings.timeout_s,
-                linked=transport.linked,
-                problem=transport.problem,
-                give_up=transport.give_up,
-            )
-            try:
-                if answers.failures or answers.problem:
-                    transport.abort()
-                else:
-                    transport.finish()
-            except EngineError as error:
-                answers.problem = str(error)
-            if answers.problem:
-                late = pending.keys() - answers.values.keys() - answers.failures.keys()
-                answers.failures |= dict.fromkeys(late, answers.problem)
-            total.values |= answers.values
-            total.failures |= answers.failures
-            total.lost |= answers.lost
-            total.problem = total.problem or answers.problem
-        return total
+    def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> GatherResult:
+        """A push to some engines, over transports of their own."""
+        attempt = Attempt.begin(self._choose(engines), weights, version)
+        return attempt.answers(self._settings.timeout_s)
+
+    def _is_probed(self, version: int) -> bool:
+        return _is_due(version, self._settings.probe_every) and bool(self._engines)
+
+    def _is_proven(self, version: int) -> bool:
+        return _is_due(version, self._settings.prove_every)
 
     def _drop(self, names: Sequence[str], version: int) -> None:
         self._end(names, f"did not take weights version {version}")
@@ -277,7 +342,9 @@ class Publisher:
 
         Raises:
             CalibrationError: an engine does not hold the weights that it acknowledged.
+            EngineError: no engine took them.
         """
+        self.wait()
         return self._settled().get("push/probe_gap")
 
     def _settled(self) -> dict[str, float]:
@@ -289,8 +356,6 @@ class Publisher:
         return {name: value for name, value in found.items() if value is not None}
 
     def _ask(self, version: int) -> None:
-        if not self._engines:
-            return
         if self._probe is None:
             name, engine = next(iter(self._engines.items()))
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from distill.weights.model_weights import Weights
@@ -13,12 +13,17 @@ class Transport(ABC):
     """The learner's end of one way to some engines: Ray handles, by the name to call them.
 
     `linked` engines receive together: one that fails keeps the others waiting.
+
+    With `copies`, `start` leaves a copy of the weights, which lasts until the next one: engines
+    load from that, whatever has become of the weights.
     """
 
     linked: ClassVar[bool] = False
+    copies: ClassVar[bool] = False
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
+        self._source: Any = None
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -40,9 +45,14 @@ class Transport(ABC):
     def abort(self) -> None:  # noqa: B027 - nor to undo
         """Called when the push failed."""
 
-    def load(self, source: Any, version: int) -> dict[str, Any]:
+    def share(self, source: Any, version: int) -> dict[str, Any]:
         """Has every engine load the weights from a source that each can read."""
+        self._source = source
+        return self.load(self.engines.keys(), version)
+
+    def load(self, names: Collection[str], version: int) -> dict[str, Any]:
+        """Has some engines load what was shared last."""
+        assert self._source is not None, "nothing is shared"
         return {
-            name: engine.load_weights.remote(source, version)
-            for name, engine in self.engines.items()
+            name: self.engines[name].load_weights.remote(self._source, version) for name in names
         }

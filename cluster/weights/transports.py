@@ -41,9 +41,11 @@ logger = logging.getLogger(__name__)
 class SharedMemoryTransport(Transport):
     """One copy into a block of shared memory, which engines of this node read."""
 
+    copies = True
+
     def __init__(self, engines: Mapping[str, Any]) -> None:
         super().__init__(engines)
-        self._block = SharedBlock()
+        self._block, self._is_read = SharedBlock(), False
 
     def describe(self) -> str:
         return "shared memory"
@@ -51,11 +53,13 @@ class SharedMemoryTransport(Transport):
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         if (bad := weights.first_non_finite()) is not None:
             raise NonFiniteError(f"{bad!r} is not finite: version {version} is not pushed")
+        if self._is_read:
+            self._block, self._is_read = SharedBlock(), False
         self._block.write(weights)
-        return self.load(self._block.share(), version)
+        return self.share(self._block.share(), version)
 
     def abort(self) -> None:
-        self._block = SharedBlock()  # a late engine may still be reading the old one
+        self._is_read = True  # a late engine may still be reading: nothing is written there again
 
 
 class ObjectStoreTransport(Transport):
@@ -65,16 +69,23 @@ class ObjectStoreTransport(Transport):
     engine, and of models that fit one host twice.
     """
 
+    copies = True
+
     def describe(self) -> str:
         return "Ray's object store"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         reference = ray.put(PackedTensors.pack(gather_all(weights)))
-        return self.load(reference, version)
+        return self.share(reference, version)
+
+    def finish(self) -> None:
+        self._source = None  # the store keeps no copy between two pushes
 
 
 class DiskTransport(Transport):
     """A directory of safetensors a version, under one that every node shares; the newest stays."""
+
+    copies = True
 
     def __init__(self, engines: Mapping[str, Any], directory: str, model: str) -> None:
         """`model` is the checkpoint whose config the directories carry."""
@@ -89,7 +100,7 @@ class DiskTransport(Transport):
         path = self._write(weights, version)
         source = CheckpointDirectory(path=str(path.resolve()))
         self._newest = path
-        return self.load(source, version)
+        return self.share(source, version)
 
     def _write(self, weights: Weights, version: int) -> Path:
         """Renamed into place when it is whole. Not synced: it need not survive this run."""

@@ -56,7 +56,7 @@ class WeightProbe(Generic[Engine, Pending]):
         Args:
             engines: the policy engines, by the name to call them, in whatever form `submit` takes.
             info: of any of them; they serve one model.
-            learner: log-probs of rows under the weights that were just pushed.
+            learner: log-probs of rows under the learner's weights.
             submit: asks an engine to `score`, without waiting.
             collect: waits for what `submit` returned; None if the engine is gone.
             learner_dtype: what the learner computes in.
@@ -76,11 +76,19 @@ class WeightProbe(Generic[Engine, Pending]):
         self._dtype = looser(info.dtype, learner_dtype)
         self._asked: _Asked[Pending] | None = None
 
-    def ask(self, version: int) -> None:
-        """Call when every engine has acknowledged `version`, before the learner's next step."""
+    def learnt(self) -> FloatArray:
+        """The learner's log-probs of the rows, under its present weights."""
+        return concatenated(self._learner(self._rows))
+
+    def ask(self, version: int, learnt_N: FloatArray | None = None) -> None:
+        """Call when every engine has acknowledged `version`.
+
+        Args:
+            learnt_N: what was `learnt` of that version; None: the learner has it still.
+        """
         assert self._asked is None, "settle() comes first: an engine would answer for newer weights"
         answers = {name: self._submit(e, self._requests) for name, e in self._engines.items()}
-        self._asked = _Asked(version, concatenated(self._learner(self._rows)), answers)
+        self._asked = _Asked(version, self.learnt() if learnt_N is None else learnt_N, answers)
 
     def settle(self) -> float | None:
         """Call before the next push and at the end. The largest gap; None if nobody answered.

@@ -104,8 +104,9 @@ def _trained(out: Path) -> list[tuple[int, int, int]]:
     for event in read_journal(out / "ledger.jsonl"):
         if _goes_back(event):
             steps = [step for step in steps if step[2] <= event["watermark"]]
-        elif event["event"] == "train":
-            steps.append((event["version"], event["ids"][0], event["watermark"]))
+        elif event["event"] in ("push", "train"):
+            step = (event["version"], event["ids"][0], event["watermark"])
+            steps += [step] if step not in steps else []  # pushed, then published
     assert [s["groups/first"] for s in _metrics(out)] == [first for _, first, _ in steps]
     return steps
 

@@ -39,6 +39,7 @@ class Learner:
 
     def __init__(self, unreachable: str) -> None:
         self.pushes: list[list[str]] = []
+        self.waits = 0  # for the push beside a step, which scorers are not examined in
         self._unreachable = unreachable
 
     def admit(self, engines: Mapping[str, Any]) -> None:
@@ -46,8 +47,12 @@ class Learner:
         if self._unreachable in engines:
             raise EngineError("pushing weights failed: no answer")
 
-    def told(self) -> list[list[str]]:
-        return self.pushes
+    def pushed(self, wait: bool) -> None:
+        assert wait
+        self.waits += 1
+
+    def told(self) -> tuple[list[list[str]], int]:
+        return self.pushes, self.waits
 
 
 class House:
@@ -109,7 +114,7 @@ class House:
         return [member.name for member in self.members if member.state is State.SERVING]
 
     @property
-    def pushes(self) -> list[list[str]]:
+    def told(self) -> tuple[list[list[str]], int]:
         return self.learner.told.remote().future.result(60)
 
     def close(self) -> None:
@@ -136,7 +141,7 @@ def test_all_that_wait_join_by_one_push_and_one_handshake(house: Any, role: str)
     everyone = [f"{role} {index}" for index in range(32)]
     assert many.admit() == everyone
     assert many.examined == [everyone]
-    assert many.pushes == ([everyone] if role == POLICY else [])
+    assert many.told == (([everyone], 0) if role == POLICY else ([], 1))
     assert many.said == [
         f"{role} 0, {role} 1, {role} 2, {role} 3 and 28 more join: their handshake agrees to "
         "1.0e-06 nats"
@@ -149,7 +154,7 @@ def test_one_that_fails_is_found_by_halves_and_keeps_nobody_out(house: Any, wron
     many = house(POLICY, 32, **{wrong: "policy 13"})
     assert many.admit() == [f"policy {index}" for index in range(32) if index != 13]
     assert any("policy 13 died (it was not admitted: " in line for line in many.said)
-    assert len(many.pushes) == 1 + 2 * 5
+    assert len(many.told[0]) == 1 + 2 * 5
     if wrong == "unreachable":
         assert all("policy 13" not in names for names in many.examined)
 

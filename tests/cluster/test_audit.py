@@ -57,12 +57,13 @@ class Run:
             self.ledger.deliver(one, "a")
         return leases
 
-    def step(self, version: int) -> None:
+    def step(self, version: int, *, beside: bool = False) -> None:
+        """Trains on a step; `beside`: its push goes on when this returns."""
         self.make()
         step = self.ledger.take(self.trained)
         assert step is not None
         self.trained = self.trained.after(step.group_ids, step.set_aside)
-        self.ledger.publish(version, self.trained)
+        (self.ledger.push if beside else self.ledger.publish)(version, self.trained)
 
 
 def one_job(path: Path) -> Run:
@@ -262,6 +263,52 @@ def begin_later(events: list[Event]) -> None:
 
 def an_unknown_event(events: list[Event]) -> None:
     events.append({"t": 1.0, "event": "magic"})
+
+
+def lease_beside_the_push_before(events: list[Event]) -> None:
+    later = next(e for e in events if e["event"] == "lease" and 4 in e["ids"])
+    events.remove(later)
+    events.insert(events.index(first(events, "train")), later)
+
+
+def publish_another_version(events: list[Event]) -> None:
+    first(events, "train")["version"] = 7
+
+
+def push_twice(events: list[Event]) -> None:
+    pushed = first(events, "push")
+    events.insert(events.index(pushed) + 1, dict(pushed, version=2))
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        (lambda events: None, None),
+        (lease_beside_the_push_before, "group 4 was trained 2 versions after it was leased"),
+        (publish_another_version, "version 7 was published with the groups of version 1"),
+        (push_twice, "group 0 was trained twice"),
+    ],
+)
+def test_steps_that_are_pushed_beside_the_next_one(
+    path: Path, lie: Callable[[list[Event]], None], problem: str | None
+) -> None:
+    """Each step is taken while the one before it is on its way to the engines."""
+    run = Run(path)
+    for version in range(1, 5):
+        run.step(version, beside=True)
+        if version < 4:
+            assert run.ledger.take(run.trained) is not None
+        run.ledger.publish(version, run.trained)
+    played = replay(path).ledger
+    assert played is not None and played.trained == played.published == run.trained
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    lie(events)
+    path.write_text("".join(json.dumps(event | {"after": None}) + "\n" for event in events))
+    found = audit(path).problems
+    if problem is None:
+        assert found == [] and audit(path, steps=4).trained == 8
+    else:
+        assert any(problem in each for each in found), found
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,11 @@ WORKERS = st.sampled_from(["a", "b", "c"])
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A run, played in any order; `version` is the number of steps in the weights."""
+    """A run, played in any order.
+
+    `version` is the number of steps in the learner's weights; `published` is what those account for
+    that are on the engines, whose version is `served`: the one before, beside a push.
+    """
 
     @initialize(
         per_step=st.integers(1, 3),
@@ -87,7 +91,7 @@ class LedgerMachine(RuleBasedStateMachine):
             record=self.journal.record,
         )
         self.committed = [(self.version, self.trained)]
-        self.published = self.trained
+        self.published, self.served = self.trained, self.version
         self.forget()
 
     def forget(self) -> None:
@@ -111,11 +115,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ids == sorted(set(ids) - set(fresh)) + sorted(fresh)  # pending ones come first
         for lease in leases:
             group_id = lease.group_id
-            assert group_id not in self.held and group_id not in self.published
+            assert group_id not in self.held and group_id not in self.trained
             assert lease.attempt == 1 + len(self.leases.setdefault(group_id, []))
             assert lease.epoch == self.ledger.epoch
             self.leases[group_id].append(lease)
-            self.leased_at.setdefault(group_id, self.version)
+            self.leased_at.setdefault(group_id, self.served)
         if again and leases:  # Ray repeats a call whose answer was lost
             assert self.ledger.lease(worker, max_groups, f"{worker}{self.request}") == leases
 
@@ -126,7 +130,7 @@ class LedgerMachine(RuleBasedStateMachine):
         group_id = data.draw(st.sampled_from(sorted(self.leases)))
         lease = data.draw(st.sampled_from(self.leases[group_id]))
         wanted = (
-            group_id not in self.published
+            group_id not in self.trained
             and group_id not in self.held
             and group_id not in self.set_aside()
         )
@@ -197,8 +201,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        step = self.ledger.take(self.trained)
-        assert step == self.ledger.take(self.trained)
+        pushing = self.served < self.version
+        step = self.ledger.take(self.trained, pushing=pushing)
+        assert step == self.ledger.take(self.trained, pushing=pushing)
         missing = self.ledger.missing()
         if step is None:
             self.taken = None  # the queue lost it
@@ -244,9 +249,12 @@ class LedgerMachine(RuleBasedStateMachine):
         return True
 
     @precondition(lambda self: self.taken)
-    @rule(again=st.booleans())
-    def train_and_publish(self, again: bool) -> None:
+    @rule(again=st.booleans(), beside=st.booleans())
+    def train(self, again: bool, beside: bool) -> None:
+        """A step, and its push: at once, or `beside` whatever comes next."""
         assert self.taken is not None
+        if self.served < self.version:
+            self.arrive(again)
         group_ids, skipped = self.taken.group_ids, self.taken.set_aside
         passed, self.taken = self.taken.replaced, None
         for group_id in group_ids if self.rule != "late" else ():
@@ -255,26 +263,38 @@ class LedgerMachine(RuleBasedStateMachine):
         self.trained = self.trained.after(group_ids, skipped)
         assert skipped.items() <= self.trained.set_aside.items()
         self.version += 1
-        for _ in range(1 + again):
-            self.ledger.publish(self.version, self.trained, self.ledger.epoch)
-        self.published = self.trained
+        for _ in range(1 + again) if beside else ():
+            self.ledger.push(self.version, self.trained, self.ledger.epoch)
+        if not beside:
+            self.arrive(again)
         self.held -= {*group_ids, *passed}
         self.constant &= self.held
         assert passed.keys() <= self.set_aside().keys()
 
+    @precondition(lambda self: self.served < self.version)
+    @rule(again=st.booleans())
+    def arrive(self, again: bool) -> None:
+        taken = self.taken
+        for _ in range(1 + again):
+            self.ledger.publish(self.version, self.trained, self.ledger.epoch)
+        self.published, self.served = self.trained, self.version
+        if taken and self.held.issuperset(taken.group_ids):  # it stays the next step
+            assert self.ledger.take(self.trained) == taken
+
     @rule()
     def a_lost_learners_publication_changes_nothing(self) -> None:
         before = self.status()
+        self.ledger.push(self.version, self.trained, self.ledger.epoch)
         more = TrainedGroups(max([self.published.watermark, *self.published.above]) + 5)
+        self.ledger.push(99, more, self.ledger.epoch - 1)
         self.ledger.publish(99, more, self.ledger.epoch - 1)
-        self.ledger.publish(self.version, self.published, self.ledger.epoch)
+        self.ledger.publish(self.served, self.published, self.ledger.epoch)
         assert self.status() == before
 
     @rule()
     def commit(self) -> None:
-        if self.published == self.trained:
-            self.committed.append((self.version, self.trained))
-            self.ledger.commit(self.version, self.trained.watermark)
+        self.committed.append((self.version, self.trained))
+        self.ledger.commit(self.version, self.trained.watermark)
 
     @rule()
     def lose_the_learner(self) -> None:
@@ -284,7 +304,7 @@ class LedgerMachine(RuleBasedStateMachine):
         epoch = self.ledger.epoch
         self.ledger.rewind(self.trained, "the learner died")
         assert self.ledger.epoch == epoch + 1
-        self.published = self.trained
+        self.published, self.served = self.trained, self.version
         self.forget()
         later = {i: r for i, r in aside.items() if i not in trained and r != CONSTANT_REWARD}
         assert later.items() <= self.set_aside().items()  # poison stays poison
@@ -329,27 +349,36 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(started) == len(set(started))
         assert status.depth == len(self.held)
         replaceable = min(len(self.constant), self.most_replaced)
-        assert len(started) - replaceable + status.credit <= self.window
+        pushed = len(self.trained) - len(self.published)
+        assert pushed == self.per_step * (self.version - self.served)
+        assert len(started) - replaceable + pushed + status.credit <= self.window
         assert not set(started) & self.set_aside().keys()
-        assert len(self.published) + len(started) - replaceable <= self.total
+        assert len(self.trained) + len(started) - replaceable <= self.total
         assert status.published == self.published.watermark
-        assert not [group_id for group_id in started if group_id in self.published]
+        assert not [group_id for group_id in started if group_id in self.trained]
 
     def teardown(self) -> None:
         """From wherever it stopped, the run goes on to its end: nothing is lost or stuck."""
         if not hasattr(self, "ledger"):
             return
+        beside = False
         while len(self.trained) < self.total:
-            before = len(self.trained)
+            before, beside = len(self.trained), not beside
             while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
                 for group_id, held in reversed(self.status().leased.items()):
                     lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
-                    self.leased_at.setdefault(group_id, self.version)
+                    self.leased_at.setdefault(group_id, self.served)
                     assert self.ledger.deliver(lease, held[0])
                     self.held.add(group_id)
             self.take()
-            self.train_and_publish(False)
+            if self.taken is None:  # what it lacks waits for slots
+                assert self.served < self.version
+                self.arrive(False)
+                continue
+            self.train(False, beside)
             assert len(self.trained) > before
+        if self.served < self.version:
+            self.arrive(False)
         assert len(self.trained) == self.total
         status = self.status()
         assert (status.depth, status.credit, status.leased, status.pending) == (0, 0, {}, [])

@@ -142,6 +142,43 @@ def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
     assert get(queue.status()).credit == 0
 
 
+def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -> None:
+    queue = new_queue()
+    put(queue, *lease(queue, 9))
+    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+    waiting = queue.actor.lease.remote("a", 9, "x", 60.0)
+    queue.push(1, trained)
+    assert payloads(queue) == [2, 3] and get(queue.status()).published == 0
+    assert is_true(queue.poll()) and ids(queue.take(trained)) == [2, 3]
+    assert wait([waiting], timeout=0.2)[0] == []  # pushed is not published
+    queue.publish(1, trained)
+    assert ids(get(waiting).leases) == [4, 5]
+    taken = queue.take(trained)
+    assert ids(taken) == [2, 3]  # as it was
+    queue.push(2, with_step(trained, taken))
+    assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
+
+
+def test_what_is_pushed_is_not_made_again_when_the_queue_dies(
+    new_queue: NewQueue, journal: str
+) -> None:
+    queue = new_queue(on_ray=True)
+    put(queue, *lease(queue, 9))
+    trained = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+    queue.push(1, trained)
+    kill_queue(queue)
+    again = lease(queue, 9)
+    assert ids(again) == [2, 3] and {one.attempt for one in again} == {2}
+    queue.publish(1, trained)
+    assert ids(lease(queue, 9)) == [4, 5]
+    put(queue, *again)
+    taken = queue.take(trained)
+    queue.publish(2, with_step(trained, taken))
+    get(queue.close())
+    found = audit(journal)
+    assert found.problems == [] and (found.trained, found.steps, found.recoveries) == (4, 2, 1)
+
+
 def test_all_leased_is_not_the_end(new_queue: NewQueue) -> None:
     queue = new_queue(groups_per_step=4, timeout_s=0.1)
     assert ids(lease(queue, 9)) == list(range(8))

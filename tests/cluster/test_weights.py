@@ -26,7 +26,9 @@ from actors.sglang.installed import sglang_installed
 from cluster.config.on_policy import OpdConfig
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
+from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
+from cluster.weights.attempt import Attempt
 from cluster.weights.gather import collect
 from cluster.weights.publisher import Publisher, PushSettings
 from cluster.weights.transports import (
@@ -72,10 +74,14 @@ BUCKET_BYTES = 16 << 10
 
 
 class Queue:
-    """Remembers what was published."""
+    """Remembers what was published, and what was pushed beside the learner."""
 
     def __init__(self) -> None:
         self.published: list[tuple[int, int]] = []
+        self.pushed: list[tuple[int, int]] = []
+
+    def push(self, version: int, trained: TrainedGroups) -> None:
+        self.pushed.append((version, trained.watermark))
 
     def publish(self, version: int, trained: TrainedGroups) -> None:
         self.published.append((version, trained.watermark))
@@ -153,13 +159,17 @@ def ray_engines(tiny_pair: TinyPair) -> Iterator[Callable[..., dict[str, Any]]]:
         yield make
 
 
-def publisher(engines: Mapping[str, Any], learner: Learner, queue: Any, **changes: Any):
+def publisher(
+    engines: Mapping[str, Any], learner: Learner, queue: Any, *, overlaps: bool = False,
+    **changes: Any,
+):  # fmt: skip
     settings: dict[str, Any] = {
         "choice": "auto", "served": False, "device": "cpu", "directory": "/nowhere",
         "model": learner.model.name_or_path, "temperature": T, "probe_every": 1, "prove_every": 1,
         "timeout_s": TIMEOUT_S, "learner_dtype": "float32",
     } | changes  # fmt: skip
-    return Publisher(engines, queue, PushSettings(**settings), learner.logprobs)
+    goes_on = queue.push if overlaps else None
+    return Publisher(engines, queue, PushSettings(**settings), learner.logprobs, goes_on)
 
 
 def sent(publish: Publisher, weights: Weights, version: int) -> dict[str, float]:
@@ -203,6 +213,148 @@ def test_every_so_many_versions_are_probed(
         found += [version - 1] if "push/probe_gap" in metrics else []
     found += [4] if publish.settle() is not None else []
     assert found == asked
+
+
+class Held(EmbeddedEngine):
+    """Loads no weights until it is released, and refuses the first `refusals` of them."""
+
+    def __init__(self, *, refusals: int = 0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.released = asyncio.Event()
+        self.released.set()
+        self.refusals = refusals
+
+    async def hold(self, refusals: int = 0) -> None:
+        self.released.clear()
+        self.refusals = refusals
+
+    async def release(self) -> None:
+        self.released.set()
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        await self.released.wait()
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise EngineError("no room for them")
+        return await super().load_weights(weights, version)
+
+
+def on_all(engines: Mapping[str, Any], method: str, *arguments: Any) -> None:
+    for engine in engines.values():
+        calls.get(getattr(engine, method).remote(*arguments))
+
+
+@pytest.mark.parametrize("choice", ["shared_memory", "disk"])
+@pytest.mark.parametrize("refusals", [0, 1])
+def test_a_push_goes_on_beside_the_learner_and_slots_wait_for_it(
+    engines, learner: Learner, tmp_path: Path, choice: str, refusals: int
+) -> None:
+    """While engines load, refuse and load again, the learner's weights are other ones already."""
+    pair, queue = engines(Held, Held), Queue()
+    settings = {"choice": choice, "directory": str(tmp_path / "weights"), "overlaps": True}
+    publish = publisher(pair, learner, queue, **settings)
+    sent(publish, learner.weights(), 0)  # finds out what probe and proof ask for
+    assert queue.published == [(0, 0)] and queue.pushed == []
+    for version in (1, 2, 3):
+        learn(learner)
+        on_all(pair, "hold", refusals)
+        metrics = sent(publish, learner.weights(), version)
+        learn(learner)  # in place, as AdamW does
+        assert queue.pushed[-1] == (version, 4 * version)
+        assert queue.published[-1] == (version - 1, 4 * (version - 1))
+        assert versions(pair) == [version - 1] * 2
+        publish.check()
+        on_all(pair, "release")
+        publish.wait()
+        assert queue.published[-1] == (version, 4 * version)
+        assert versions(pair) == [version] * 2
+        if version > 1:  # what was found of the push before: it was of the weights then
+            assert metrics["push/probe_gap"] < 1e-5 and metrics["push/proven"] == 1
+            assert metrics["push/engines"] == 2
+            assert 0 <= metrics["push/overlapped"] <= metrics["push/seconds"]
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-5
+
+
+def test_a_push_through_the_object_store_is_of_the_weights_as_they_were(
+    ray_engines, learner: Learner
+) -> None:
+    pair, queue = ray_engines(EmbeddedEngine), Queue()
+    publish = publisher(pair, learner, queue, choice="object_store", overlaps=True)
+    for version in range(2):
+        sent(publish, learner.weights(), version)
+        learn(learner)
+    metrics = sent(publish, learner.weights(), 2)
+    learn(learner)
+    assert queue.pushed == [(1, 4), (2, 8)] and metrics["push/proven"] == 1
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-5 and versions(pair) == [2]
+    assert queue.published == [(0, 0), (1, 4), (2, 8)]
+
+
+def test_who_asks_for_the_engines_waits_for_the_push_beside_the_learner(
+    engines, learner: Learner
+) -> None:
+    pair, queue = engines(Held), Queue()
+    publish = publisher(pair, learner, queue, overlaps=True)
+    sent(publish, learner.weights(), 0)
+    joining = {"policy engine 1": engines(EmbeddedEngine)["policy engine 1"]}
+    actions: list[Callable[[], Any]] = [
+        lambda: publish.admit(joining, learner.weights(), 1),
+        lambda: publish.lend(joining, learner.weights(), 2),
+        lambda: publish.dismiss(["policy engine 1"]),
+        publish.settle,
+        lambda: sent(publish, learner.weights(), 6),
+    ]
+    for version, action in enumerate(actions, start=1):
+        on_all(pair, "hold")
+        learn(learner)
+        sent(publish, learner.weights(), version)
+        assert queue.published[-1][0] == version - 1
+        releasing = threading.Timer(0.1, on_all, (pair, "release"))
+        releasing.start()
+        action()
+        releasing.join()
+        assert (version, 4 * version) in queue.published
+
+
+def test_a_push_that_fails_beside_the_learner_fails_whoever_asks_next(
+    engines, learner: Learner
+) -> None:
+    pair, queue = engines(Held), Queue()
+    publish = publisher(pair, learner, queue, overlaps=True)
+    sent(publish, learner.weights(), 0)
+    on_all(pair, "hold", 2)
+    sent(publish, learner.weights(), 1)
+    publish.check()
+    on_all(pair, "release")
+    refused = r"pushing weights version 1 failed: policy engine 0: no room for them"
+    with pytest.raises(EngineError, match=refused):
+        publish.wait()
+    for action in (publish.check, publish.settle, lambda: sent(publish, learner.weights(), 2)):
+        with pytest.raises(EngineError, match=refused):
+            action()
+    assert queue.published == [(0, 0)] and versions(pair) == [0]
+
+
+def test_an_engine_that_dies_in_a_push_beside_the_learner_is_ended_before_slots_are_freed(
+    engines, learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, queue = engines(EmbeddedEngine, Held), Queue()
+    publish = publisher(pair, learner, queue, overlaps=True)
+    sent(publish, learner.weights(), 0)
+    on_all({"held": pair["policy engine 1"]}, "hold")
+    learn(learner)
+    sent(publish, learner.weights(), 1)
+    calls.kill(pair["policy engine 1"])
+    publish.wait()
+    assert "policy engine 1 did not take weights version 1: it is ended" in caplog.text
+    assert queue.published == [(0, 0), (1, 4)]
+    learn(learner)
+    sent(publish, learner.weights(), 2)
+    publish.wait()
+    assert versions({"left": pair["policy engine 0"]}) == [2]
+    publish.settle()
 
 
 class Sleeper(EmbeddedEngine):
@@ -521,7 +673,11 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
     run_on_policy(config, Console(quiet=True))
     for step in metrics(tmp_path / "run"):
         assert step["push/probe_gap"] < 1e-4
-        assert 0 < step["push/pause"] <= step["push/seconds"] <= step["time/push"]
+        assert 0 < step["push/pause"] <= step["push/seconds"]
+    # but the first, which finds out what to ask, each went on beside the step after it
+    assert all("push/overlapped" in step for step in metrics(tmp_path / "run")[2:])
+    found = audit(tmp_path / "run" / "ledger.jsonl", steps=3)
+    assert found.problems == [] and found.ended
     assert [p.name for p in (tmp_path / "run" / "weights").iterdir()] == ["version-000003"]
 
 
@@ -546,7 +702,8 @@ def by_group(server: Any, learner: Learner, monkeypatch: pytest.MonkeyPatch):
     """A publisher that sends the first weights as version 0 by a group, in several buckets."""
     monkeypatch.setattr(cluster.weights.gather, "GRACE_S", 20.0)
     ray.get(server.load_weights.remote(PackedTensors.pack(gather_all(learner.weights())), 0))
-    publish = publisher({"policy engine 0": server}, learner, Queue(), choice="group", served=True)
+    settings = {"choice": "group", "served": True, "overlaps": True}  # which a group does not
+    publish = publisher({"policy engine 0": server}, learner, Queue(), **settings)
     transport = CollectiveTransport(
         {"policy engine 0": server}, address="127.0.0.1", backend="gloo", timeout_s=TIMEOUT_S,
         bucket_bytes=BUCKET_BYTES,
@@ -571,11 +728,12 @@ def test_every_transport_into_a_server(
 ) -> None:
     publish = publisher(
         {"policy engine 0": server}, learner, Queue(), choice=choice, served=True,
-        directory=str(tmp_path / "weights"),
+        directory=str(tmp_path / "weights"), overlaps=True,
     )  # fmt: skip
     for version in range(3):
-        learn(learner)
         metrics = sent(publish, learner.weights(), version)
+        learn(learner)  # in the middle of the push, but of a group's
+        publish.wait()
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
                    for sample in samples(server))  # fmt: skip
@@ -711,7 +869,7 @@ def test_a_broadcast_that_breaks_off_again_and_again(
 
     monkeypatch.setattr(torch.distributed, "broadcast", break_off)
     learn(learner)
-    answers = by_group._attempt([transport], learner.weights(), 2)
+    answers = Attempt.begin([transport], learner.weights(), 2).answers(TIMEOUT_S)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     assert "the network is down" in answers.complaint()
     if survives:

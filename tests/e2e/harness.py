@@ -100,7 +100,8 @@ def trained_groups(out: Path) -> list[int]:
     """Ids of the groups in the final weights, sorted; one that is in them twice is there twice."""
     steps: dict[int, list[int]] = {}
     for event in read_journal(out / "ledger.jsonl"):
-        if event["event"] == "train":  # again, after the learner went back to a checkpoint
+        # Again, after the learner went back to a checkpoint; and after a push beside a step.
+        if event["event"] in ("push", "train"):
             steps = {version: ids for version, ids in steps.items() if version < event["version"]}
             steps[event["version"]] = event["ids"]
     return sorted(group_id for ids in steps.values() for group_id in ids)

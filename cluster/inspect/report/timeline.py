@@ -117,7 +117,9 @@ def _fields(row: Row) -> dict[str, Any]:
     found = {name: row[name] for name in ("step", "tokens_per_s") if name in row}
     if "time/wait" in row and row.get("time/step"):
         found["learner_wait"] = row["time/wait"] / row["time/step"]
-    if "push/seconds" in row:
+    if "push/overlapped" in row:  # else what the step waited for is the push
+        found["push"] = row["time/push"]
+    elif "push/seconds" in row:
         found["push"] = row["push/seconds"]
     return found
 

@@ -1,0 +1,83 @@
+"""One attempt to push weights over some transports: begun on each, then waited for.
+
+Where all of them send a copy (`Transport.copies`), what follows the beginning needs the learner's
+weights no more, and may go on while these change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.weights.gather import GatherResult, collect
+from cluster.weights.transport import Transport
+from distill.errors import EngineError
+from distill.weights.model_weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A push that has begun.
+
+    Attributes:
+        started: transports, and what their engines were asked, by engine.
+        failures: why a transport could not begin, by its engines.
+    """
+
+    version: int
+    started: list[tuple[Transport, dict[str, Any]]]
+    failures: dict[str, str]
+
+    @classmethod
+    def begin(cls, transports: Sequence[Transport], weights: Weights, version: int) -> Attempt:
+        """Begins on all of them. A transport by copy has made its copy when this returns."""
+        begun = cls(version, [], {})
+        for transport in transports:
+            try:
+                begun.started.append((transport, transport.start(weights, version)))
+            except EngineError as error:
+                transport.abort()
+                begun.failures.update(dict.fromkeys(transport.engines, str(error)))
+        return begun
+
+    @property
+    def needs_weights(self) -> bool:
+        """What is left to do, a second try included, reads the learner's weights."""
+        return bool(self.failures) or not all(each.copies for each, _ in self.started)
+
+    def answers(self, timeout_s: float) -> GatherResult:
+        """Waits for every engine; ends the push on each transport."""
+        total = GatherResult(failures=dict(self.failures))
+        for transport, pending in self.started:
+            answers = collect(
+                pending,
+                timeout_s,
+                linked=transport.linked,
+                problem=transport.problem,
+                give_up=transport.give_up,
+            )
+            try:
+                if answers.failures or answers.problem:
+                    transport.abort()
+                else:
+                    transport.finish()
+            except EngineError as error:
+                answers.problem = str(error)
+            if answers.problem:
+                late = pending.keys() - answers.values.keys() - answers.failures.keys()
+                answers.failures |= dict.fromkeys(late, answers.problem)
+            total.values |= answers.values
+            total.failures |= answers.failures
+            total.lost |= answers.lost
+            total.problem = total.problem or answers.problem
+        return total
+
+    def again(self, names: Collection[str], timeout_s: float) -> GatherResult:
+        """A second try of some engines, from the copies that were made."""
+        assert not self.needs_weights
+        pending: dict[str, Any] = {}
+        for transport, _ in self.started:
+            some = [name for name in transport.engines if name in names]
+            pending |= transport.load(some, self.version)
+        return collect(pending, timeout_s)

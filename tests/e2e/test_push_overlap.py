@@ -1,0 +1,100 @@
+"""Pushes beside the learner's next step, in whole runs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from actors.embedded.engine import EmbeddedEngine
+from cluster.config.on_policy import OpdConfig
+from cluster.early_ends import RunFailed
+from cluster.inspect.audit import audit
+from cluster.queue.journal import read_journal
+from cluster.recipes.on_policy import run_on_policy
+from distill.engine import WeightSource
+from distill.errors import EngineError
+from tests.conftest import TinyPair
+from tests.e2e.harness import metrics, trained_groups
+
+STEPS, PER_STEP = 4, 2
+# Against hangs only.
+DEADLINE_S = 300.0
+
+
+def settings(pair: TinyPair, out: Path, **changes: Any) -> OpdConfig:
+    given: dict[str, Any] = {
+        "student": pair.student, "teacher": pair.teacher, "prompts": pair.prompts, "out": str(out),
+        "temperature": 0.7, "steps": STEPS, "prompts_per_step": PER_STEP, "group_size": 2,
+        "max_new_tokens": 8, "eval_size": 2, "engine": "embedded", "estimator": "sampled",
+        "max_staleness": 1, "checkpoint_every": 1, "local": True,
+    } | changes  # fmt: skip
+    return OpdConfig(**given)
+
+
+def taken(out: Path) -> int:
+    return sum(event["event"] == "take" for event in read_journal(out / "ledger.jsonl"))
+
+
+@pytest.mark.parametrize("step_rule", ["in_order", "due_first"])
+def test_a_step_goes_on_while_no_engine_has_the_weights_of_the_one_before(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_rule: str
+) -> None:
+    """Engines load a version only when the step after it has been taken: else all would wait."""
+    out, load = tmp_path / "run", EmbeddedEngine.load_weights
+
+    async def load_late(self: EmbeddedEngine, weights: WeightSource, version: int) -> float:
+        deadline = time.monotonic() + DEADLINE_S
+        while 0 < version < STEPS and taken(out) <= version:
+            assert time.monotonic() < deadline, f"step {version + 1} waits for version {version}"
+            await asyncio.sleep(0.02)
+        return await load(self, weights, version)
+
+    monkeypatch.setattr(EmbeddedEngine, "load_weights", load_late)
+    run_on_policy(settings(tiny_pair, out, step_rule=step_rule), Console(quiet=True))
+    steps = metrics(out)
+    assert trained_groups(out) == list(range(STEPS * PER_STEP))
+    assert all(step["push/probe_gap"] < 1e-4 for step in steps)
+    assert all(step["push/overlapped"] > 0 for step in steps[1:])
+    assert [step["staleness/max"] for step in steps] == [0, 1, 1, 1]
+    found = audit(out / "ledger.jsonl", steps=STEPS)
+    assert found.problems == [] and found.ended
+
+
+@pytest.mark.parametrize("changes", [{"max_staleness": 0}, {"push_overlap": False}])
+def test_a_run_that_does_not_overlap_has_every_engine_acknowledge_within_the_step(
+    tiny_pair: TinyPair, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    out = tmp_path / "run"
+    run_on_policy(settings(tiny_pair, out, steps=2, **changes), Console(quiet=True))
+    assert all(step["push/seconds"] <= step["time/push"] for step in metrics(out))
+    events = [event["event"] for event in read_journal(out / "ledger.jsonl")]
+    assert "push" not in events and events.count("train") == 2
+
+
+def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are not freed, so that no group comes which the learner could wait for."""
+    out = tmp_path / "run"
+    config = settings(tiny_pair, out, groups_in_flight=PER_STEP)
+
+    async def refuse(self: EmbeddedEngine, weights: WeightSource, version: int) -> float:
+        if version == 2:
+            raise EngineError("no room for them")
+        return await load(self, weights, version)
+
+    load = EmbeddedEngine.load_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbeddedEngine, "load_weights", refuse)
+        with pytest.raises(RunFailed, match=r"pushing weights version 2 failed: .*no room for"):
+            run_on_policy(config, Console(quiet=True))
+    assert len(metrics(out)) == 2 and audit(out / "ledger.jsonl").problems == []
+    run_on_policy(config, Console(quiet=True))
+    assert trained_groups(out) == list(range(STEPS * PER_STEP))
+    found = audit(out / "ledger.jsonl", steps=STEPS)
+    assert found.problems == [] and found.jobs == 2
