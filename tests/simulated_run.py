@@ -121,6 +121,13 @@ class SimulatedLearner:
         self.pushes.append(list(engines))
         await asyncio.gather(*(e.load_weights.remote(self._push_s, 0) for e in engines.values()))
 
+    async def join(self, engines: Mapping[str, Any]) -> int | None:
+        """Its pushes leave no copy, as those by a group do."""
+        return None
+
+    async def pushed(self, wait: bool) -> None:
+        """No push goes on beside a step."""
+
     async def logprobs(self, rows_D: Sequence[Any]) -> list[FloatArray]:
         self.forwards += 1
         return [logprobs_V(r.temperature)[r.tokens_T[r.first_trained :]] for r in rows_D]

@@ -38,8 +38,11 @@ class LocalActor:
     """A handle of a plain object that lives in a thread of its own.
 
     The object is made in that thread, and its methods run there one after the other; asynchronous
-    ones, if it has any, side by side. What they raise arrives as it does from Ray's actors.
+    ones, if it has any, side by side. Calls of a concurrency group have a second thread. What they
+    raise arrives as it does from Ray's actors.
     """
+
+    _aside: ThreadPoolExecutor | None = None  # of whatever concurrency group
 
     def __init__(self, plain: type, *arguments: Any, **settings: Any) -> None:
         self._name = plain.__name__
@@ -52,6 +55,7 @@ class LocalActor:
             threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True).start()
         else:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+            self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self._name}-aside")
 
         def make() -> None:
             try:
@@ -70,11 +74,13 @@ class LocalActor:
             return _Method(lambda ask: self._call(lambda: ask(self._plain())))
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Method(
-            lambda *given, **named: self._call(
+
+        def by(call: Callable[[Callable[[], Any]], Future[Any]]) -> Callable[..., Future[Any]]:
+            return lambda *given, **named: call(
                 lambda: getattr(self._plain(), name)(*given, **named)
             )
-        )
+
+        return _Method(by(self._call), by(self._call_aside))
 
     def _plain(self) -> Any:
         """The object; raises what kept it from being made."""
@@ -87,14 +93,20 @@ class LocalActor:
         if self._ended:
             return
         self._ended = True
-        if self._executor is not None:
+        if self._executor is not None and self._aside is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+            self._aside.shutdown(wait=False, cancel_futures=True)
         elif self._loop is not None:
             with suppress(TimeoutError):  # it is busy for good: the thread ends with the process
                 asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_CLOSE_S)
 
     def _call(self, function: Callable[[], Any]) -> Future[Any]:
         return self._refusal() or self._submit(function)
+
+    def _call_aside(self, function: Callable[[], Any]) -> Future[Any]:
+        if self._aside is None:
+            return self._call(function)
+        return self._refusal() or self._aside.submit(self._run, function)
 
     def _refusal(self) -> Future[Any] | None:
         if not self._ended:
@@ -148,11 +160,13 @@ class LocalActor:
 class _Method:
     """`handle.method`, with Ray's `remote` and `options`."""
 
-    def __init__(self, call: Callable[..., Future[Any]]) -> None:
-        self._call = call
+    def __init__(
+        self, call: Callable[..., Future[Any]], aside: Callable[..., Future[Any]] | None = None
+    ) -> None:
+        self._call, self._aside = call, aside
 
-    def options(self, **_concurrency: Any) -> _Method:
-        return self
+    def options(self, *, concurrency_group: str = "") -> _Method:
+        return _Method(self._aside) if concurrency_group and self._aside else self
 
     def remote(self, *given: Any, **named: Any) -> LocalReference:
         return LocalReference(self._call(*given, **named))

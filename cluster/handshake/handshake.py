@@ -36,7 +36,7 @@ from cluster.handshake.engine_answers import (
     prefill,
     sample_probes,
 )
-from distill.engine import Engine
+from distill.engine import Engine, ScoreRequest
 from distill.errors import EngineLost
 from distill.handshake.comparison import (
     CalibrationReport,
@@ -70,6 +70,21 @@ class EnginesSilent(EngineLost):
     def __init__(self, names: Sequence[str], deadline_s: float) -> None:
         super().__init__(f"{listed(names)} did not answer the handshake within {deadline_s:g} s")
         self.names = tuple(names)
+
+
+def scored_by(engine: Engine) -> LearnerLogprobs:
+    """An engine in the learner's place, which is known to hold the same weights."""
+
+    async def logprobs(rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
+        requests = [
+            ScoreRequest(
+                tokens_T=row.tokens_T, start=row.first_trained, temperatures=(row.temperature,)
+            )
+            for row in rows_D
+        ]
+        return [score.logprobs_by_temperature[0] for score in await engine.score(requests)]
+
+    return logprobs
 
 
 async def handshake(

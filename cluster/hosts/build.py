@@ -65,6 +65,7 @@ from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
+    JOIN_GROUP,
     ActorSpec,
     aside_whereabouts_call,
     health_call,
@@ -504,7 +505,8 @@ def make_learners(
 
     def options(rank: int) -> dict[str, Any]:
         name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
-        return placement.options(LEARNER, rank) | _ASIDE | {"name": name}
+        groups = {"concurrency_groups": {HEALTH_GROUP: 1, JOIN_GROUP: 1}}
+        return placement.options(LEARNER, rank) | groups | {"name": name}
 
     make = maker(config)
     actors = LearnerActors(

@@ -123,6 +123,13 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop)
         publisher.admit(engines, *self._loop.weights())
 
+    def join(self, engines: Mapping[str, Any]) -> int | None:
+        """`admit` beside whatever else is called: call it in `JOIN_GROUP`.
+
+        Returns the version; None: there is no copy of it, so that only `admit` will do.
+        """
+        return self._publisher().join(engines)
+
     def lend(self, engines: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
         """Hands the present weights, and no later ones, to engines of evaluations.
 

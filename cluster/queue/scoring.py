@@ -180,11 +180,15 @@ class ScoringRecord:
     def _read_train(self, event: Mapping[str, Any]) -> None:
         ids, skipped = step_of(event)
         version: int = event["version"]
+        if ids and all(self._trained.get(group_id) == version for group_id in ids):
+            return  # it was pushed before
         for group_id in ids:
             self._trained[group_id] = version
         self._job.custody.drop(skipped)
         self._job.custody.published(version, ids)
         self._taken = set()
+
+    _read_push = _read_train
 
     def result(self) -> Scoring | None:
         """None if there never was a scorer that was asked for canaries."""

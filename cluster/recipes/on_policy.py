@@ -19,7 +19,13 @@ from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
-from cluster.handshake.handshake import ENGINE_DEADLINE_S, PARTS, LearnerLogprobs, handshake
+from cluster.handshake.handshake import (
+    ENGINE_DEADLINE_S,
+    PARTS,
+    LearnerLogprobs,
+    handshake,
+    scored_by,
+)
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
@@ -344,9 +350,16 @@ class _Run:
         )
 
     async def _examine(
-        self, policies: Mapping[str, EnginePool], scorers: Mapping[str, EnginePool]
+        self,
+        policies: Mapping[str, EnginePool],
+        scorers: Mapping[str, EnginePool],
+        reference: EnginePool | None = None,
     ) -> CalibrationReport:
-        """The handshake of some engines with the learner, and with its copies of teachers."""
+        """The handshake of some engines with the learner, and with its copies of teachers.
+
+        Args:
+            reference: a policy engine that answers in the learner's place.
+        """
         learner = self.learner
 
         async def learner_logprobs(rows_D: Any) -> Any:
@@ -363,7 +376,7 @@ class _Run:
         return await handshake(
             policies=policies,
             teachers=scorers,
-            learner=learner_logprobs,
+            learner=learner_logprobs if reference is None else scored_by(reference),
             tokenizer=self._tokenizer_probe,
             temperature=self._config.temperature,
             learner_dtype=choose_dtype(self._config.learner_dtype, self._device),

@@ -11,6 +11,7 @@ from cluster.handshake.handshake import EnginesSilent
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import EVALUATION, POLICY
 from cluster.runtime.driver import CallFailed, Driver
+from cluster.runtime.joining import Joining
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport
@@ -18,8 +19,9 @@ from distill.lookup import listed
 
 # Longest that one which is ready waits for others that come back, seconds; a round takes longer.
 _TOGETHER_S = 10.0
-# Examines engines that join, policies and scorers by name; the report says whether they agree.
-Examine = Callable[[Mapping[str, EnginePool], Mapping[str, EnginePool]], Coroutine[Any, Any, Any]]
+# Examines engines that join, policies and scorers by name; the report says whether they agree. A
+# third argument is a policy engine in the learner's place, while that computes.
+Examine = Callable[..., Coroutine[Any, Any, CalibrationReport]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Admission:
         examine: the handshake of some engines with the learner.
         join: has scorers that passed it answer their first canaries; why of those that are refused.
         require_handshake: False admits engines whose handshake fails.
+        deadline_s: longest that a handshake beside a step may take.
     """
 
     def __init__(
@@ -51,11 +54,19 @@ class Admission:
         examine: Examine,
         require_handshake: bool,
         say: Callable[[str], None],
+        deadline_s: float,
         join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
         self._supervisor, self._driver, self._roles = supervisor, driver, roles
         self._learner, self._examine, self._say = learner, examine, say
         self._require_handshake, self._join = require_handshake, join
+        self.joining = Joining(
+            supervisor,
+            learner=learner,
+            examine=examine,
+            serve=self._serve_if_they_agree,
+            deadline_s=deadline_s,
+        )
 
     def admit_waiting(self) -> None:
         """Admits those that wait; call it while the learner is idle. One that fails is buried.
@@ -66,7 +77,11 @@ class Admission:
         Raises:
             LearnerLost: the learner died meanwhile.
         """
-        waiting = [m for m in self._supervisor.waiting() if m.spec.name in self._roles]
+        waiting = [
+            m
+            for m in self._supervisor.waiting()
+            if m.spec.name in self._roles and m not in self.joining.members
+        ]
         self._admit(self._together([m for m in waiting if m.spec.name == POLICY]))
         if self._supervisor.serving(POLICY):  # else there is nobody whose samples are to be scored
             self._admit(self._together([m for m in waiting if m.spec.name != POLICY]))
@@ -113,7 +128,7 @@ class Admission:
             return
         try:
             report = self._examined(members)
-            agrees = report.agrees or not self._require_handshake
+            agrees = self._agree(report)
             refused = self._join(members) if agrees else {}
         except LearnerLost:
             raise
@@ -145,6 +160,15 @@ class Admission:
         if len(left) < len(members):  # else they are tried again with another policy engine
             present = self._supervisor.waiting()
             self._admit([member for member in left if member in present])
+
+    def _serve_if_they_agree(self, members: Sequence[Member], report: CalibrationReport) -> bool:
+        """Lets policy engines that joined beside a step serve; False if they do not agree."""
+        if self._agree(report):
+            self._say_admitted(members, report)
+        return self._agree(report)
+
+    def _agree(self, report: CalibrationReport) -> bool:
+        return report.agrees or not self._require_handshake
 
     def _say_admitted(self, members: Sequence[Member], report: CalibrationReport) -> None:
         if not members:

@@ -13,9 +13,9 @@ driver --> learner.step: take -> loss -> optimizer -> publish to policy engines 
 driver    waits for: the step's groups         unblocked by: the rollout workers' puts
           waits for: the learner's step        unblocked by: the learner, or its death
 
-Between two steps the learner is idle: only then are engines admitted, which need its weights. While
-the driver waits, for whatever it is, the supervisor polls everyone
-(cluster/supervision/supervise.py).
+Between two steps the learner is idle: then are engines admitted that need its weights from itself;
+those that can read a copy join at any time (cluster/runtime/joining.py). While the driver waits,
+for whatever it is, the supervisor polls everyone (cluster/supervision/supervise.py).
 """
 
 from __future__ import annotations

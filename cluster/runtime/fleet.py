@@ -1,8 +1,9 @@
 """Lifecycle of a rollout run's actors: start, admission, drain, restart, recovery.
 
     a rollout worker dies     its groups are leased again at once; it is restarted
-    an engine dies            requests under way go to another; it is restarted and, while the
-                              learner is idle, given the present weights, examined, and announced
+    an engine dies            requests under way go to another; it is restarted, given the present
+                              weights (a copy, or by the learner while it is idle), examined, and
+                              announced
     an engine leaves          no worker gives it anything new; it goes once it is idle
     the learner dies          see `recover`: back to its checkpoint, and the queue with it
 
@@ -139,6 +140,7 @@ class Fleet:
             examine=examine,
             require_handshake=config.require_handshake,
             say=say,
+            deadline_s=config.deadline_s,
             join=self.canaries.join,
         )
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
@@ -156,6 +158,8 @@ class Fleet:
             config.checkpoint_every,
         )
         self._queue_spec = cast.queue_spec
+        # Engines that sleep have left their memory to the learner: none may load beside a step.
+        self._join_beside = not config.engines_sleep_on("cpu" if config.device == "cpu" else "cuda")
         self._working = False
         self._announcer = Announcer()
         self._announced = -1
@@ -260,6 +264,8 @@ class Fleet:
         self._poller.poll()
         self.canaries.poll()
         self.background.poll()
+        if self._join_beside:
+            self._admission.joining.poll()
 
     def _announce(self) -> None:
         self._announced = self.supervisor.changes
@@ -390,6 +396,7 @@ class Fleet:
     def recover(self, lost: LearnerLost) -> Checkpoint | None:
         """A new learner, from the newest checkpoint, and the queue back where it stands."""
         since = time.monotonic()
+        self._admission.joining.forget()
         checkpoint = self._lifecycle.recover(lost, self.driver, self._say)
         self.driver.until_started([LEARNER], self._say)
         self.driver.ask_learner("publishing its weights", self.learner.publish.remote())

@@ -33,7 +33,9 @@ from cluster.handles import calls
 from cluster.supervision.failures import reason_of
 from distill.errors import IsothermError
 
-HEALTH_GROUP = "health"  # a concurrency group of its own: heartbeats overtake long calls
+# Concurrency groups: what overtakes long calls.
+HEALTH_GROUP = "health"  # heartbeats
+JOIN_GROUP = "join"  # engines that join while the learner computes
 _BEAT_S = 2.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
 _WINDOW_S = 3600.0

@@ -6,7 +6,7 @@ weights no more, and may go on while these change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +73,25 @@ class Attempt:
             total.problem = total.problem or answers.problem
         return total
 
-    def again(self, names: Collection[str], timeout_s: float) -> GatherResult:
+    def again(self, engines: Mapping[str, Any], timeout_s: float) -> GatherResult:
         """A second try of some engines, from the copies that were made."""
         assert not self.needs_weights
         pending: dict[str, Any] = {}
         for transport, _ in self.started:
-            some = [name for name in transport.engines if name in names]
+            some = {name: engines[name] for name in transport.engines if name in engines}
             pending |= transport.load(some, self.version)
+        return collect(pending, timeout_s)
+
+    def to_others(self, transports: Sequence[Transport], timeout_s: float) -> GatherResult | None:
+        """Has other engines load the copies that were made; None: one of them can read none.
+
+        Args:
+            transports: the ways to them.
+        """
+        made = {type(transport): transport for transport, _ in self.started if transport.copies}
+        if not all(type(transport) in made for transport in transports):
+            return None
+        pending: dict[str, Any] = {}
+        for transport in transports:
+            pending |= made[type(transport)].load(transport.engines, self.version)
         return collect(pending, timeout_s)

@@ -1,13 +1,19 @@
-"""A call beside the learner's thread: the rest of a push, while the next step is computed."""
+"""Calls beside the learner's thread, and whose turn it is.
+
+The rest of a push goes on while the next step is computed; engines join meanwhile.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from distill.errors import EngineError
 
 Value = TypeVar("Value")
 
@@ -50,7 +56,48 @@ class Background(Generic[Value]):
         self._call = None
         return Ended(value, time.perf_counter() - began)
 
+    @property
+    def done(self) -> bool:
+        """The call is over, however it ended."""
+        return self._call is not None and self._call.done()
+
     def check(self) -> None:
         """Raises what the call raised, if it is over; waits for nothing."""
-        if self._call is not None and self._call.done():
+        if self._call is not None and self.done:
             self._call.result()
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn. It ends with its context or, if it `goes_on`, when another thread ends it."""
+
+    _lock: threading.Lock
+    goes_on: bool = False
+
+    def end(self) -> None:
+        self._lock.release()
+
+
+class Turns:
+    """Turns of several threads, one at a time; whoever waits for its own gives up in the end."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._lock, self._timeout_s = threading.Lock(), timeout_s
+
+    @contextmanager
+    def next(self) -> Iterator[Turn]:
+        """Waits for the turns before it.
+
+        Raises:
+            EngineError: one of them does not end.
+        """
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise EngineError(
+                f"waited {self._timeout_s:.0f} s for other engines to load their weights"
+            )
+        turn = Turn(self._lock)
+        try:
+            yield turn
+        finally:
+            if not turn.goes_on:
+                turn.end()

@@ -5,6 +5,7 @@
     engine    load_weights: pause, load, drop every cached prefix, new version, continue,
               acknowledge with the pause in seconds
     admit     the same to engines that join, with the present weights; no slot is freed
+    join      the same while the learner computes, from the copy of the last push
     lend      the same to engines that do not join: they hold these weights until they are lent
               others
     sleep     engines that share the learner's GPUs release their memory until the next push
@@ -38,7 +39,7 @@ from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
 from cluster.weights.attempt import Attempt
-from cluster.weights.background import Background
+from cluster.weights.background import Background, Turn, Turns
 from cluster.weights.delta import DeltaSender
 from cluster.weights.gather import GatherResult, collect, values
 from cluster.weights.proof import PushProof
@@ -93,7 +94,7 @@ class PushSettings:
 class Publisher:
     """`publish(weights, version, trained)`: returns once slots are free, or a copy is made.
 
-    For one thread: all but `check` waits for the push that goes on beside it.
+    For one thread, but for `join`: all but `check` waits for the push that goes on beside it.
     """
 
     def __init__(
@@ -122,6 +123,8 @@ class Publisher:
         self._beside = Background[dict[str, float]]()
         self._held_up_s = 0.0  # how long the learner has waited for that one
         self._answers_due = 0.0  # until when probe and proof wait, for all engines together
+        self._turns = Turns(settings.timeout_s)  # a push's, or of engines that join
+        self._last: Attempt | None = None  # the push that all engines hold, and its copies
         self._proof = PushProof[Any, Any](
             engines=self._engines,
             submit=lambda engine: engine.weight_checksums.remote(),
@@ -151,24 +154,43 @@ class Publisher:
         self.wait()
         metrics, self._found = self._found | self._settled(), {}
         metrics["push/bytes"] = total_bytes(weights)
-        started = time.perf_counter()
-        if self._deltas is not None:
-            self._deltas.count()
-        attempt = self._begin(weights, version)
-        if self._goes_beside(attempt):
-            self._go_beside(attempt, weights, trained, started)
-            return metrics
-        self._found = self._acknowledged(attempt, started, partial(self._anew, weights, version))
-        metrics |= self._found
-        if self._deltas is not None:
-            metrics |= self._deltas.metrics(self._engines, total_bytes(weights))
-        self._credit.publish(version, trained)
-        if self._is_probed(version):
-            self._ask(version)
-        self._answers_due = time.monotonic() + self._settings.timeout_s
-        if self._is_proven(version):
-            self._proof.ask(version, weights)
+        with self._turns.next() as turn:
+            started = time.perf_counter()
+            if self._deltas is not None:
+                self._deltas.count()
+            attempt = self._begin(weights, version)
+            if self._goes_beside(attempt):
+                self._go_beside(attempt, weights, trained, started, turn)
+                return metrics
+            anew = partial(self._anew, weights, version)
+            self._found = self._acknowledged(attempt, started, anew)
+            metrics |= self._found
+            if self._deltas is not None:
+                metrics |= self._deltas.metrics(self._engines, total_bytes(weights))
+            self._credit.publish(version, trained)
+            if self._is_probed(version):
+                self._ask(version)
+            self._answers_due = time.monotonic() + self._settings.timeout_s
+            if self._is_proven(version):
+                self._proof.ask(version, weights)
         return metrics
+
+    def join(self, engines: Mapping[str, Any]) -> int | None:
+        """`admit` beside the learner, whatever it computes: from the copy of the last push.
+
+        For another thread than all else. Waits for a push under way. Returns the version; None: the
+        last push left no copy that they can read.
+
+        Raises:
+            EngineError: one of them did not take the weights; none of them joins.
+        """
+        with self._turns.next():
+            last = self._last
+            answers = last and last.to_others(self._choose(engines), self._settings.timeout_s)
+            if last is None or answers is None:
+                return None
+            self._add(engines, answers, last.version)
+            return last.version
 
     def wait(self) -> None:
         """Waits for the push that goes on beside the learner, if one does; raises as a push does.
@@ -190,7 +212,10 @@ class Publisher:
             EngineError: one of them did not take the weights; none of them joins.
         """
         self.wait()
-        answers = self._anew(weights, version, engines)
+        with self._turns.next():
+            self._add(engines, self._anew(weights, version, engines), version)
+
+    def _add(self, engines: Mapping[str, Any], answers: GatherResult, version: int) -> None:
         if answers.failures:
             raise EngineError(f"pushing weights version {version} failed: {answers.complaint()}")
         self._engines |= engines
@@ -238,11 +263,13 @@ class Publisher:
     def dismiss(self, names: Sequence[str]) -> None:
         """Drops engines: they get no more weights."""
         self.wait()
-        for name in names:
-            self._engines.pop(name, None)
-        self._transports = None
+        with self._turns.next():
+            for name in names:
+                self._engines.pop(name, None)
+            self._transports = None
 
     def _begin(self, weights: Weights, version: int) -> Attempt:
+        self._last = None  # whose copies are written over, or let go
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
@@ -260,7 +287,12 @@ class Publisher:
         )
 
     def _go_beside(
-        self, attempt: Attempt, weights: Weights, trained: TrainedGroups, started: float
+        self,
+        attempt: Attempt,
+        weights: Weights,
+        trained: TrainedGroups,
+        started: float,
+        turn: Turn,
     ) -> None:
         version, learnt_N, digests = attempt.version, None, None
         if self._is_probed(version) and self._probe is not None:
@@ -269,18 +301,22 @@ class Publisher:
             digests = self._proof.expected(weights)
 
         def finish() -> dict[str, float]:
-            again = partial(attempt.again, timeout_s=self._settings.timeout_s)
-            metrics = self._acknowledged(attempt, started, again)
-            self._credit.publish(version, trained)
-            self._answers_due = time.monotonic() + self._settings.timeout_s
-            if learnt_N is not None and self._probe is not None:
-                self._probe.ask(version, learnt_N)
-            if digests is not None:
-                self._proof.ask_for(version, digests)
+            try:
+                again = partial(attempt.again, timeout_s=self._settings.timeout_s)
+                metrics = self._acknowledged(attempt, started, again)
+                self._credit.publish(version, trained)
+                self._answers_due = time.monotonic() + self._settings.timeout_s
+                if learnt_N is not None and self._probe is not None:
+                    self._probe.ask(version, learnt_N)
+                if digests is not None:
+                    self._proof.ask_for(version, digests)
+            finally:
+                turn.end()
             return metrics
 
         assert self._goes_on is not None
         self._goes_on(version, trained)
+        turn.goes_on = True
         self._beside.begin(finish)
         self._held_up_s = time.perf_counter() - started
 
@@ -293,6 +329,7 @@ class Publisher:
         """Metrics of a push, once all engines hold it. Those that are dead or fail twice are
         dropped."""
         pauses = self._pauses(attempt, again)
+        self._last = attempt
         return {
             "push/seconds": time.perf_counter() - started,
             "push/pause": max(pauses.values(), default=0.0),

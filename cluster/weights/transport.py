@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from distill.weights.model_weights import Weights
@@ -48,11 +48,12 @@ class Transport(ABC):
     def share(self, source: Any, version: int) -> dict[str, Any]:
         """Has every engine load the weights from a source that each can read."""
         self._source = source
-        return self.load(self.engines.keys(), version)
+        return self.load(self.engines, version)
 
-    def load(self, names: Collection[str], version: int) -> dict[str, Any]:
-        """Has some engines load what was shared last."""
+    def load(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """Has engines, others than its own too, load what was shared last."""
         assert self._source is not None, "nothing is shared"
         return {
-            name: self.engines[name].load_weights.remote(self._source, version) for name in names
+            name: engine.load_weights.remote(self._source, version)
+            for name, engine in engines.items()
         }

@@ -75,11 +75,9 @@ class ObjectStoreTransport(Transport):
         return "Ray's object store"
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
+        self._source = None  # the store never keeps two
         reference = ray.put(PackedTensors.pack(gather_all(weights)))
         return self.share(reference, version)
-
-    def finish(self) -> None:
-        self._source = None  # the store keeps no copy between two pushes
 
 
 class DiskTransport(Transport):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import POLICY, REFERENCE
 from cluster.runtime.admission import Admission
 from cluster.runtime.driver import Driver, Signals
+from cluster.runtime.joining import Joining
 from cluster.supervision.supervise import (
     ActorSpec,
     Member,
@@ -31,16 +34,39 @@ AGREES = Comparison(
 
 
 class Engine:
-    """An engine that nobody asks anything: what is wrong with it is known to those who would."""
+    """An engine that is asked for its version alone: what is wrong with it others know."""
+
+    version = 0
+
+    async def info(self) -> Any:
+        return SimpleNamespace(weight_version=self.version)
+
+    async def hold(self, version: int) -> None:
+        self.version = version
 
 
 class Learner:
-    """Takes note of each push, and fails those to `unreachable`."""
+    """Takes note of each push, and fails those to `unreachable`. Has a copy to join from if so
+    told."""
 
-    def __init__(self, unreachable: str) -> None:
+    def __init__(self, unreachable: str, copy: bool) -> None:
         self.pushes: list[list[str]] = []
         self.waits = 0  # for the push beside a step, which scorers are not examined in
-        self._unreachable = unreachable
+        self._unreachable, self._copy = unreachable, copy
+        self._served = threading.Event()
+
+    def step(self) -> str:
+        """Ends when somebody says that it may."""
+        assert self._served.wait(60)
+        return "trained"
+
+    def end_step(self) -> None:
+        self._served.set()
+
+    def join(self, engines: Mapping[str, Any]) -> int | None:
+        if self._unreachable in engines:
+            raise EngineError("pushing weights failed: no answer")
+        return 0 if self._copy else None
 
     def admit(self, engines: Mapping[str, Any]) -> None:
         self.pushes.append(list(engines))
@@ -59,11 +85,23 @@ class House:
     """Ready engines of one role, beside a policy engine that serves."""
 
     def __init__(
-        self, role: str, number: int, *, disagrees: str = "", unreachable: str = ""
+        self,
+        role: str,
+        number: int,
+        *,
+        disagrees: str = "",
+        unreachable: str = "",
+        copy: bool = True,
+        pushes: int = 0,
     ) -> None:
+        """
+        Args:
+            pushes: that fall into handshakes beside a step, one into each.
+        """
         self.said: list[str] = []
         self.examined: list[list[str]] = []
-        self._disagrees = disagrees
+        self.references: list[EnginePool] = []  # engines in the learner's place
+        self._disagrees, self._pushes = disagrees, pushes
         self.supervisor = Supervisor(
             say=self.said.append,
             record=lambda _event, **_fields: None,
@@ -72,18 +110,26 @@ class House:
             max_restarts=9,
         )
         self.supervisor.under_way = True
-        if role != POLICY:
-            self._adopt(POLICY, 0, State.SERVING)
+        # Scorers are examined with it, and so are policy engines that join beside a step.
+        self.present = [self._adopt(POLICY, 99, State.SERVING)]
         self.members = [self._adopt(role, index, State.READY) for index in range(number)]
-        self.learner = LocalActor(Learner, unreachable)
+        self.learner = LocalActor(Learner, unreachable, copy)
+        self.driver = Driver(
+            supervisor=self.supervisor,
+            signals=Signals(),
+            deadline_s=60,
+            idle=lambda: self.joining.poll() if self.beside else None,
+        )
+        self.beside = False
         self._admission = Admission(
             self.supervisor,
-            Driver(supervisor=self.supervisor, signals=Signals(), deadline_s=60),
+            self.driver,
             roles=(POLICY, REFERENCE),
             learner=lambda: self.learner,
             examine=self._examine,
             require_handshake=True,
             say=self.said.append,
+            deadline_s=60,
         )
 
     def _adopt(self, role: str, index: int, state: State) -> Member:
@@ -101,10 +147,19 @@ class House:
         return member
 
     async def _examine(
-        self, policies: Mapping[str, EnginePool], scorers: Mapping[str, EnginePool]
+        self,
+        policies: Mapping[str, EnginePool],
+        scorers: Mapping[str, EnginePool],
+        reference: EnginePool | None = None,
     ) -> CalibrationReport:
         names = list(scorers or policies)
         self.examined.append(names)
+        if reference is not None:
+            self.references.append(reference)
+            if self._pushes:
+                self._pushes -= 1
+                for member in (*self.members, *self.present):
+                    await member.handle.hold.remote(len(self.references))
         off = replace(AGREES, max_gap=9.0, mean_gap=3.0)
         return CalibrationReport(comparisons=(off if self._disagrees in names else AGREES,))
 
@@ -116,6 +171,21 @@ class House:
     @property
     def told(self) -> tuple[list[list[str]], int]:
         return self.learner.told.remote().future.result(60)
+
+    @property
+    def joining(self) -> Joining:
+        return self._admission.joining
+
+    def step(self) -> None:
+        """A step of the learner that ends when nobody is about to join any more."""
+        step = self.learner.step.remote()
+        self.beside = True
+        self.driver.until("somebody to join", lambda: bool(self.joining.members), 60)
+        self.driver.until("the others to join", lambda: not self.joining.members, 60)
+        self.beside = False
+        assert not step.future.done()
+        self.learner.end_step.options(concurrency_group="any").remote()
+        assert self.driver.ask_learner("a step", step) == "trained"
 
     def close(self) -> None:
         self.supervisor.end_all()
@@ -164,3 +234,42 @@ def test_one_that_died_before_it_was_asked_is_buried_once(house: Any) -> None:
     few.members[2].handle.end()
     assert few.admit() == ["policy 0", "policy 1", "policy 3"]
     assert sum("policy 2 died" in line for line in few.said) == 1
+
+
+@pytest.mark.parametrize("pushes", [0, 1, 2])
+def test_all_that_wait_join_while_the_learner_is_inside_a_step(house: Any, pushes: int) -> None:
+    """Examined with an engine that serves, and again for each push that falls into it."""
+    many = house(POLICY, 32, pushes=pushes)
+    everyone = [f"{POLICY} {index}" for index in range(32)]
+    many.step()
+    assert [member.name for member in many.members if member.state is State.SERVING] == everyone
+    assert many.examined == [everyone] * (1 + pushes)
+    assert len(many.references) == 1 + pushes
+    assert many.admit() == everyone and many.told == ([], 0)  # nothing was left to the learner
+    assert "and 28 more join: their handshake agrees to" in many.said[-1]
+
+
+@pytest.mark.parametrize(
+    "trouble", [{"copy": False}, {"disagrees": "policy 2"}, {"unreachable": "policy 2"},
+                {"pushes": 99}],
+    ids=["no copy", "disagrees", "unreachable", "pushes"],
+)  # fmt: skip
+def test_who_cannot_join_beside_a_step_is_admitted_after_it(
+    house: Any, trouble: dict[str, Any]
+) -> None:
+    few = house(POLICY, 4, **trouble)
+    few.step()
+    assert [member.state for member in few.members] == [State.READY] * 4
+    good = [i for i in range(4) if f"policy {i}" not in trouble.values()]
+    assert few.admit() == [f"policy {i}" for i in good]
+    assert few.told[0][0] == [f"policy {i}" for i in range(4)]
+
+
+def test_with_another_learner_they_join_anew(house: Any) -> None:
+    few = house(POLICY, 2)
+    few.joining.poll()
+    assert len(few.joining.members) == 2
+    assert few.admit() == []  # they are under way
+    few.joining.forget()
+    assert not few.joining.members and few.admit() == ["policy 0", "policy 1"]
+    assert few.told[0] == [["policy 0", "policy 1"]]

@@ -96,6 +96,16 @@ def test_a_busy_actor_is_ready_and_its_answer_is_waited_for() -> None:
     assert calls.get(busy, DEADLINE_S)
 
 
+def test_a_concurrency_group_overtakes_a_busy_actor() -> None:
+    counter, event = LocalActor(Counter, 0), threading.Event()
+    busy = counter.wait_for.remote(event)
+    aside = counter.add.options(concurrency_group="join")
+    assert calls.get(aside.remote(1), DEADLINE_S) == 1
+    assert calls.wait([busy], timeout=0) == ([], [busy])
+    event.set()
+    assert calls.get(busy, DEADLINE_S)
+
+
 def test_errors_arrive_as_they_do_from_ray() -> None:
     counter = LocalActor(Counter, 0)
     with pytest.raises(EngineError, match="the engine said no") as raised:

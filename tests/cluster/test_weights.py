@@ -29,6 +29,7 @@ from cluster.handles.local_actor import LocalActor
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.weights.attempt import Attempt
+from cluster.weights.background import Background
 from cluster.weights.gather import collect
 from cluster.weights.publisher import Publisher, PushSettings
 from cluster.weights.transports import (
@@ -223,6 +224,11 @@ class Held(EmbeddedEngine):
         self.released = asyncio.Event()
         self.released.set()
         self.refusals = refusals
+        self.loads: list[int] = []
+
+    async def asked(self) -> list[int]:
+        """Versions that it was to load."""
+        return self.loads
 
     async def hold(self, refusals: int = 0) -> None:
         self.released.clear()
@@ -232,6 +238,7 @@ class Held(EmbeddedEngine):
         self.released.set()
 
     async def load_weights(self, weights: WeightSource, version: int) -> float:
+        self.loads.append(version)
         await self.released.wait()
         if self.refusals > 0:
             self.refusals -= 1
@@ -355,6 +362,104 @@ def test_an_engine_that_dies_in_a_push_beside_the_learner_is_ended_before_slots_
     publish.wait()
     assert versions({"left": pair["policy engine 0"]}) == [2]
     publish.settle()
+
+
+def checksums(engines: Mapping[str, Any]) -> list[Any]:
+    """Of all that each engine holds."""
+    return [calls.get(engine.weight_checksums.remote()) for engine in engines.values()]
+
+
+@pytest.mark.parametrize("choice", ["shared_memory", "disk"])
+def test_an_engine_joins_from_the_copy_while_the_learner_computes(
+    engines, learner: Learner, tmp_path: Path, choice: str
+) -> None:
+    """It holds what the others do, to the bit, though the learner's weights are others by then."""
+    directory = str(tmp_path / "weights")
+    first, queue = engines(EmbeddedEngine), Queue()
+    publish = publisher(first, learner, queue, choice=choice, directory=directory, overlaps=True)
+    assert publish.join(first) is None  # nothing was pushed yet
+    for version in (0, 1):
+        sent(publish, learner.weights(), version)
+        learn(learner)
+    for index in (1, 2):
+        pair = engines(EmbeddedEngine)
+        name = f"policy engine {index}"
+        assert publish.join({name: pair[name]}) == 1
+        assert versions(pair) == [1] * (index + 1)
+    one, *others = checksums(pair)
+    assert all(other == one for other in others)
+    sent(publish, learner.weights(), 2)
+    publish.wait()
+    assert versions(pair) == [2] * 3 and queue.published[-1] == (2, 8)
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-5
+
+
+def test_an_engine_that_joins_in_the_middle_of_a_push_gets_the_new_version(
+    engines, learner: Learner
+) -> None:
+    first, queue = engines(Held), Queue()
+    publish = publisher(first, learner, queue, overlaps=True)
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    on_all(first, "hold")
+    sent(publish, learner.weights(), 1)
+    learn(learner)
+    pair = engines(Held)
+    joining: Background[int | None] = Background()
+    joining.begin(lambda: publish.join({"policy engine 1": pair["policy engine 1"]}))
+    assert not joining.done
+    on_all(first, "release")
+    ended = joining.wait()
+    assert ended is not None and ended.value == 1 and versions(pair) == [1, 1]
+    one, other = checksums(pair)
+    assert one == other
+    publish.settle()
+
+
+def test_a_push_waits_for_the_engine_that_reads_its_copy(engines, learner: Learner) -> None:
+    first = engines(EmbeddedEngine)
+    publish = publisher(first, learner, Queue(), overlaps=True)
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    pair = engines(Held)
+    joiner = {"policy engine 1": pair["policy engine 1"]}
+    on_all(joiner, "hold")
+    joining: Background[int | None] = Background()
+    joining.begin(lambda: publish.join(joiner))
+    wait_for(lambda: calls.get(joiner["policy engine 1"].asked.remote()) == [0])
+    releasing = threading.Timer(0.1, on_all, (joiner, "release"))
+    releasing.start()
+    sent(publish, learner.weights(), 1)
+    publish.wait()
+    ended = joining.wait()
+    assert ended is not None and ended.value == 0
+    assert calls.get(joiner["policy engine 1"].asked.remote()) == [0, 1]
+    assert versions(pair) == [1, 1]
+    releasing.join()
+    gap = publish.settle()
+    assert gap is not None and gap < 1e-5
+
+
+def wait_for(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_without_a_copy_no_engine_joins(
+    engines, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedMemoryTransport, "copies", False)  # as a group's
+    first, queue = engines(EmbeddedEngine), Queue()
+    publish = publisher(first, learner, queue, overlaps=True)
+    sent(publish, learner.weights(), 0)
+    learn(learner)
+    sent(publish, learner.weights(), 1)
+    assert queue.pushed == [] and queue.published == [(0, 0), (1, 4)]
+    assert publish.join({"another": first["policy engine 0"]}) is None
+    assert publish.settle() is not None
 
 
 class Sleeper(EmbeddedEngine):

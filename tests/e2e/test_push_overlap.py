@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from rich.console import Console
 from actors.embedded.engine import EmbeddedEngine
 from cluster.config.on_policy import OpdConfig
 from cluster.early_ends import RunFailed
+from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.queue.journal import read_journal
 from cluster.recipes.on_policy import run_on_policy
+from cluster.weights.publisher import Publisher
 from distill.engine import WeightSource
 from distill.errors import EngineError
+from learner.learner import Learner, Part
 from tests.conftest import TinyPair
-from tests.e2e.harness import metrics, trained_groups
+from tests.e2e.harness import events, metrics, trained_groups
 
 STEPS, PER_STEP = 4, 2
 # Against hangs only.
@@ -98,3 +103,39 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     assert trained_groups(out) == list(range(STEPS * PER_STEP))
     found = audit(out / "ledger.jsonl", steps=STEPS)
     assert found.problems == [] and found.jobs == 2
+
+
+def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that its death falls into ends only when it serves: the learner cannot help it."""
+    out, learnt, policies = tmp_path / "run", Learner.step, {}
+    steps = 0
+
+    def remember(self: Publisher, engines: Mapping[str, Any], *given: Any) -> None:
+        policies.update(engines)
+        made(self, engines, *given)
+
+    def step_in_which_one_dies(self: Learner, *parts: Part) -> dict[str, float]:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            calls.kill(policies["policy engine 1"])
+            deadline = time.monotonic() + DEADLINE_S
+            while not any(e["who"] == "policy engine 1" for e in events(out, "restart")):
+                assert time.monotonic() < deadline, "it waits for the learner"
+                time.sleep(0.02)
+        return learnt(self, *parts)
+
+    made = Publisher.__init__
+    monkeypatch.setattr(Publisher, "__init__", remember)
+    monkeypatch.setattr(Learner, "step", step_in_which_one_dies)
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    run_on_policy(settings(tiny_pair, out, policy_engines=2), console)
+    assert "policy engine 1 joins: its handshake agrees to" in said.getvalue()
+    found = metrics(out)
+    assert all(step["push/probe_gap"] < 1e-4 for step in found)  # its log-probs are the learner's
+    assert found[-1]["push/engines"] == 2
+    assert trained_groups(out) == list(range(STEPS * PER_STEP))
+    assert audit(out / "ledger.jsonl", steps=STEPS).problems == []
