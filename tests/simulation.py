@@ -174,25 +174,26 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
     def clock() -> float:
         return loop.now
 
-    with monkeypatch.context() as patched:
-        patched.setattr(calls, "wait", wait)
-        patched.setattr(calls, "get", get)
-        patched.setattr(asyncio, "run", loop.run_until_complete)
-        patched.setattr(time, "sleep", loop.let_pass)
-        for kind in _CLOCKED:
-            _set_clock(patched, kind, clock)
-        patched.setattr(time, "monotonic", clock)
-        try:
-            asyncio.set_event_loop(loop)
-            yield loop
-        finally:
-            loop.set_exception_handler(lambda _loop, _context: None)  # nobody asks any more
-            while tasks := asyncio.all_tasks(loop):
-                for task in tasks:
-                    task.cancel()
-                loop.run_until_complete(asyncio.wait(tasks))
-            asyncio.set_event_loop(None)
-            loop.close()
+    # By the test's own patches, not a context of ours: they are undone in reverse order, so that
+    # what a test puts over one of these does not bring it back afterwards.
+    monkeypatch.setattr(calls, "wait", wait)
+    monkeypatch.setattr(calls, "get", get)
+    monkeypatch.setattr(asyncio, "run", loop.run_until_complete)
+    monkeypatch.setattr(time, "sleep", loop.let_pass)
+    for kind in _CLOCKED:
+        _set_clock(monkeypatch, kind, clock)
+    monkeypatch.setattr(time, "monotonic", clock)
+    try:
+        asyncio.set_event_loop(loop)
+        yield loop
+    finally:
+        loop.set_exception_handler(lambda _loop, _context: None)  # nobody asks any more
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks))
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def _set_clock(patched: pytest.MonkeyPatch, kind: type, clock: Callable[[], float]) -> None:
