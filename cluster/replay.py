@@ -193,7 +193,7 @@ class Replay:
         from cluster.inspect.replayed import blame
         from distill.objective.rows import with_reference
 
-        groups_P = self._kept.taken(self._step).groups_P
+        groups_P = self._kept.groups(self._step)
         if base_is_reference(self.config):
             groups_P = with_reference(groups_P, loop.learner.base_logprobs)
         for title, rows in blame(loop, groups_P, self._text, number).items():

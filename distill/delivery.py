@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from distill.errors import CheckpointError
-from distill.types import TrajectoryGroup
+from distill.outlines import GroupOutline
 
 # Which groups a step takes (cluster/queue/step_rules.py), and what becomes of those that cannot be
 # trained in time.
@@ -41,7 +41,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Taken:
-    """A step's groups in order of id.
+    """A step's groups in order of id, by their outlines.
 
     Attributes:
         set_aside: ids that are accounted for with them, and were not trained: why not.
@@ -49,7 +49,7 @@ class Taken:
         replaced: groups of constant reward that the step passes over, and that reward.
     """
 
-    groups_P: list[TrajectoryGroup]
+    groups_P: list[GroupOutline]
     set_aside: dict[int, str]
     overdue: int = 0
     replaced: Mapping[int, float] = field(default_factory=dict)

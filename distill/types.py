@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,23 +82,6 @@ def _check_logprobs(name: str, logprobs_T: FloatArray, mask_T: BoolArray) -> Non
             f"{name}[{where}] = {logprobs_T[where]} on an action token: a log-prob must be finite "
             f"and at most 0 ({int(bad_N.sum())} of {len(on_action_N)} are not)"
         )
-
-
-class LikeliestTokens(Protocol):
-    """`TopLogprobs`, or what stands for them where their values are elsewhere."""
-
-    @property
-    def ids_NK(self) -> npt.NDArray[np.int32]: ...
-
-    @property
-    def logprobs_NK(self) -> npt.NDArray[np.float32]: ...
-
-    @property
-    def k(self) -> int: ...
-
-    def __len__(self) -> int:
-        """Number of positions."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -207,7 +190,7 @@ class Segment:
     teacher_logprobs_T: FloatArray | None = None
     teacher_logprobs_q1_T: FloatArray | None = None
     policy_top_ids_NK: TokenArray | None = None
-    teacher_top: LikeliestTokens | None = None
+    teacher_top: TopLogprobs | None = None
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
     reference_logprobs_T: FloatArray | None = None

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from distill.objective.batching import TrainingRow
+from distill.objective.batching import RowShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ModelFlops:
             projection = Products.by(weight.numel(), trained=weight.requires_grad)
         return cls(decoder=decoder, projection=projection, attention=attention)
 
-    def forward(self, rows_D: Iterable[TrainingRow]) -> float:
+    def forward(self, rows_D: Iterable[RowShape]) -> float:
         """FLOPs of the rows' log-probs."""
         return sum(
             len(row) * self.decoder.forward
@@ -83,7 +83,7 @@ class ModelFlops:
             for row in rows_D
         )
 
-    def training(self, rows_D: Iterable[TrainingRow]) -> float:
+    def training(self, rows_D: Iterable[RowShape]) -> float:
         """FLOPs of the rows' log-probs and their gradients."""
         rows_D = list(rows_D)
         return self.forward(rows_D) + sum(

@@ -7,10 +7,10 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,18 +21,22 @@ from distill.errors import CheckpointError, NonFiniteError
 from distill.models.loading import processor_files, resolve_device
 from distill.objective.batching import (
     BatchShape,
+    Row,
     TrainingRow,
     deal,
     split_by_token_budget,
     tokens_in_step,
 )
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
+from distill.objective.rows import RowOutline
+from distill.outlines import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import Membership, Order, WorkerGroup
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.worker import (
@@ -45,6 +49,8 @@ from learner.worker import (
     UpdateShare,
 )
 
+# Micro-batches by worker, and of each whether it counts.
+Dealt: TypeAlias = Sequence[Sequence[tuple[list[Any], bool]]]
 # A worker's share of a step's tokens, times what padding may take.
 _SLACKS = (1.0, 1.1, 1.25, 1.5)
 
@@ -54,14 +60,17 @@ class Part:
     """Rows under one loss. An optimizer step has one, or several: distillation beside SFT, say.
 
     Attributes:
+        rows_D: rows; or outlines of rows of rollouts, which workers make (`learner.rollouts`).
         rows_per_unit: rows that follow one another and stay in one micro-batch: 2 for pairs.
         coef: what its loss is multiplied by.
+        dealt: its micro-batches by worker, as `deal` has them; None: not dealt yet.
     """
 
-    rows_D: Sequence[TrainingRow]
+    rows_D: Sequence[TrainingRow] | Sequence[RowOutline]
     loss: LossFunction
     rows_per_unit: int = 1
     coef: float = 1.0
+    dealt: Dealt | None = None
 
 
 class Learner:
@@ -117,19 +126,24 @@ class Learner:
             NonFiniteError: a loss or the gradient norm is NaN or infinite. The weights are as
                 before the step, and the offending rows are in `dump_dir`.
         """
-        dealt: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
+        parts = tuple(map(self.dealt, parts))
+        orders: list[list[MicroBatch]] = [[] for _ in range(self._group.size)]
         for part in parts:
-            for mine, more in zip(dealt, self._deal(part), strict=True):
+            for mine, more in zip(orders, self._micro_batches(part), strict=True):
                 mine += more
-        shares: list[StepShare] = self._on_each("step", dealt)
-        self._require_finite(shares, dealt)
+        shares: list[StepShare] = self.on_each("step", orders)
+        self._require_finite(shares, orders)
         made = _summed(shares)
         rows_D = [row for part in parts for row in part.rows_D]
         if self._flops is not None:
             seconds = sum(made[name] for name in shares[0].seconds)
             made["train/tflops_per_s"] = self._flops.training(rows_D) / seconds / 1e12
         shapes = (
-            BatchShape.of(m.rows_B, self._worker.packs) for mine in dealt for m in mine if m.counted
+            BatchShape.of(rows_B, self._worker.packs)
+            for part in parts
+            for mine in part.dealt or ()
+            for rows_B, counted in mine
+            if counted
         )
         return finish_metrics(made) | {
             "train/grad_norm": shares[0].grad_norm,
@@ -142,7 +156,7 @@ class Learner:
     def evaluate(self, part: Part) -> dict[str, float]:
         """Metrics of the part's loss on its rows, `train/loss` among them; nothing is trained."""
         made: dict[str, float] = {}
-        for metrics in self._on_each("evaluate", self._deal(part)):
+        for metrics in self.on_each("evaluate", self._micro_batches(part)):
             add_metrics(made, metrics)
         return finish_metrics(made)
 
@@ -158,16 +172,16 @@ class Learner:
             NonFiniteError: a loss is NaN or infinite. Everything that has accumulated is dropped,
                 and the offending rows are in `dump_dir`.
         """
-        dealt = self._deal(part)
-        shares: list[PassShare] = self._on_each("forward_backward", dealt)
+        orders = self._micro_batches(part)
+        shares: list[PassShare] = self.on_each("forward_backward", orders)
         if any(share.non_finite is not None for share in shares):
             self.zero_grad()
-        self._require_finite_losses(shares, dealt)
+        self._require_finite_losses(shares, orders)
         return finish_metrics(_summed(shares))
 
     def zero_grad(self) -> None:
         """Drops the gradient that `forward_backward` has accumulated."""
-        self._on_all("zero_grad")
+        self.on_all("zero_grad")
 
     def optim_step(self, divisor: float = 1.0) -> dict[str, float]:
         """One optimizer update by the accumulated gradient over `divisor`; drops the gradient.
@@ -177,7 +191,7 @@ class Learner:
         Raises:
             NonFiniteError: the gradient norm is NaN or infinite. The weights are as before.
         """
-        shares: list[UpdateShare] = self._on_all("optim_step", divisor)
+        shares: list[UpdateShare] = self.on_all("optim_step", divisor)
         if not math.isfinite(norm := shares[0].grad_norm):
             raise NonFiniteError(
                 f"the gradient norm is {norm}; the gradient is dropped, and the weights are as "
@@ -191,39 +205,48 @@ class Learner:
 
     def skip_update(self) -> None:
         """Skips an update that the schedule counts: nothing but the lr changes."""
-        self._on_all("skip_update")
+        self.on_all("skip_update")
 
     def rest(self) -> None:
         """Releases the memory of gradients, and of what was computed, until the next pass."""
-        self._on_all("rest")
+        self.on_all("rest")
 
-    def _deal(self, part: Part) -> list[list[MicroBatch]]:
+    def dealt(self, part: Part) -> Part:
+        """The part with its micro-batches dealt to the workers, as a step would deal them."""
+        if part.dealt is not None:
+            return part
+        return replace(part, dealt=self._dealt(self._split(part.rows_D, part.rows_per_unit)))
+
+    def _micro_batches(self, part: Part) -> list[list[MicroBatch]]:
         """The part's micro-batches, by worker."""
         counts = StepCounts(
             tokens=sum(row.num_trained for row in part.rows_D),
             sequences=sum(row.ends_sequence for row in part.rows_D),
         )
-        batches = self._split(part.rows_D, part.rows_per_unit)
         loss = self._number_of(part.loss)
         return [
             [
-                MicroBatch(rows_B=rows, loss=loss, counts=counts, coef=part.coef, counted=counted)
+                MicroBatch(
+                    rows_B=[row.place if isinstance(row, RowOutline) else row for row in rows],
+                    loss=loss,
+                    counts=counts,
+                    coef=part.coef,
+                    counted=counted,
+                )
                 for rows, counted in mine
             ]
-            for mine in self._dealt(batches)
+            for mine in self.dealt(part).dealt or ()
         ]
 
-    def _dealt(
-        self, batches: Sequence[list[TrainingRow]]
-    ) -> list[list[tuple[list[TrainingRow], bool]]]:
+    def _dealt(self, batches: Sequence[list[Row]]) -> list[list[tuple[list[Row], bool]]]:
         return deal(batches, self._group.size, self._worker.most_mask, self._worker.packs)
 
-    def _split(self, rows_D: Sequence[TrainingRow], rows_per_unit: int) -> list[list[TrainingRow]]:
+    def _split(self, rows_D: Sequence[Row], rows_per_unit: int) -> list[list[Row]]:
         """Micro-batches under the token budget; of several ways to cut, one that keeps all workers
         busy."""
         workers, most_mask, packs = self._group.size, self._worker.most_mask, self._worker.packs
 
-        def split(budget: int) -> list[list[TrainingRow]]:
+        def split(budget: int) -> list[list[Row]]:
             return list(split_by_token_budget(rows_D, budget, rows_per_unit, most_mask, packs))
 
         fullest = split(self._token_budget)
@@ -241,13 +264,19 @@ class Learner:
             losses.append(loss)
         return losses.index(loss)
 
-    def _on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+    def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         """Every worker's answer to the order, by rank; each has an argument of its own."""
         self._group.send([Order(method, argument) for argument in arguments])
         return self._group.collect(getattr(self._worker, method)(arguments[0]))
 
-    def _on_all(self, method: str, argument: Any = None) -> list[Any]:
-        return self._on_each(method, [argument] * self._group.size)
+    def on_all(self, method: str, argument: Any = None) -> list[Any]:
+        """The same, all with one argument."""
+        return self.on_each(method, [argument] * self._group.size)
+
+    def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
+        """Says where the leader, as a worker, finds rollouts; the other workers are told where they
+        are built."""
+        self._worker.take_rollouts_from(source, loss)
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the present weights, one array per row."""
@@ -259,7 +288,7 @@ class Learner:
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         dealt = self._dealt(self._split(rows_D, 1))
-        answers = self._on_each(method, [[rows for rows, _ in mine] for mine in dealt])
+        answers = self.on_each(method, [[rows for rows, _ in mine] for mine in dealt])
         by_row: dict[int, FloatArray] = {}
         for mine, answer in zip(dealt, answers, strict=True):
             for (rows_B, _), logprobs in zip(mine, answer, strict=True):
@@ -290,7 +319,7 @@ class Learner:
         self.export(path / "model", tokenizer)
         if self._worker.lora is not None:
             save_adapter(path / "adapter", self._worker.lora, self._adapter())
-        self._on_all("save_optimizer", str(path / "optimizer"))
+        self.on_all("save_optimizer", str(path / "optimizer"))
         torch.save(self._trainer_state(), path / "trainer.pt")
 
     def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
@@ -304,7 +333,7 @@ class Learner:
             write_adapter = partial(save_adapter, lora=lora, tensors=copied(self._adapter()))
         return StateCopy(
             weights=copied_weights(self.weights()),
-            moments=self._on_all("copy_moments")[0],
+            moments=self.on_all("copy_moments")[0],
             trainer=deepcopy(self._trainer_state()),
             write_model=partial(self._export, tokenizer),
             write_adapter=write_adapter,
@@ -312,19 +341,19 @@ class Learner:
 
     def has_room_for_copy(self) -> bool:
         """True if `copied` takes at most half of what is free in any host's main memory."""
-        costs: list[CopyCost] = self._on_all("copy_cost")
+        costs: list[CopyCost] = self.on_all("copy_cost")
         needed = Counter({costs[0].host: total_bytes(self.weights())})
         for cost in costs:
             needed[cost.host] += cost.bytes
         return all(2 * needed[cost.host] <= cost.free for cost in costs)
 
     def _adapter(self) -> dict[str, torch.Tensor]:
-        return self._on_all("gather_adapter")[0]
+        return self.on_all("gather_adapter")[0]
 
     def _trainer_state(self) -> dict[str, Any]:
         return {
             "schedule": self._worker.schedule.state_dict(),
-            "rng": self._on_all("rng_state"),
+            "rng": self.on_all("rng_state"),
         }
 
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -367,28 +396,34 @@ class Learner:
         except Exception as error:  # zip, pickle, OS and torch's errors all mean: not readable
             raise CheckpointError(f"cannot read {path / 'trainer.pt'}: {error}") from error
         if state.get("moments", True):
-            self._on_all("load_optimizer", str(path / "optimizer"))
+            self.on_all("load_optimizer", str(path / "optimizer"))
         if schedule is not None:
-            self._on_all("set_schedule", schedule)
+            self.on_all("set_schedule", schedule)
         # Workers that the checkpoint knows nothing of draw as they began.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(rng))
-        self._on_each("set_rng_state", [*rng, *missing][: self._group.size])
+        self.on_each("set_rng_state", [*rng, *missing][: self._group.size])
 
     def _require_finite(
-        self, shares: Sequence[StepShare], dealt: Sequence[Sequence[MicroBatch]]
+        self, shares: Sequence[StepShare], orders: Sequence[Sequence[MicroBatch]]
     ) -> None:
-        self._require_finite_losses(shares, dealt)
+        self._require_finite_losses(shares, orders)
         if not math.isfinite(norm := shares[0].grad_norm):
-            rows = [row for mine in dealt for m in mine if m.counted for row in m.rows_B]
-            raise self._non_finite(f"the gradient norm is {norm}", rows)
+            rows = [[row for m in mine if m.counted for row in m.rows_B] for mine in orders]
+            raise self._non_finite(f"the gradient norm is {norm}", self._made(rows))
 
     def _require_finite_losses(
-        self, shares: Sequence[PassShare], dealt: Sequence[Sequence[MicroBatch]]
+        self, shares: Sequence[PassShare], orders: Sequence[Sequence[MicroBatch]]
     ) -> None:
-        for share, mine in zip(shares, dealt, strict=True):
+        for rank, share in enumerate(shares):
             if share.non_finite is not None:
                 place, loss = share.non_finite
-                raise self._non_finite(f"the loss is {loss}", mine[place].rows_B)
+                rows: list[Sequence[TrainingRow | RowPlace]] = [[] for _ in orders]
+                rows[rank] = orders[rank][place].rows_B
+                raise self._non_finite(f"the loss is {loss}", self._made(rows))
+
+    def _made(self, rows: Sequence[Sequence[TrainingRow | RowPlace]]) -> list[TrainingRow]:
+        """Rows by worker, those of rollouts from the worker that made them."""
+        return [row for mine in self.on_each("made_rows", rows) for row in mine]
 
     def _non_finite(self, what: str, rows: Sequence[TrainingRow]) -> NonFiniteError:
         self._dump_dir.mkdir(parents=True, exist_ok=True)
@@ -425,7 +460,7 @@ class _LearnerWeights:
         self.layouts: list[TensorLayout] = [weight.layout_in(dtype) for weight in weights]
 
     def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return self._learner._on_all("gather", Portion(names, self._dtype))[0]
+        return self._learner.on_all("gather", Portion(names, self._dtype))[0]
 
     def first_non_finite(self) -> str | None:
-        return next(filter(None, self._learner._on_all("first_non_finite")), None)
+        return next(filter(None, self._learner.on_all("first_non_finite")), None)

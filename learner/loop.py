@@ -1,22 +1,24 @@
 """The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
+    hold      waits for: their trajectories     unblocked by: the object stores that have them
     sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
 The loop is given a source of groups and a `publish` callable. It knows neither queue nor engine.
 A `publish` may return before that, once it needs the weights no more.
+Groups come as outlines; their tokens, and the rows made of them, are with the learner's workers
+(`learner.rollouts`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -24,14 +26,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.delivery import CONSTANT_REWARD, Taken, TrainedGroups
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.metrics import group_metrics, merge_updates
-from distill.objective.rows import (
-    advantage_metrics,
-    policy_rows,
-    rows_by_group,
-    with_other_rows,
-    with_reference,
-)
+from distill.objective.metrics import TokenTable, group_metrics, merge_updates
+from distill.objective.whole_groups import opened
+from distill.outlines import TrajectorySource
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -39,12 +36,13 @@ from learner.checkpoint_writer import CheckpointWriter
 from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
+from learner.rollouts import Rollouts, StepPlan
 from learner.supervised import RowStream
 from learner.teachers import LocalTeachers
 from learner.trace import NO_TRACE, Stages, Tracing
 
 
-class GroupSource(Protocol):
+class GroupSource(TrajectorySource, Protocol):
     """Source of a step's groups: the next ones beside those that are trained."""
 
     def take(self, trained: TrainedGroups) -> Taken:
@@ -54,25 +52,39 @@ class GroupSource(Protocol):
         """
         ...
 
+    def lose(self, ids: Collection[int], reason: str) -> None:
+        """Trajectories of these groups, which were taken, are lost: others are to be made."""
+        ...
+
 
 # Hands weights of a version, and what they account for, to every policy engine; returns `push/*`
 # metrics once all of them acknowledged, or once the weights may change.
 Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
-# Is given a step's number, the groups it trained on, and their rows: see `rows_by_group`.
-Keep = Callable[[int, Sequence[TrajectoryGroup], Sequence[TrainingRow]], None]
 
 
-def keep_nothing(
-    _step: int, _groups_P: Sequence[TrajectoryGroup], _rows_D: Sequence[TrainingRow]
-) -> None:
-    """A `Keep` that drops the rollouts."""
+class Keep(Protocol):
+    """Keeps some of the rollouts for people to look at."""
+
+    def chosen(self, step: int, group_ids: Sequence[int]) -> Collection[int]:
+        """Those of the groups that a step trained on which are to be kept."""
+        ...
+
+    def keep(
+        self,
+        step: int,
+        groups_P: Sequence[TrajectoryGroup],
+        rows_D: Sequence[TrainingRow],
+        tables: Sequence[TokenTable | None],
+    ) -> None:
+        """Those, their rows (see `rows_by_group`), and the tokens of the whole step."""
+        ...
 
 
 class Record(Protocol):
     """Keeps what steps need to be done again."""
 
-    def taken(self, step: int, taken: Taken) -> None:
-        """What `step` is about to train on."""
+    def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+        """What `step` is about to train on: as it was taken, and the groups whole."""
         ...
 
     def trained(
@@ -107,7 +119,7 @@ class PolicyLoop:
         base_is_reference: bool = False,
         push_dtype: torch.dtype | None = None,
         trace: Tracing = NO_TRACE,
-        keep: Keep = keep_nothing,
+        keep: Keep | None = None,
         sleep: Callable[[int], None] | None = None,
         record: Record | None = None,
         resume_from: Checkpoint | None = None,
@@ -120,7 +132,7 @@ class PolicyLoop:
                 until the next `publish`, before which the learner releases what it can.
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
             base_is_reference: the learner's model without its adapter is the reference policy.
-            keep: is shown what each step trained on, once it has been.
+            keep: is shown what each step trained on, once it has been; None: nobody is.
             record: is told of each step before it and after it; None: nobody is.
         """
         self.step_count = 0
@@ -133,7 +145,7 @@ class PolicyLoop:
         self.publisher = publish
         self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
         self.loss = loss
-        self._teacher_weights = teacher_weights
+        self.rollouts = Rollouts(learner, source, loss, teacher_weights)
         self._supervised = supervised
         self._trained = TrainedGroups()
         if resume_from:
@@ -173,20 +185,18 @@ class PolicyLoop:
     def _step(self, waited_s: float) -> dict[str, float]:
         started = time.perf_counter() - waited_s
         with self._stages("wait"):
-            taken = self._source.take(self._trained)
-        if self._record is not None:
-            self._record.taken(self.step_count + 1, taken)
+            taken, plan = self._take()
         groups_P = taken.groups_P
         ids = [group.group_id for group in groups_P]
         accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
         if self._sleep is not None:
             with self._stages("sleep"):
                 self._sleep(self.step_count)
-        if self._base_is_reference:
+        if self._base_is_reference and plan.groups_P:
             with self._stages("reference"):
-                groups_P = with_reference(groups_P, self.learner.base_logprobs)
+                self.rollouts.add_reference()
         with self._stages("learn"):
-            metrics = group_metrics(groups_P, version=self.step_count) | self._learn(groups_P)
+            metrics = group_metrics(groups_P, version=self.step_count) | self._learn(plan)
         self._trained = accounted
         self.step_count += 1
         if self._record is not None:
@@ -213,59 +223,51 @@ class PolicyLoop:
             **_replaced_metrics(taken),
         }
 
-    def _learn(self, groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    def _take(self) -> tuple[Taken, StepPlan]:
+        """The step's groups, once every worker has those that it trains on."""
+        while True:
+            taken = self._source.take(self._trained)
+            plan = self.rollouts.plan(taken.groups_P)
+            lost: Mapping[int, str] = self.rollouts.hold(plan)
+            if not lost and self._record is not None:
+                groups_P, lost = opened(self._source, taken.groups_P)
+                if not lost:
+                    self._record.taken(self.step_count + 1, taken, groups_P)
+            if not lost:
+                return taken, plan
+            self._source.lose(list(lost), "; ".join(sorted(set(lost.values()))))
+
+    def _learn(self, plan: StepPlan) -> dict[str, float]:
         """The step's optimizer updates: one, or `num_substeps` on a part of the groups each.
 
         One that has neither groups (filtered out, or fewer than updates) nor supervised rows is
         skipped: the weights stay, and the schedule goes on.
         """
-        objective = self.loss.objective
-        groups_P, all_rows_D = self.rows_of(groups_P)
-        metrics: dict[str, float] = {"train/groups": len(groups_P)}
-        if groups_P:
-            metrics |= advantage_metrics(all_rows_D)
+        metrics: dict[str, float] = {"train/groups": len(plan.groups_P)}
+        metrics |= self.rollouts.build(plan)
         updates = []
-        for i, rows_D in enumerate(self._split(all_rows_D, groups_P)):
+        for i, part in enumerate(plan.updates):
             update = []
-            if rows_D:
-                rows_D = with_other_rows(rows_D, objective, self.learner.logprobs)
-                update.append(Part(rows_D=rows_D, loss=self.loss))
+            if part is not None:
+                self.rollouts.before_update(part)
+                update.append(part)
             if mix := self._supervised:
-                batch = mix.stream.batch(self.step_count * objective.num_substeps + i)
+                batch = mix.stream.batch(self.step_count * len(plan.updates) + i)
                 update.append(Part(rows_D=batch, loss=mixed_loss, coef=mix.coef))
             if update:
                 updates.append(self.learner.step(*update))
             else:
                 self.learner.skip_update()
-        self._keep(self.step_count + 1, groups_P, all_rows_D)
+        self._keep_some(plan)
         return metrics | merge_updates(updates)
 
-    def rows_of(
-        self, groups_P: Sequence[TrajectoryGroup]
-    ) -> tuple[Sequence[TrajectoryGroup], list[TrainingRow]]:
-        """The groups that a step trains on, and their rows; none where all are filtered out."""
-        objective = self.loss.objective
-        if objective.remove_constant_reward_groups:
-            groups_P = [group for group in groups_P if group.constant_reward is None]
-        if not groups_P:
-            return [], []
-        return groups_P, policy_rows(
-            groups_P, objective, self._teacher_weights, self.loss.stop_event
-        )
-
-    def _split(
-        self, rows_D: list[TrainingRow], groups_P: Sequence[TrajectoryGroup]
-    ) -> list[list[TrainingRow]]:
-        """The rows of each update, split by group, with the log-probs that ratios need."""
-        objective = self.loss.objective
-        parts = np.array_split(np.arange(len(groups_P)), objective.num_substeps)
-        if objective.correction != "none" and sum(map(bool, map(len, parts))) > 1:
-            rows_D = [
-                _with_proximal(row, logprobs_N)
-                for row, logprobs_N in zip(rows_D, self.learner.logprobs(rows_D), strict=True)
-            ]
-        rows_P = [rows for _, rows in rows_by_group(groups_P, rows_D)]
-        return [[row for p in part for row in rows_P[p]] for part in parts]
+    def _keep_some(self, plan: StepPlan) -> None:
+        if self._keep is None or not plan.groups_P:
+            return
+        step = self.step_count + 1
+        if ids := self._keep.chosen(step, [group.group_id for group in plan.groups_P]):
+            kept = self.rollouts.kept(plan, ids)
+            self._keep.keep(step, kept.groups_P, kept.rows_D, kept.tables)
 
     def save(self) -> Checkpoint:
         """Writes a checkpoint of this very state: weights, optimizer, RNG, trained groups."""
@@ -287,12 +289,6 @@ def _replaced_metrics(taken: Taken) -> dict[str, float]:
         rewards_P = [fmean(t.reward for t in group.trajectories_G) for group in taken.groups_P]
         metrics["reward/mean_of_all"] = fmean([*rewards_P, *taken.replaced.values()])
     return metrics
-
-
-def _with_proximal(row: TrainingRow, logprobs_N: np.ndarray) -> TrainingRow:
-    proximal_T = np.zeros(len(row), np.float32)
-    proximal_T[row.loss_mask_T] = logprobs_N
-    return replace(row, proximal_logprobs_T=proximal_T)
 
 
 def mixed_loss(forward: Forward, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:

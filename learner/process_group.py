@@ -119,6 +119,18 @@ class WorkerGroup:
         dist.all_reduce(total, group=self.collectives)
         return total.item()
 
+    def most(self, value: int) -> int:
+        """The largest of every worker's values."""
+        return max(self.gathered(value))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank, on every worker."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values *= self.size
+            dist.all_gather_object(values, value, group=self.collectives)
+        return values
+
     def agree(self, value: Any) -> Any:
         """The leader's value, on every worker."""
         return self._agree(value, self.collectives)
@@ -136,11 +148,7 @@ class WorkerGroup:
 
     def workers_here(self) -> int:
         """Number of workers on this host."""
-        if self.size == 1:
-            return 1
-        hosts: list[Any] = [None] * self.size
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.collectives)
-        return hosts.count(socket.gethostname())
+        return self.gathered(socket.gethostname()).count(socket.gethostname())
 
 
 def _in_memory(timeout: timedelta) -> dist.ProcessGroup:

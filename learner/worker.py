@@ -12,7 +12,7 @@ import math
 import socket
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -24,8 +24,10 @@ from torch import Tensor
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
 from distill.models.reward import empty_reward_model, start_reward_model
-from distill.objective.batching import Batch, TrainingRow, collate
+from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, StepCounts, add_metrics
+from distill.objective.metrics import TokenTable
+from distill.outlines import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.config import TOKEN_BUDGET, LearnerConfig
@@ -56,7 +58,14 @@ from learner.optimizer import (
     put_away,
     write_moments,
 )
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
+from learner.rollout_share import (
+    Built,
+    KeptRow,
+    RolloutShare,
+    TrajectoryShare,
+)
 from learner.router_balance import RouterBalance
 from learner.routing_replay import RoutingReplay
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
@@ -87,13 +96,14 @@ class MicroBatch:
     """Rows that run together, under one loss.
 
     Attributes:
+        rows_B: rows, or the places of rows of rollouts that the worker has made itself.
         loss: its number among the worker's losses, which cannot travel.
         counts: of the whole step, over all workers.
         coef: what the loss is multiplied by.
         counted: False where the rows are another worker's, run only to keep step with it.
     """
 
-    rows_B: list[TrainingRow]
+    rows_B: Sequence[TrainingRow | RowPlace]
     loss: int
     counts: StepCounts
     coef: float
@@ -160,6 +170,7 @@ class LearnerWorker:
         torch.manual_seed(config.seed + group.rank)
         self.device = resolve_device(config.device)
         self.losses = list(losses)
+        self._rollout_share: RolloutShare | None = None
         self._stages = Stages(self.device)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
@@ -308,7 +319,7 @@ class LearnerWorker:
         non_finite = None
         for i, micro in enumerate(micro_batches):
             with self._stages("forward"):
-                batch = collate(micro.rows_B, self.device)
+                batch = collate(self.made_rows(micro.rows_B), self.device)
                 loss, metrics = self._loss(micro, batch)
                 loss = loss * (micro.coef if micro.counted else 0.0)
             if non_finite is None and not math.isfinite(loss.item()):
@@ -340,11 +351,12 @@ class LearnerWorker:
         if self._replay is None or self.schedule.last_epoch % UNREPLAYED_EVERY:
             return {}
         first = micro_batches[0]
+        rows = self.made_rows(first.rows_B)
         with self._stages("forward"):
-            [logprobs] = self.logprobs([[replace(row, experts_TLK=None) for row in first.rows_B]])
-        if not first.counted or all(row.experts_TLK is None for row in first.rows_B):
+            [logprobs] = self.logprobs([[replace(row, experts_TLK=None) for row in rows]])
+        if not first.counted or all(row.experts_TLK is None for row in rows):
             return {}
-        sampled = [row.behaviour_logprobs_T[row.loss_mask_T] for row in first.rows_B]
+        sampled = [row.behaviour_logprobs_T[row.loss_mask_T] for row in rows]
         gap_N = np.abs(np.concatenate(logprobs) - np.concatenate(sampled))
         return {_UNREPLAYED: float(gap_N.sum()), _UNREPLAYED + OWN_SHARE: len(gap_N)}
 
@@ -393,7 +405,7 @@ class LearnerWorker:
         self.model.eval()
         made: dict[str, float] = defaultdict(float)
         for micro in micro_batches:
-            batch = collate(micro.rows_B, self.device)
+            batch = collate(self.made_rows(micro.rows_B), self.device)
             loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
             if micro.counted:
                 metrics["train/loss"] = loss
@@ -420,6 +432,62 @@ class LearnerWorker:
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
             return self.logprobs(batches)
+
+    def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
+        """The rows, those of rollouts as it has made them."""
+        return [self._rollouts.row(r) if isinstance(r, RowPlace) else r for r in rows]
+
+    def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
+        """Says where this worker finds rollouts, and what their rows are for."""
+        self._rollout_share = RolloutShare(source, loss.objective, loss.stop_event, self._group)
+
+    @property
+    def _rollouts(self) -> RolloutShare:
+        assert self._rollout_share is not None, "nobody has said where rollouts come from"
+        return self._rollout_share
+
+    def hold_rollouts(self, shares: Sequence[TrajectoryShare]) -> Mapping[int, str]:
+        """Fetches its share of a step's rollouts; returns the groups that are lost, and why."""
+        return self._rollouts.hold(shares)
+
+    def add_reference(self, _: None) -> None:
+        """Scores its share by the model without its adapter."""
+        assert self.lora is not None, "a model without an adapter has no base beside it"
+        with adapter_off(self.lora):
+            self._rollouts.add_reference(self._score)
+
+    def build_rows(self, _: None) -> Built:
+        """Makes the rows of its share."""
+        return self._rollouts.build()
+
+    def add_proximal(self, _: None) -> None:
+        """Scores them by the present weights, for the ratios of several updates."""
+        self._rollouts.add_proximal(self._score)
+
+    def join_rows(self, places: Sequence[RowPlace]) -> None:
+        """Scores these by the present weights, and tells rows of one sequence of each other."""
+        self._rollouts.join(places, self._score)
+
+    def kept_rollouts(
+        self, group_ids: Collection[int]
+    ) -> tuple[list[KeptRow], list[TokenTable | None]]:
+        """Its rows of these groups, for people to look at."""
+        return self._rollouts.kept(group_ids)
+
+    def _score(self, rows: Sequence[TrainingRow]) -> list[FloatArray]:
+        """log p_T of each row's trained tokens, while other workers score rows of theirs; one that
+        has fewer micro-batches repeats a row."""
+        budget, packs = self.passes.token_budget, self.packs
+        batches = list(split_by_token_budget(rows, budget, 1, self.most_mask, packs))
+        missing = self._group.most(len(batches)) - len(batches)
+        padding = [[rows[0] if rows else self._rollouts.any_row]] * missing
+        scored = self.logprobs([*batches, *padding])
+        by_row = {
+            id(row): logprobs_N
+            for rows_B, of_batch in zip(batches, scored, strict=False)
+            for row, logprobs_N in zip(rows_B, of_batch, strict=True)
+        }
+        return [by_row[id(row)] for row in rows]
 
     def _reshard_root(self) -> None:
         """Reshards FSDP2's root parameters after a forward without gradients, which leaves them."""

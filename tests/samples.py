@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,8 +11,13 @@ from distill.data.assistant_masks import Chain
 from distill.data.sft_rows import supervised_row
 from distill.engine import Sample
 from distill.objective.batching import TrainingRow
+from distill.objective.metrics import token_table
+from distill.objective.rows import rows_by_group
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.tiny import VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from learner.loop import Keep
 
 TEMPERATURE = 0.7
 
@@ -61,6 +66,15 @@ def group(group_id: int = 0, members: int = 2, *, version: int = 0, **changes: A
             for g in range(members)
         ),
     )
+
+
+def keep_step(log: Keep, step: int, groups: list[TrajectoryGroup], rows: list[TrainingRow]) -> None:
+    """Shows a log what a step trained on, as the loop does."""
+    chosen = log.chosen(step, [made.group_id for made in groups])
+    found = [pair for pair in rows_by_group(groups, rows) if pair[0].group_id in chosen]
+    if found:
+        tables = [token_table(list(made.segments())) for made in groups]
+        log.keep(step, [made for made, _ in found], [r for _, own in found for r in own], tables)
 
 
 def training_row(

@@ -26,7 +26,8 @@ UNKNOWN = "a name worked out at run time"
 # before it. `learner` is one folder.
 ORDER = {
     "distill": [
-        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "stops",
+        "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
+        "stops",
         "delivery", "tokenizer", "weights", "engine", "sandbox", "chat", "text", "models",
         "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],

@@ -60,7 +60,7 @@ from cluster.placement.shared_storage import this_node
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
-from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog
+from cluster.run_files.replay_log import Bounds, KeptGroups, KeptSteps, ReplayLog
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
@@ -76,6 +76,7 @@ from cluster.weights.collective import own_address
 from cluster.weights.publisher import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
+from distill.outlines import TrajectorySource
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
@@ -423,6 +424,7 @@ def kept_learners(
     attempt: int,
 ) -> LearnerActors:
     """The learner's workers of a run on the groups that another has kept."""
+    source = KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :])
     learner_config = config.learner(
         config.student,
         device,
@@ -435,7 +437,7 @@ def kept_learners(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
-        groups=groups,
+        source=source,
         store=directory.store,
         resume_from=resume_from,
         dump_dir=str(directory.path / "failed"),
@@ -444,7 +446,9 @@ def kept_learners(
         record=_replay_log(config, directory),
     )
     losses = partial(policy_losses, config, device, inputs.stops)
-    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
+    return make_learners(
+        config, learner_config, build, losses, directory, placement, attempt, source
+    )
 
 
 def supervised_learners(
@@ -481,11 +485,11 @@ def make_learners(
     directory: RunDirectory,
     placement: Placement,
     attempt: int,
-    queue: GroupQueue | None = None,
+    source: TrajectorySource | None = None,
 ) -> LearnerActors:
     """The leader, whose loop `build` makes of its membership, and the workers beside it.
 
-    The followers have been told to serve.
+    The followers have been told to serve; they find rollouts in `source`.
     """
     workers = config.learner_workers
     meeting_point, memberships = None, [None] * workers
@@ -512,7 +516,7 @@ def make_learners(
     actors = LearnerActors(
         leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
         followers=[
-            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], queue)
+            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], source)
             for rank in range(1, workers)
         ],
         meeting_point=meeting_point,

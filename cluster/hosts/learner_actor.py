@@ -16,13 +16,13 @@ from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.parcels import fetch_from
-from cluster.run_files.replay_log import KeptGroups, KeptSteps, ReplayLog, push_nowhere
+from cluster.run_files.replay_log import KeptGroups, ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
+from distill.outlines import TrajectorySource
 from distill.stops import StopTokens
 from distill.types import FloatArray
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -37,7 +37,6 @@ from learner.loop import (
     Publish,
     Record,
     SupervisedMix,
-    keep_nothing,
     mixed_loss,
 )
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss, reward_model_loss
@@ -72,14 +71,14 @@ class LearnerFollower:
         config: LearnerConfig,
         build_losses: Callable[[], Sequence[LossFunction]],
         membership: Membership,
-        queue: GroupQueue | None,
+        source: TrajectorySource | None,
     ) -> None:
-        """`queue`: where the rows that it is sent have come from; None for supervised ones."""
-        if queue is not None:
-            fetch_from(queue)
+        """`source`: where it finds rollouts; None: its learner trains on none."""
         losses = build_losses()
         self._group = WorkerGroup(membership, resolve_device(config.device))
         self._worker = LearnerWorker(config, losses, self._group)
+        if source is not None:
+            self._worker.take_rollouts_from(source, policy_loss_of(losses))
 
     def serve(self) -> None:
         """Ends when the leader does, with an error."""
@@ -196,7 +195,7 @@ def build_policy_loop(
         resume_from=resume_from,
         dump_dir=dump_dir,
         trace=Tracing(step=config.trace_step, path=trace_path),
-        keep=rollouts.keep,
+        keep=rollouts,
         record=record,
         membership=membership,
     )
@@ -207,7 +206,7 @@ def build_kept_loop(
     config: RolloutConfig,
     learner_config: LearnerConfig,
     inputs: RolloutInputs,
-    groups: KeptSteps,
+    source: KeptGroups,
     store: CheckpointStore,
     resume_from: Checkpoint | None,
     dump_dir: str,
@@ -217,19 +216,18 @@ def build_kept_loop(
     membership: Membership | None,
 ) -> PolicyLoop:
     """The same for a run on the groups that another has kept."""
-    at = resume_from.step if resume_from else 0
-    rollouts.rewind(at)
+    rollouts.rewind(resume_from.step if resume_from else 0)
     return policy_loop(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
-        source=KeptGroups(groups, groups.steps[at:]),
+        source=source,
         publish=lambda _learner: push_nowhere,
         store=store,
         resume_from=resume_from,
         dump_dir=dump_dir,
         trace=Tracing(step=config.trace_step, path=trace_path),
-        keep=rollouts.keep,
+        keep=rollouts,
         record=record,
         membership=membership,
     )
@@ -246,7 +244,7 @@ def policy_loop(
     resume_from: Checkpoint | None,
     dump_dir: str,
     trace: Tracing = NO_TRACE,
-    keep: Keep = keep_nothing,
+    keep: Keep | None = None,
     record: Record | None = None,
     membership: Membership | None = None,
 ) -> PolicyLoop:
@@ -262,8 +260,7 @@ def policy_loop(
             parts=inputs.sft_parts,
         )
         supervised = SupervisedMix(stream=stream, coef=config.sft_coef or SFT_COEF)
-    loss = losses[0]
-    assert isinstance(loss, PolicyObjectiveLoss)
+    loss = policy_loss_of(losses)
     publisher = publish(learner)
     sleep = None  # of engines that take turns with the learner, where there are any
     if isinstance(publisher, Publisher) and config.engines_sleep_on(learner_config.device):
@@ -309,6 +306,13 @@ def policy_losses(
         )
     loss = PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=stops.event)
     return loss, mixed_loss
+
+
+def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:
+    """The one for rollouts, of `policy_losses`."""
+    loss = losses[0]
+    assert isinstance(loss, PolicyObjectiveLoss)
+    return loss
 
 
 def supervised_losses(config: SupervisedConfig) -> tuple[LossFunction, ...]:

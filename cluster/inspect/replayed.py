@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from distill.objective.batching import TrainingRow
-from distill.objective.rows import rows_by_group, with_other_rows
+from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
+from distill.objective.tallies import outline
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
 
@@ -54,10 +55,14 @@ def blame(
     other way. Tokens are told where each has its own term of the loss. `loop` stands before the
     step; of several substeps all groups are taken at once.
     """
-    groups_P, rows_D = loop.rows_of(groups_P)
-    if not rows_D:
+    plan = loop.rollouts.plan([outline(group) for group in groups_P])
+    trained = {group.group_id for group in plan.groups_P}
+    groups_P = [group for group in groups_P if group.group_id in trained]
+    if not groups_P:
         return {}
-    rows_D = with_other_rows(rows_D, loop.loss.objective, loop.learner.logprobs)
+    objective, weights = loop.loss.objective, loop.rollouts.teacher_weights
+    rows_D = policy_rows(groups_P, objective, weights, loop.loss.stop_event)
+    rows_D = with_other_rows(rows_D, objective, loop.learner.logprobs)
     shares = _Shares(loop, rows_D)
     of_prompts, of_responses = [], []
     for group, rows in rows_by_group(groups_P, rows_D):

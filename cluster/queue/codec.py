@@ -1,112 +1,121 @@
-"""A trajectory group in parts, for the queue: each field of all segments as one array.
+"""A trajectory group in parts, for the queue: an outline, and runs of its trajectories.
 
-A group has some fifty small arrays, and pickling an array costs a few microseconds whatever its
-size: columns take less than half of the time. They are what a learner's leader reads. A teacher's
-likeliest tokens, which are ten times as large at K = 64, are parts of their own, one a trajectory,
-for whoever trains it: int32 ids and float32 log-probs, as the teacher gave them.
+The outline is all that queue and leader read. A part holds trajectories that follow one another, as
+few as keep it above what Ray passes on within its calls, so that a learner worker fetches little
+besides what it trains. Its segments are packed by field: a group has some fifty small arrays, and
+pickling an array costs a few microseconds whatever its size. What is unpacked are views: of a part
+in shared memory a process reads those trajectories only that it uses.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from distill.types import LikeliestTokens, Segment, Trajectory, TrajectoryGroup
+from distill.objective.tallies import outline
+from distill.types import Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 Made = TypeVar("Made")
 
-# Of each of a trajectory's segments.
-Tops: TypeAlias = tuple[LikeliestTokens | None, ...]
-_TOP = "teacher_top"
+# Of a part's arrays, if the group has so many bytes: what is below 100 kB Ray would hand to the
+# queue itself.
+PART_BYTES = 110_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """A group without its likeliest tokens.
+class Part:
+    """Trajectories of a group.
 
     Attributes:
-        state: of the group and its trajectories.
+        states: of each, its fields but for the segments, and how many those are.
         segments: by field, of all segments in order: see `_pack_column`.
-        tops: (member, its segment, (positions, K)) of each segment that has some.
     """
 
-    state: Mapping[str, Any]
+    states: Sequence[Mapping[str, Any]]
     segments: Mapping[str, tuple[list[int] | None, Any]]
-    tops: tuple[tuple[int, int, tuple[int, int]], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its arrays."""
-        return sum(getattr(values, "nbytes", 0) for _, values in self.segments.values())
 
 
 class Packed(NamedTuple):
-    """A group in parts; `tops` of each trajectory, or of none where no segment has any."""
+    """A group in parts.
 
-    columns: Columns
-    tops: tuple[Tops, ...]
+    Attributes:
+        outline: its pickled `GroupOutline`.
+        firsts: number of the first trajectory of each part.
+        nbytes: size of the parts' arrays.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Size of its arrays."""
-        found = [top for tops in self.tops for top in tops if top is not None]
-        return self.columns.nbytes + sum(t.ids_NK.nbytes + t.logprobs_NK.nbytes for t in found)
+    outline: bytes
+    parts: tuple[Part, ...]
+    firsts: tuple[int, ...]
+    nbytes: int
 
 
-def pack(group: TrajectoryGroup) -> Packed:
-    """The group in parts; `unpack` is the inverse."""
-    segments = list(group.segments())
-    tops = [
-        (member, number, segment.teacher_top)
-        for member, trajectory in enumerate(group.trajectories_G)
-        for number, segment in enumerate(trajectory.segments)
-        if segment.teacher_top is not None
-    ]
-    trajectories = [
-        _state(trajectory) | {"segments": len(trajectory.segments)}
-        for trajectory in group.trajectories_G
-    ]
-    columns = Columns(
-        state=_state(group) | {"trajectories_G": trajectories},
+def pack(group: TrajectoryGroup, part_bytes: int = PART_BYTES) -> Packed:
+    """The group in parts of at least so many bytes, but where it has too few itself."""
+    runs: list[list[Trajectory]] = [[]]
+    firsts, sizes = [0], [0]
+    for member, trajectory in enumerate(group.trajectories_G):
+        if sizes[-1] >= part_bytes:
+            runs.append([])
+            firsts.append(member)
+            sizes.append(0)
+        runs[-1].append(trajectory)
+        sizes[-1] += sum(map(_size, trajectory.segments))
+    if len(runs) > 1 and sizes[-1] < part_bytes:
+        firsts.pop()
+        rest = runs.pop()
+        runs[-1] += rest
+    return Packed(
+        outline=pickle.dumps(outline(group), protocol=5),
+        parts=tuple(map(_pack_part, runs)),
+        firsts=tuple(firsts),
+        nbytes=sum(sizes),
+    )
+
+
+def _size(segment: Segment) -> int:
+    values = (getattr(segment, field.name) for field in fields(Segment))
+    return sum(map(_nbytes, values))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, TopLogprobs):
+        return value.ids_NK.nbytes + value.logprobs_NK.nbytes
+    return value.nbytes if isinstance(value, np.ndarray) else 0
+
+
+def _pack_part(trajectories: Sequence[Trajectory]) -> Part:
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    return Part(
+        states=[
+            {field.name: getattr(trajectory, field.name) for field in fields(Trajectory)}
+            | {"segments": len(trajectory.segments)}
+            for trajectory in trajectories
+        ],
         segments={
             field.name: _pack_column([getattr(segment, field.name) for segment in segments])
             for field in fields(Segment)
-            if field.name != _TOP
         },
-        tops=tuple((member, number, (len(top), top.k)) for member, number, top in tops),
     )
-    by_trajectory = (
-        tuple(segment.teacher_top for segment in trajectory.segments)
-        for trajectory in group.trajectories_G
-    )
-    return Packed(columns, tuple(by_trajectory) if tops else ())
 
 
-def unpack(columns: Columns, tops: Sequence[LikeliestTokens] = ()) -> TrajectoryGroup:
-    """The group. Its values were checked when it was made, and are not checked again.
-
-    Args:
-        tops: one for each of `columns.tops`.
-    """
-    state = columns.state
-    counts = [trajectory["segments"] for trajectory in state["trajectories_G"]]
-    found = {(member, n): top for (member, n, _), top in zip(columns.tops, tops, strict=True)}
-    values = {
-        name: _unpack_column(column, sum(counts)) for name, column in columns.segments.items()
-    }
-    values[_TOP] = [found.get((g, n)) for g, count in enumerate(counts) for n in range(count)]
+def unpack(part: Part) -> list[Trajectory]:
+    """Its trajectories. Their values were checked when they were made, and are not checked
+    again."""
+    count = sum(state["segments"] for state in part.states)
+    values = {name: _unpack_column(column, count) for name, column in part.segments.items()}
     segments = (
         _make(Segment, dict(zip(values, of_segment, strict=True)))
         for of_segment in zip(*values.values(), strict=True)
     )
-    trajectories_G = tuple(
-        _make(Trajectory, trajectory | {"segments": _next(segments, trajectory["segments"])})
-        for trajectory in state["trajectories_G"]
-    )
-    return _make(TrajectoryGroup, {**state, "trajectories_G": trajectories_G})
+    return [
+        _make(Trajectory, {**state, "segments": _next(segments, state["segments"])})
+        for state in part.states
+    ]
 
 
 def _pack_column(values: Sequence[Any]) -> tuple[list[int] | None, Any]:
@@ -119,7 +128,7 @@ def _pack_column(values: Sequence[Any]) -> tuple[list[int] | None, Any]:
     return lengths, np.concatenate(arrays)
 
 
-def _unpack_column(column: tuple[list[int] | None, Any], num_segments: int) -> list[Any]:
+def _unpack_column(column: tuple[list[int] | None, Any], num_segments: int) -> Sequence[Any]:
     lengths, values = column
     if lengths is None:
         return values
@@ -130,10 +139,6 @@ def _unpack_column(column: tuple[list[int] | None, Any], num_segments: int) -> l
         made.append(values[start : start + length] if length >= 0 else None)
         start += max(length, 0)
     return made
-
-
-def _state(instance: Trajectory | TrajectoryGroup) -> dict[str, Any]:
-    return {field.name: getattr(instance, field.name) for field in fields(instance)}
 
 
 def _next(segments: Iterator[Segment], count: int) -> tuple[Segment, ...]:

@@ -4,24 +4,26 @@
     learner  take -> (train) -> push -> publish           waits for groups; unblocked by `put`
     driver   poll, forfeit, renew, expire_now, ...        watches both, and waits in its own way
 
-It carries `TrajectoryGroup` and nothing else, packed once by the worker and unpacked once by the
-learner; the actor has references to them (cluster/queue/parcels.py). Which groups come out is for
+It carries `TrajectoryGroup` and nothing else, packed once by the worker: the leader takes their
+outlines, and the learner's workers fetch the trajectories that they train. The actor has references
+to those (cluster/queue/parcels.py). Which groups come out is for
 the run's step rule to say, and none of them lets fast (short) groups crowd out slow ones. A
 repeated `put` or `take` changes nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
 with its ledger, from the journal, and without payloads: groups that were delivered and not yet
-published are leased again. So are those which `take` finds to be lost with their node. Every wait
-is a row of short polls, so a call that Ray repeats hangs nobody.
+published are leased again. So are those which a learner finds to be lost with their node. Every
+wait is a row of short polls, so a call that Ray repeats hangs nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +31,11 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.handles import calls
 from cluster.queue.codec import Packed, pack
-from cluster.queue.parcels import Parcel, Place, offer, opened, opened_whole
+from cluster.queue.parcels import Parcel, PartsAnswer, fetched, offer, opened_whole
 from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
+from distill.outlines import Fetched, Place
 from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -69,9 +72,10 @@ class GroupQueue:
     # the learner's end
 
     def take(self, trained: TrainedGroups) -> Taken:
-        """The next step's groups after what `trained` accounts for, and what they skip.
+        """Outlines of the next step's groups after what `trained` accounts for, and what they skip.
 
-        The same question gets the same answer, until `publish` says that weights contain it.
+        The same question gets the same answer, until `publish` says that weights contain it, or
+        `lose` that some are lost.
 
         Raises:
             QueueClosed.
@@ -83,41 +87,41 @@ class GroupQueue:
             answer: TakeAnswer = self._get(self.actor.take.remote(trained, poll_s, self._pushing))
             if answer.closed:
                 raise QueueClosed("the queue was closed")
-            if answer.parcels is not None:
+            if answer.outlines is not None:
                 self._epoch = answer.epoch
-                groups_P, lost = self._opened(answer.parcels)
-                if not lost:
-                    return Taken(
-                        groups_P=groups_P,
-                        set_aside=answer.set_aside,
-                        overdue=answer.overdue,
-                        replaced=answer.replaced,
-                    )
-                reason = "; ".join(sorted(set(lost.values())))
-                logger.warning("groups %s are lost, and leased again: %s", sorted(lost), reason)
-                self._get(self.actor.lose.remote(list(lost), reason))
-                deadline = time.monotonic() + self.timeout_s
+                return Taken(
+                    groups_P=[pickle.loads(outline) for outline in answer.outlines],
+                    set_aside=answer.set_aside,
+                    overdue=answer.overdue,
+                    replaced=answer.replaced,
+                )
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
                     f"waited {self.timeout_s:.0f} s for groups {answer.missing[:8]} from the "
                     "rollout workers"
                 )
 
-    def _opened(
-        self, parcels: Mapping[int, Parcel]
-    ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
+    def trajectories(self, places: Sequence[Place]) -> Fetched:
+        """Fetches trajectories of groups that were taken; each of the learner's workers its own.
+
+        Raises:
+            QueueTimeout: some node does not answer.
+        """
+        if not places:
+            return Fetched({}, {})
+        answer: PartsAnswer = self._get(self.actor.parts.remote(places))
         try:
-            return opened(parcels, self.timeout_s)
+            return Fetched(*fetched(answer, self.timeout_s))
         except GetTimeoutError:
             raise QueueTimeout(
                 f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
                 "it hangs, or its network does"
             ) from None
 
-    def tops(self, place: Place) -> Any:
-        """See `parcels.TopSource`: of what this learner has taken."""
-        [reference] = self._get(self.actor.tops.remote(place))
-        return reference
+    def lose(self, ids: Collection[int], reason: str) -> None:
+        """Trajectories of these groups, which were taken, are lost: the groups are leased again."""
+        logger.warning("groups %s are lost, and leased again: %s", sorted(ids), reason)
+        self._get(self.actor.lose.remote(list(ids), reason))
 
     def push(self, version: int, trained: TrainedGroups) -> None:
         """Weights that account for `trained` are on their way to the policy engines.
@@ -324,7 +328,7 @@ class WorkerEnd:
         or was lost with its node."""
         if (parcel := self._sampled.pop(lease.group_id, None)) is None:
             return None
-        return await asyncio.to_thread(opened_whole, lease.group_id, parcel, self._queue.timeout_s)
+        return await asyncio.to_thread(opened_whole, parcel, self._queue.timeout_s)
 
     async def fail(self, lease: Lease, reason: str) -> None:
         """The group's own rollout failed; it is tried again, or set aside."""

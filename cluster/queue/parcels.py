@@ -1,9 +1,10 @@
-"""What crosses the queue in place of a group: references to its parts, which others hold.
+"""What crosses the queue in place of a group: its outline, and references to its parts.
 
     worker    offers packed groups       holds each until `deliver` has returned
-    queue     takes them over            owns them, and never looks into them
-    learner   opens them                 the columns at once; the teacher's likeliest tokens where a
-                                         row is trained that needs them, on whichever worker
+    queue     takes them over            owns the parts, and never looks into them
+    leader    reads outlines             deals out the rows that they stand for
+    learner's workers, each              ask the queue for the parts of the trajectories that they
+                                         train, and fetch those
 
 On Ray an object is lost with the process that owns it, and that is the one which called for it. So
 it is the queue that calls: a worker may die, or be drained, once its groups were delivered. They
@@ -16,37 +17,50 @@ from __future__ import annotations
 
 import pickle
 import secrets
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
-from cluster.queue.codec import Packed, Tops, unpack
-from distill.types import LikeliestTokens, TrajectoryGroup
+from cluster.queue.codec import Packed, Part, unpack
+from distill.outlines import GroupOutline, Place
+from distill.types import Trajectory, TrajectoryGroup
 
 # Of a group's arrays: with what describes them it stays below Ray's 100 kB, above which an argument
 # of a call takes the way by the object store.
 _IN_CALL_BYTES = 90_000
 
 
+class PartPlace(NamedTuple):
+    """Of a part: its group, and its number there."""
+
+    group_id: int
+    number: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """A group as the queue holds it. A part is a reference to it, its pickle, or the part itself.
+    """A group as the queue holds it.
 
     Attributes:
-        columns: its `Columns`.
-        tops: the `Tops` of each trajectory; none where the teacher named none.
+        outline: its pickled `GroupOutline`.
+        firsts: number of the first trajectory of each part.
+        parts: of each a reference to it, its pickle, or the part itself.
     """
 
-    columns: Any
-    tops: tuple[Any, ...]
+    outline: bytes
+    firsts: tuple[int, ...]
+    parts: tuple[Any, ...]
+
+    def part_of(self, place: Place) -> PartPlace:
+        """The part that has a trajectory."""
+        return PartPlace(place.group_id, bisect_right(self.firsts, place.member) - 1)
 
 
 class Offer(Protocol):
@@ -64,7 +78,7 @@ class Offer(Protocol):
 def offer(queue: Any, group: Packed) -> Offer:
     """A group for the queue whose actor's handle this is."""
     if isinstance(queue, LocalActor):
-        return _InHand(Parcel(columns=group.columns, tops=group.tops))
+        return _InHand(_parcel(group, group.parts))
     if group.nbytes <= _IN_CALL_BYTES:
         return _InHand(_each_part(group, partial(pickle.dumps, protocol=5)))
     try:
@@ -72,12 +86,16 @@ def offer(queue: Any, group: Packed) -> Offer:
     except RuntimeError:  # no actor, which nobody could call: its groups end with it
         return _InHand(_each_part(group, ray.put))
     name = secrets.token_hex(8)
-    _OFFERED[name] = group
-    return _Held(holder, name, len(group.tops))
+    _OFFERED[name] = group.parts
+    return _Held(holder, name, _parcel(group, ()), len(group.parts))
 
 
-def _each_part(group: Packed, make: Callable[[Any], Any]) -> Parcel:
-    return Parcel(columns=make(group.columns), tops=tuple(map(make, group.tops)))
+def _parcel(group: Packed, parts: Sequence[Any]) -> Parcel:
+    return Parcel(outline=group.outline, firsts=group.firsts, parts=tuple(parts))
+
+
+def _each_part(group: Packed, make: Callable[[Part], Any]) -> Parcel:
+    return _parcel(group, [make(part) for part in group.parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +110,24 @@ class _InHand:
 
 
 # Of this process, until the queue has them.
-_OFFERED: dict[str, Packed] = {}
+_OFFERED: dict[str, tuple[Part, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """In the process of the actor `holder`, by `name`; with so many `tops`."""
+    """In the process of the actor `holder`, by `name`: so many `parts` of the parcel."""
 
     holder: Any
     name: str
-    tops: int
+    parcel: Parcel
+    parts: int
 
     async def take_over(self) -> Parcel:
-        call = self.holder.__ray_call__.options(num_returns=2 + self.tops)
-        done, columns, *tops = call.remote(_hand_over, self.name)
+        call = self.holder.__ray_call__.options(num_returns=1 + self.parts)
+        done, *parts = call.remote(_hand_over, self.name)
         await done  # a small one: the others are stored by now
-        return Parcel(columns=columns, tops=tuple(tops))
+        outline, firsts = self.parcel.outline, self.parcel.firsts
+        return Parcel(outline=outline, firsts=firsts, parts=tuple(parts))
 
     def withdraw(self) -> None:
         del _OFFERED[self.name]
@@ -115,130 +135,76 @@ class _Held:
 
 def _hand_over(_: Any, name: str) -> tuple[Any, ...]:
     """Runs in the worker's process: an acknowledgement, and the parts, each an object."""
-    group = _OFFERED[name]
-    return None, group.columns, *group.tops
+    return None, *_OFFERED[name]
 
 
-def opened(
-    parcels: Mapping[int, Parcel], timeout_s: float
-) -> tuple[list[TrajectoryGroup], dict[int, str]]:
-    """The groups that are there, in order, and of those that are not why, by id.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsAnswer:
+    """The queue's answer to who asks for trajectories.
+
+    Attributes:
+        parts: references, pickles or parts, by place. In dicts, or Ray would fetch them.
+        members: of each part: the trajectories asked for, by their number within it.
+        gone: groups that the queue holds no longer.
+    """
+
+    parts: Mapping[PartPlace, Any]
+    members: Mapping[PartPlace, Mapping[int, Place]]
+    gone: Sequence[int]
+
+
+def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAnswer:
+    """Where these trajectories are."""
+    members: dict[PartPlace, dict[int, Place]] = {}
+    gone = []
+    for place in places:
+        if (parcel := parcels.get(place.group_id)) is None:
+            gone.append(place.group_id)
+            continue
+        part = parcel.part_of(place)
+        within = place.member - parcel.firsts[part.number]
+        members.setdefault(part, {})[within] = place
+    parts = {part: parcels[part.group_id].parts[part.number] for part in members}
+    return PartsAnswer(parts=parts, members=members, gone=sorted(set(gone)))
+
+
+def fetched(
+    answer: PartsAnswer, timeout_s: float
+) -> tuple[dict[Place, Trajectory], dict[int, str]]:
+    """The trajectories that are there, and of the groups of those that are not why.
 
     Raises:
         GetTimeoutError: some node does not answer.
     """
-    columns = (parcel.columns for parcel in parcels.values())
-    if references := [part for part in columns if isinstance(part, ray.ObjectRef)]:
+    references = [part for part in answer.parts.values() if isinstance(part, ray.ObjectRef)]
+    if references:
         ray.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
-    groups, lost = [], {}
-    for group_id, parcel in parcels.items():
+    found: dict[Place, Trajectory] = {}
+    lost = dict.fromkeys(answer.gone, "the queue holds it no longer")
+    for place, part in answer.parts.items():
         try:
-            columns = _fetched(parcel.columns, timeout_s)
+            trajectories = unpack(_fetched(part, timeout_s))
         except (ObjectLostError, RayActorError) as error:
-            lost[group_id] = str(error).split("\n", 1)[0]
+            lost[place.group_id] = str(error).split("\n", 1)[0]
             continue
-        tops = [
-            TopElsewhere(Place(group_id, member), segment, shape, timeout_s, parcel.tops[member])
-            for member, segment, shape in columns.tops
-        ]
-        groups.append(unpack(columns, tops))
-    return groups, lost
+        found |= {asked: trajectories[n] for n, asked in answer.members[place].items()}
+    return found, lost
 
 
-def opened_whole(group_id: int, parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
-    """A group with its likeliest tokens; None if its node is gone."""
+def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
+    """A group in this process; None if its node is gone."""
+    outline: GroupOutline = pickle.loads(parcel.outline)
     try:
-        groups, _ = opened({group_id: parcel}, timeout_s)
-        for group in groups:
-            for segment in group.segments():
-                if segment.teacher_top is not None:
-                    _ = segment.teacher_top.ids_NK  # fetched here, once
-    except (GetTimeoutError, ObjectLostError, RayActorError):
+        answer = parts_of({outline.group_id: parcel}, outline.places)
+        found, lost = fetched(answer, timeout_s)
+    except GetTimeoutError:
         return None
-    return groups[0] if groups else None
+    if lost:
+        return None
+    return outline.filled([s for place in outline.places for s in found[place].segments])
 
 
-def _fetched(part: Any, timeout_s: float) -> Any:
+def _fetched(part: Any, timeout_s: float) -> Part:
     if isinstance(part, ray.ObjectRef):
         return calls.get(part, timeout_s)
     return pickle.loads(part) if isinstance(part, bytes) else part
-
-
-class Place(NamedTuple):
-    """Of a trajectory in the queue."""
-
-    group_id: int
-    member: int
-
-
-class TopSource(Protocol):
-    """Where a process that was sent rows finds the likeliest tokens that they need."""
-
-    def tops(self, place: Place) -> Any:
-        """Reference to a trajectory's `Tops`."""
-        ...
-
-
-class TopElsewhere:
-    """A segment's likeliest tokens, fetched when they are first asked for.
-
-    Stands where a `TopLogprobs` would. Pickled it is its place in the queue: the process that gets
-    it asks there (`fetch_from`).
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        segment: int,
-        shape: tuple[int, int],
-        timeout_s: float,
-        source: Any = None,
-    ) -> None:
-        """
-        Args:
-            segment: its number within the trajectory.
-            shape: (positions, K).
-            timeout_s: longest that the node which has them may take.
-            source: the trajectory's `Tops`, or a reference to them; None: ask the queue.
-        """
-        self._place, self._segment, self._shape = place, segment, shape
-        self._timeout_s, self._source = timeout_s, source
-        self._found: LikeliestTokens | None = None
-
-    def __reduce__(self) -> Any:
-        return TopElsewhere, (self._place, self._segment, self._shape, self._timeout_s)
-
-    def __len__(self) -> int:
-        return self._shape[0]
-
-    @property
-    def k(self) -> int:
-        return self._shape[1]
-
-    @property
-    def ids_NK(self) -> npt.NDArray[np.int32]:
-        return self._fetched().ids_NK
-
-    @property
-    def logprobs_NK(self) -> npt.NDArray[np.float32]:
-        return self._fetched().logprobs_NK
-
-    def _fetched(self) -> LikeliestTokens:
-        if self._found is None:
-            source = self._source
-            if source is None:
-                assert _SOURCES, "nobody has said where this process finds what is in the queue"
-                source = _SOURCES[-1].tops(self._place)
-            tops: Tops = _fetched(source, self._timeout_s)
-            found = tops[self._segment]
-            assert found is not None and found.ids_NK.shape == self._shape
-            self._found = found
-        return self._found
-
-
-_SOURCES: list[TopSource] = []
-
-
-def fetch_from(source: TopSource) -> None:
-    """Says where this process finds the likeliest tokens of rows that it is sent."""
-    _SOURCES[:] = [source]

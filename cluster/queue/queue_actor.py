@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import CanaryAnswer, Ledger, LedgerSettings, QueueStatus
-from cluster.queue.parcels import Offer, Parcel, Place
+from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
 from distill.delivery import Lease, TrainedGroups
+from distill.outlines import Place
 
 # How often leases are looked over, seconds.
 _EXPIRE_EVERY_S = 1.0
@@ -37,9 +38,9 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeAnswer:
-    """`parcels` are the step's, by group id in order; None if it is not ready."""
+    """`outlines` are the step's pickled `GroupOutline`s, in order; None if it is not ready."""
 
-    parcels: dict[int, Parcel] | None
+    outlines: list[bytes] | None
     set_aside: dict[int, str]
     overdue: int
     replaced: dict[int, float]
@@ -156,7 +157,7 @@ class GroupQueueActor:
         await self._until_ready(poll_s)
         step = None if self._closed else self._ledger.take(trained, pushing=pushing)
         return TakeAnswer(
-            parcels={i: self._parcels[i] for i in step.group_ids} if step else None,
+            outlines=[self._parcels[i].outline for i in step.group_ids] if step else None,
             set_aside=step.set_aside if step else {},
             overdue=step.overdue if step else 0,
             replaced=step.replaced if step else {},
@@ -171,9 +172,9 @@ class GroupQueueActor:
             del self._parcels[group_id]
         await self._wake_all()
 
-    async def tops(self, place: Place) -> list[Any]:
-        """The reference to a taken trajectory's `Tops`, in a list, or Ray would fetch it."""
-        return [self._parcels[place.group_id].tops[place.member]]
+    async def parts(self, places: Sequence[Place]) -> PartsAnswer:
+        """Where trajectories that were taken are."""
+        return parts_of(self._parcels, places)
 
     async def push(self, version: int, trained: TrainedGroups, epoch: int | None) -> None:
         self._ledger.push(version, trained, epoch)

@@ -34,7 +34,7 @@ def kept_steps(config: RolloutConfig) -> KeptSteps:
             f"rollouts={config.rollouts} holds; give steps={len(kept.steps)} at most"
         )
     size = vocab_size(load_config(config.student))
-    for group in kept.taken(kept.steps[0]).groups_P:
+    for group in kept.groups(kept.steps[0]):
         _check_group(group, config, size)
     return kept
 

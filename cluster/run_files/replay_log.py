@@ -18,15 +18,17 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.delivery import Taken, TrainedGroups
 from distill.errors import ConfigError
-from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from distill.objective.whole_groups import GroupsHere
+from distill.outlines import Fetched, Place
+from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
@@ -69,10 +71,10 @@ class ReplayLog:
         self._last: tuple[int, float] | None = None  # a step, and its reverse KL
         self._failed = False
 
-    def taken(self, step: int, taken: Taken) -> None:
-        """The groups that `step` is about to train on."""
+    def taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+        """What `step` is about to train on; `groups_P` are its groups whole."""
         with self._going_on(step):
-            self._write_taken(step, taken)
+            self._write_taken(step, taken, groups_P)
 
     def trained(self, step: int, metrics: Mapping[str, float], model: nn.Module | None) -> None:
         """What became of it. `model` is None where this process holds a share of it only."""
@@ -89,11 +91,11 @@ class ReplayLog:
                 self._failed = True
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
 
-    def _write_taken(self, step: int, taken: Taken) -> None:
+    def _write_taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
         self._root.mkdir(exist_ok=True)
         self._path(step, "json").unlink(missing_ok=True)  # of this step as it was done before
         state = {
-            "groups": [_whole(group) for group in taken.groups_P],
+            "groups": list(groups_P),
             "set_aside": dict(taken.set_aside),
             "replaced": dict(taken.replaced),
             "overdue": taken.overdue,
@@ -189,10 +191,17 @@ class KeptSteps:
             f"it, is not kept. These can: {', '.join(map(str, can)) or 'none'} (replay_keep=)"
         )
 
-    def taken(self, step: int) -> Taken:
-        """What `step` trained on."""
-        state = pickle.loads((self._root / f"step-{step:06d}.groups").read_bytes())
-        return Taken(groups_P=state.pop("groups"), **state)
+    def groups(self, step: int) -> list[TrajectoryGroup]:
+        """The groups that `step` trained on."""
+        return self._state(step)["groups"]
+
+    def taken(self, step: int, source: GroupsHere) -> Taken:
+        """What `step` trained on, shown to `source`."""
+        state = self._state(step)
+        return source.taken(state.pop("groups"), **state)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return pickle.loads((self._root / f"step-{step:06d}.groups").read_bytes())
 
     def outcome(self, step: int) -> dict[str, Any] | None:
         """Metrics and fingerprints after `step`; None of a step that never ended."""
@@ -201,36 +210,31 @@ class KeptSteps:
 
 
 class KeptGroups:
-    """The `GroupSource` that gives what these steps trained on, one after another."""
+    """The `GroupSource` that gives what these steps trained on, one after another.
 
-    def __init__(self, kept: KeptSteps, steps: Iterable[int]) -> None:
-        self._kept, self._steps = kept, iter(steps)
+    Each of the learner's workers has one: the leader's takes, and another reads on until it has
+    what it is asked for.
+    """
+
+    def __init__(self, kept: KeptSteps, steps: Sequence[int]) -> None:
+        self._kept, self._steps = kept, list(steps)
+        self._here = GroupsHere()
 
     def take(self, trained: TrainedGroups) -> Taken:
-        return self._kept.taken(next(self._steps))
+        return self._kept.taken(self._steps.pop(0), self._here)
+
+    def trajectories(self, places: Sequence[Place]) -> Fetched:
+        while not all(place.group_id in self._here for place in places):
+            self._kept.taken(self._steps.pop(0), self._here)
+        return self._here.trajectories(places)
+
+    def lose(self, ids: Collection[int], reason: str) -> None:
+        self._here.lose(ids, reason)
 
 
 def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> dict[str, float]:
     """The `Publish` of a learner without engines."""
     return {}
-
-
-def _whole(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group with its likeliest tokens, wherever they are."""
-    return replace(
-        group,
-        trajectories_G=tuple(
-            replace(member, segments=tuple(map(_with_top, member.segments)))
-            for member in group.trajectories_G
-        ),
-    )
-
-
-def _with_top(segment: Segment) -> Segment:
-    if (top := segment.teacher_top) is None or isinstance(top, TopLogprobs):
-        return segment
-    here = TopLogprobs(ids_NK=top.ids_NK, logprobs_NK=top.logprobs_NK)
-    return replace(segment, teacher_top=here)
 
 
 def steps_in(root: Path) -> list[int]:

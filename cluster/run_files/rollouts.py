@@ -15,8 +15,8 @@ runs of tokens that the policy sampled, [start, stop), a turn each; the lists af
 for each of those tokens alone. With estimator=top_k `teacher_top` has the teacher's first few
 tokens in each of those places, [id, log q], the likeliest first. `step_tokens`, of the first group
 kept of a step, are the tokens with the largest shares of the whole step's KL (`TokenGap`). The
-learner's leader writes the file, and nobody else: it alone has a step's groups and what they were
-trained with.
+learner's leader writes the file, and nobody else; what it keeps comes from the workers that trained
+on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,8 @@ import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
-from distill.objective.metrics import TokenGap, tokens_by_gap
-from distill.types import BoolArray, LikeliestTokens, Segment, Trajectory, TrajectoryGroup
+from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
+from distill.types import BoolArray, Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from distill.objective.batching import TrainingRow
@@ -61,18 +60,27 @@ class RolloutLog:
         self._lines = LineFile(path)
         self._every, self._whole, self._last = every, whole, last
 
+    def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
+        """Those of the groups that `step` trained on which are kept."""
+        if self._every == 0 or ((step - 1) % self._every and step != self._last):
+            return []
+        return group_ids if self._whole else group_ids[:1]
+
     def keep(
-        self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
+        self,
+        step: int,
+        groups_P: Sequence[TrajectoryGroup],
+        rows_D: Sequence[TrainingRow],
+        tables: Sequence[TokenTable | None],
     ) -> None:
-        """Shown what `step` trained on. On a full disk the line waits in memory: see LineFile."""
-        if self._every == 0 or not groups_P:
-            return
-        if (step - 1) % self._every and step != self._last:
-            return
+        """Writes the chosen groups, with their rows and the tokens of the whole step.
+
+        On a full disk the lines wait in memory: see LineFile.
+        """
         from distill.objective.rows import rows_by_group  # torch; readers of the file need none
 
-        tokens: list[TokenGap] = tokens_by_gap(groups_P, STEP_TOKENS)
-        for group, rows in islice(rows_by_group(groups_P, rows_D), None if self._whole else 1):
+        tokens: list[TokenGap] = tokens_by_gap(tables, STEP_TOKENS)
+        for group, rows in rows_by_group(groups_P, rows_D):
             made = _group(step, group, rows) | ({"step_tokens": tokens} if tokens else {})
             tokens, line = [], json.dumps(made, separators=(",", ":"))
             self._lines.append(line.encode(), later=True)
@@ -157,7 +165,7 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
     }
 
 
-def _first(top: LikeliestTokens) -> list[list[tuple[int, float]]]:
+def _first(top: TopLogprobs) -> list[list[tuple[int, float]]]:
     """The likeliest few of each position."""
     likeliest_NK = np.argsort(-top.logprobs_NK, axis=1, kind="stable")[:, :ALTERNATIVES]
     ids_NK = np.take_along_axis(top.ids_NK, likeliest_NK, 1).tolist()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # rollout workers do without torch
 Gaps = TypeVar("Gaps", FloatArray, "Tensor")
 
 
-def discounted_future_sum(values_N: FloatArray, discount: float) -> FloatArray:
+def discounted_future_sum(values_N: np.ndarray, discount: float) -> np.ndarray:
     """S_t = v_t + g v_{t+1} + g^2 v_{t+2} + ...; with g = 0, v itself."""
     if discount == 0:
         return values_N

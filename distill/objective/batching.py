@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from distill.errors import DataError
 from distill.privileged import check_context
 from distill.routing import ExpertArray
 from distill.sampling import check_temperature
-from distill.types import BoolArray, FloatArray, LikeliestTokens, TokenArray
+from distill.types import BoolArray, FloatArray, TokenArray, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,40 @@ _OPTIONAL_FLOATS = (
     "clipped_kl_coef_T",
     "teacher_gaps_T",
 )
+
+
+class RowShape(Protocol):
+    """What deciding which rows run together needs of one: a `TrainingRow`, or what stands for one
+    that is built elsewhere."""
+
+    @property
+    def teacher(self) -> str: ...
+
+    @property
+    def first_trained(self) -> int: ...
+
+    @property
+    def num_trained(self) -> int: ...
+
+    @property
+    def ends_sequence(self) -> bool: ...
+
+    @property
+    def context_key(self) -> bytes:
+        """Equal in rows with the same tokens before the first trained one."""
+        ...
+
+    @property
+    def prefix_key(self) -> bytes:
+        """The same of those but the last."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of its tokens."""
+        ...
+
+
+Row = TypeVar("Row", bound=RowShape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,7 +127,7 @@ class TrainingRow:
     teacher_coef: float = 0.0
     teacher_context_T: TokenArray | None = None
     teacher_replaces: int = 0
-    teacher_top: LikeliestTokens | None = None
+    teacher_top: TopLogprobs | None = None
     sampled_kl_coef_T: FloatArray | None = None
     clipped_kl_coef_T: FloatArray | None = None
     teacher_gaps_T: FloatArray | None = None
@@ -144,6 +178,16 @@ class TrainingRow:
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask_T.sum())
+
+    @property
+    def context_key(self) -> bytes:
+        """See `RowShape`."""
+        return self.tokens_T[: self.first_trained].tobytes()
+
+    @property
+    def prefix_key(self) -> bytes:
+        """See `RowShape`."""
+        return self.tokens_T[: self.first_trained - 1].tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -204,7 +248,6 @@ class Batch:
 
 # Running a context once for several rows pays if it saves at least this many tokens.
 WORTH_SHARING = 64
-_TOKEN_BYTES = np.dtype(np.int32).itemsize
 # A shared context's keys and values are copied for each row: so many of them weigh no more than the
 # activations of one token (of Llama, Qwen and the like, 10 to 60).
 _COPIED_KEYS = 8
@@ -217,13 +260,14 @@ class BatchShape:
     Rows, or prefixes and suffixes, are padded to the longest of them or, `packed`, follow one
     another unpadded.
     A row's prefix is its context without the last token, which predicts the first trained one.
-    `most_mask` is the model's (distill.models.shared_prefix): 0 if it cannot share prefixes.
+    `prefixes` are keys and lengths of the different ones. `most_mask` is the model's
+    (distill.models.shared_prefix): 0 if it cannot share prefixes.
     """
 
     rows: int
     tokens: int
     width: int
-    prefixes: frozenset[bytes]
+    prefixes: frozenset[tuple[bytes, int]]
     shortest_prefix: int
     prefix_width: int
     suffix_width: int
@@ -231,9 +275,9 @@ class BatchShape:
     packed: bool
 
     @classmethod
-    def of(cls, rows: Sequence[TrainingRow], packed: bool = False) -> BatchShape:
+    def of(cls, rows: Sequence[RowShape], packed: bool = False) -> BatchShape:
         ends = [row.first_trained - 1 for row in rows]
-        prefixes = (row.tokens_T[:end].tobytes() for row, end in zip(rows, ends, strict=True))
+        prefixes = ((row.prefix_key, end) for row, end in zip(rows, ends, strict=True))
         suffixes = [len(row) - 1 - end for row, end in zip(rows, ends, strict=True)]
         return cls(
             rows=len(rows),
@@ -285,7 +329,7 @@ class BatchShape:
     @property
     def _shared(self) -> int:
         if self.packed:
-            return sum(map(len, self.prefixes)) // _TOKEN_BYTES + self.suffix_tokens
+            return sum(length for _, length in self.prefixes) + self.suffix_tokens
         return len(self.prefixes) * self.prefix_width + self.rows * self.suffix_width
 
     @property
@@ -293,20 +337,20 @@ class BatchShape:
         return self.rows * (self.prefix_width + self.suffix_width)
 
 
-class _Unit(NamedTuple):
+class _Unit(NamedTuple, Generic[Row]):
     """Rows that stay together."""
 
-    rows: Sequence[TrainingRow]
+    rows: Sequence[Row]
     shape: BatchShape
 
 
 def split_by_token_budget(
-    rows_D: Sequence[TrainingRow],
+    rows_D: Sequence[Row],
     token_budget: int,
     rows_per_unit: int = 1,
     most_mask: int = 0,
     packed: bool = False,
-) -> Iterator[list[TrainingRow]]:
+) -> Iterator[list[Row]]:
     """Micro-batches that take the memory of at most `token_budget` tokens.
 
     Each `rows_per_unit` rows that follow one another (a preference pair, say) stay together, in
@@ -319,7 +363,7 @@ def split_by_token_budget(
     batches as that gives.
     """
     assert len(rows_D) % rows_per_unit == 0, f"{len(rows_D)} rows are no units of {rows_per_unit}"
-    by_teacher: dict[str, list[_Unit]] = defaultdict(list)
+    by_teacher: dict[str, list[_Unit[Row]]] = defaultdict(list)
     for first in range(0, len(rows_D), rows_per_unit):
         rows = rows_D[first : first + rows_per_unit]
         by_teacher[rows[0].teacher].append(_Unit(rows, BatchShape.of(rows, packed)))
@@ -332,9 +376,9 @@ def split_by_token_budget(
         )
 
 
-def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[list[TrainingRow]]:
+def _fill(units: Iterable[_Unit[Row]], token_budget: int, most_mask: int) -> list[list[Row]]:
     """Batches of units in this order, each as full as the budget lets it be."""
-    batches: list[list[TrainingRow]] = []
+    batches: list[list[Row]] = []
     shape = None
     for unit in units:
         grown = unit.shape if shape is None else shape + unit.shape
@@ -346,9 +390,9 @@ def _fill(units: Iterable[_Unit], token_budget: int, most_mask: int) -> list[lis
     return batches
 
 
-def _first_fit(units: Sequence[_Unit], token_budget: int) -> list[list[TrainingRow]]:
+def _first_fit(units: Sequence[_Unit[Row]], token_budget: int) -> list[list[Row]]:
     """Batches of packed units, the longest first, each unit in the first batch with room for it."""
-    batches: list[list[TrainingRow]] = []
+    batches: list[list[Row]] = []
     room: list[int] = []
     for unit in sorted(units, key=lambda unit: unit.shape.tokens, reverse=True):
         tokens = unit.shape.tokens
@@ -361,15 +405,15 @@ def _first_fit(units: Sequence[_Unit], token_budget: int) -> list[list[TrainingR
     return batches
 
 
-def _orders(units: Sequence[_Unit], most_mask: int) -> list[list[_Unit]]:
+def _orders(units: Sequence[_Unit[Row]], most_mask: int) -> list[list[_Unit[Row]]]:
     """Units by context; by length; and those by context for which that pays, the others by length.
 
     Groups of one context, and the units of each, go from short to long.
     """
-    by_context: dict[bytes, list[_Unit]] = defaultdict(list)
+    by_context: dict[bytes, list[_Unit[Row]]] = defaultdict(list)
     for unit in units:
         row = unit.rows[0]
-        by_context[row.tokens_T[: row.first_trained].tobytes()].append(unit)
+        by_context[row.context_key].append(unit)
     groups = [_by_length(group) for group in by_context.values()]
     groups.sort(key=lambda group: group[-1].shape.width)
     paying = [group for group in groups if _pays(group, most_mask)]
@@ -381,22 +425,22 @@ def _orders(units: Sequence[_Unit], most_mask: int) -> list[list[_Unit]]:
     ]
 
 
-def _by_length(units: Iterable[_Unit]) -> list[_Unit]:
+def _by_length(units: Iterable[_Unit[Row]]) -> list[_Unit[Row]]:
     return sorted(units, key=lambda unit: unit.shape.width)
 
 
-def _pays(group: Sequence[_Unit], most_mask: int) -> bool:
+def _pays(group: Sequence[_Unit[Row]], most_mask: int) -> bool:
     """True if it takes fewer tokens as a batch of its own than its rows do without any padding."""
     rows = [row for unit in group for row in unit.rows]
     return _layer_tokens(rows, most_mask, group[0].shape.packed) < sum(map(len, rows))
 
 
-def _layer_tokens(rows: Sequence[TrainingRow], most_mask: int, packed: bool) -> int:
+def _layer_tokens(rows: Sequence[RowShape], most_mask: int, packed: bool) -> int:
     return BatchShape.of(rows, packed).layer_tokens(most_mask)
 
 
 def tokens_in_step(
-    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0, packed: bool = False
+    batches: Sequence[Sequence[RowShape]], workers: int, most_mask: int = 0, packed: bool = False
 ) -> int:
     """Tokens on the critical path of workers that run these batches in step: summed over the rounds
     of `deal`, those of the round's largest batch."""
@@ -405,8 +449,8 @@ def tokens_in_step(
 
 
 def deal(
-    batches: Sequence[list[TrainingRow]], workers: int, most_mask: int = 0, packed: bool = False
-) -> list[list[tuple[list[TrainingRow], bool]]]:
+    batches: Sequence[list[Row]], workers: int, most_mask: int = 0, packed: bool = False
+) -> list[list[tuple[list[Row], bool]]]:
     """Micro-batches to workers that run in step, equally many to each; and whether each counts.
 
     Those that run at the same time are neighbours in the tokens they take, so that no worker waits

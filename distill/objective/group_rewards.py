@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from distill.outlines import GroupOutline
 from distill.types import BoolArray, FloatArray, StopReason, TrajectoryGroup
 
 
@@ -31,7 +32,7 @@ class GroupRewards:
     tag: str | None = None
 
     @classmethod
-    def of(cls, group: TrajectoryGroup) -> GroupRewards:
+    def of(cls, group: TrajectoryGroup | GroupOutline) -> GroupRewards:
         members = group.trajectories_G
         return cls(
             rewards_G=np.array([member.reward for member in members], np.float32),

@@ -110,27 +110,58 @@ def policy_terms(
     Raises:
         DataError: a segment lacks a score that the objective needs.
     """
-    mean_kl = mean_reference_kl(groups_P) if objective.reference_kl_coef else 0.0
+    mean_kl = 0.0
+    if objective.reference_kl_coef:
+        segments = [segment for group in groups_P for segment in group.segments()]
+        mean_kl = reference_gap_sum(segments) / sum(segment.num_actions for segment in segments)
     advantages_P = sample_advantages([GroupRewards.of(group) for group in groups_P], objective)
     for group, advantages_G in zip(groups_P, advantages_P, strict=True):
-        coef = objective.kl_coef
-        if coef and teacher_weights is not None:
-            coef *= teacher_weights[group.teacher]
+        coef = teacher_coef(group.teacher, objective, teacher_weights)
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
-            terms = _teacher_terms(trajectory, objective, coef, stop_event)
-            if objective.reference_kl_coef:
-                terms = _with_reference(terms, trajectory, objective, mean_kl)
-            rewards = (
-                reward_terms(segment, advantage, objective) for segment in trajectory.segments
-            )
-            yield (
-                group,
+            terms = trajectory_terms(
                 trajectory,
-                [
-                    term._replace(advantages_T=reward_T + term.advantages_T)
-                    for reward_T, term in zip(rewards, terms, strict=True)
-                ],
+                objective,
+                advantage=float(advantage),
+                coef=coef,
+                mean_kl=mean_kl,
+                stop_event=stop_event,
             )
+            yield group, trajectory, terms
+
+
+def teacher_coef(
+    teacher: str, objective: ObjectiveConfig, weights: Mapping[str, float] | None
+) -> float:
+    """kl_coef times the teacher's weight (1 without weights)."""
+    if not objective.kl_coef or weights is None:
+        return objective.kl_coef
+    return objective.kl_coef * weights[teacher]
+
+
+def trajectory_terms(
+    trajectory: Trajectory,
+    objective: ObjectiveConfig,
+    *,
+    advantage: float,
+    coef: float,
+    mean_kl: float,
+    stop_event: tuple[int, ...] = (),
+) -> list[TokenTerms]:
+    """The terms of a trajectory's segments: all that they need of others is given.
+
+    Args:
+        advantage: its own of `sample_advantages`.
+        coef: of its teacher, as `teacher_coef` has it.
+        mean_kl: of log p_T - log ref_T over the step, if there is a reference's term.
+    """
+    terms = _teacher_terms(trajectory, objective, coef, stop_event)
+    if objective.reference_kl_coef:
+        terms = _with_reference(terms, trajectory, objective, mean_kl)
+    rewards = (reward_terms(segment, advantage, objective) for segment in trajectory.segments)
+    return [
+        term._replace(advantages_T=reward_T + term.advantages_T)
+        for reward_T, term in zip(rewards, terms, strict=True)
+    ]
 
 
 def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective) -> FloatArray:
@@ -170,10 +201,10 @@ def _to_the_end(parts: Sequence[FloatArray], discount: float) -> list[FloatArray
     return np.split(discounted_future_sum(np.concatenate(parts), discount), ends)
 
 
-def mean_reference_kl(groups_P: Sequence[TrajectoryGroup]) -> float:
-    """The mean of log p_T - log ref_T over all action tokens of the groups."""
-    gaps = [reference_gaps(segment) for group in groups_P for segment in group.segments()]
-    return float(np.concatenate(gaps).mean(dtype=np.float64))
+def reference_gap_sum(segments: Sequence[Segment]) -> float:
+    """The sum of log p_T - log ref_T over all action tokens of the segments; 0 of none."""
+    gaps = [reference_gaps(segment) for segment in segments]
+    return float(np.concatenate(gaps).sum(dtype=np.float64)) if gaps else 0.0
 
 
 def _teacher_terms(

@@ -1,10 +1,16 @@
-"""Training rows from what was sampled: one per segment, with all that the objective asks of it."""
+"""Training rows from what was sampled: one per segment, with all that the objective asks of it.
+
+`policy_rows` makes those of whole groups at once. A learner of several workers knows them first by
+their outlines (`RowOutline`), by which it deals them out; the worker that trains one makes it of
+its trajectory (`trajectory_rows`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +18,7 @@ from distill.objective.advantages import clipped, discounted_future_sum, on_acti
 from distill.objective.batching import OtherRows, TrainingRow
 from distill.objective.objectives import TokenTerms, policy_terms
 from distill.objective.settings import ObjectiveConfig
+from distill.outlines import GroupOutline, RowPlace, SegmentOutline
 from distill.types import (
     BoolArray,
     FloatArray,
@@ -39,37 +46,92 @@ def policy_rows(
         DataError: a segment lacks a score that the objective needs.
     """
     return [
-        _policy_row(group, trajectory, segment, of_segment)
+        row
         for group, trajectory, terms in policy_terms(
             groups_P, objective, teacher_weights, stop_event
+        )
+        for row in trajectory_rows(trajectory, terms, group.group_id, group.teacher)
+    ]
+
+
+def trajectory_rows(
+    trajectory: Trajectory, terms: Sequence[TokenTerms], group_id: int, teacher: str
+) -> list[TrainingRow]:
+    """A trajectory's rows: one sequence. `terms` are its segments'."""
+    tokens = sum(segment.num_actions for segment in trajectory.segments)
+    return [
+        TrainingRow(
+            tokens_T=segment.tokens_T,
+            loss_mask_T=segment.action_mask_T,
+            advantages_T=of_segment.advantages_T,
+            behaviour_logprobs_T=segment.behaviour_logprobs_T,
+            temperature=segment.temperature,
+            source=_source(group_id),
+            teacher=teacher,
+            teacher_coef=of_segment.teacher_coef,
+            teacher_context_T=segment.teacher_context_T,
+            teacher_replaces=segment.teacher_replaces,
+            teacher_top=segment.teacher_top,
+            sampled_kl_coef_T=of_segment.sampled_kl_coef_T,
+            clipped_kl_coef_T=of_segment.clipped_kl_coef_T,
+            teacher_gaps_T=of_segment.teacher_gaps_T,
+            experts_TLK=segment.experts_TLK,
+            ends_sequence=segment is trajectory.segments[-1],
+            other_rows=OtherRows(tokens=tokens - segment.num_actions),
         )
         for segment, of_segment in zip(trajectory.segments, terms, strict=True)
     ]
 
 
-def _policy_row(
-    group: TrajectoryGroup, trajectory: Trajectory, segment: Segment, terms: TokenTerms
-) -> TrainingRow:
-    tokens = sum(each.num_actions for each in trajectory.segments)
-    return TrainingRow(
-        tokens_T=segment.tokens_T,
-        loss_mask_T=segment.action_mask_T,
-        advantages_T=terms.advantages_T,
-        behaviour_logprobs_T=segment.behaviour_logprobs_T,
-        temperature=segment.temperature,
-        source=f"group {group.group_id}",
-        teacher=group.teacher,
-        teacher_coef=terms.teacher_coef,
-        teacher_context_T=segment.teacher_context_T,
-        teacher_replaces=segment.teacher_replaces,
-        teacher_top=segment.teacher_top,
-        sampled_kl_coef_T=terms.sampled_kl_coef_T,
-        clipped_kl_coef_T=terms.clipped_kl_coef_T,
-        teacher_gaps_T=terms.teacher_gaps_T,
-        experts_TLK=segment.experts_TLK,
-        ends_sequence=segment is trajectory.segments[-1],
-        other_rows=OtherRows(tokens=tokens - segment.num_actions),
-    )
+def _source(group_id: int) -> str:
+    return f"group {group_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowOutline:
+    """A row of a rollout before it is made: the `RowShape` of a segment."""
+
+    place: RowPlace
+    segment: SegmentOutline
+    teacher: str
+    ends_sequence: bool
+
+    def __len__(self) -> int:
+        return self.segment.tokens
+
+    @property
+    def source(self) -> str:
+        return _source(self.place.group_id)
+
+    @property
+    def first_trained(self) -> int:
+        return self.segment.first_action
+
+    @property
+    def num_trained(self) -> int:
+        return self.segment.num_actions
+
+    @property
+    def context_key(self) -> bytes:
+        return self.segment.context
+
+    @property
+    def prefix_key(self) -> bytes:
+        return self.segment.prefix
+
+
+def row_outlines(group: GroupOutline) -> list[RowOutline]:
+    """Of all rows of a group, in the order of `policy_rows`."""
+    return [
+        RowOutline(
+            place=RowPlace(group.group_id, member, number),
+            segment=segment,
+            teacher=group.teacher,
+            ends_sequence=number == len(trajectory.segments) - 1,
+        )
+        for member, trajectory in enumerate(group.trajectories_G)
+        for number, segment in enumerate(trajectory.segments)
+    ]
 
 
 def with_other_rows(
@@ -82,17 +144,20 @@ def with_other_rows(
             rows, and only where a loss joins their tokens: gspo's ratio, discounted future terms.
     """
     joined = [rows for rows in _sequences(rows_D) if len(rows) > 1]
-    if not joined or not (objective.loss == "gspo" or objective.kl_discount_factor):
+    if not joined or not joins_tokens(objective):
         return list(rows_D)
     scored = iter(score([row for rows in joined for row in rows]))
-    filled = {
-        id(row): replace(row, other_rows=others)
-        for rows in joined
-        for row, others in zip(
-            rows, _others(rows, [next(scored) for _ in rows], objective), strict=True
-        )
-    }
+    filled = {}
+    for rows in joined:
+        sums = [row_sums(row, next(scored), objective) for row in rows]
+        for number, row in enumerate(rows):
+            filled[id(row)] = with_sums_of_others(row, number, sums, objective)
     return [filled.get(id(row), row) for row in rows_D]
+
+
+def joins_tokens(objective: ObjectiveConfig) -> bool:
+    """True if the loss of a token depends on tokens of other rows of its sequence."""
+    return objective.loss == "gspo" or bool(objective.kl_discount_factor)
 
 
 def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
@@ -105,26 +170,42 @@ def _sequences(rows_D: Sequence[TrainingRow]) -> Iterator[list[TrainingRow]]:
     assert not rows, f"{rows[0].source}: its sequence has no end among the rows"
 
 
-def _others(
-    rows: Sequence[TrainingRow], logprobs: Sequence[FloatArray], objective: ObjectiveConfig
-) -> list[OtherRows]:
-    """`OtherRows` of each of a sequence's rows."""
-    log_ratios, future_kls, following = [], [], 0.0
-    for row, logprobs_N in reversed(list(zip(rows, logprobs, strict=True))):
-        mask_T = row.loss_mask_T
-        moved_N = logprobs_N.astype(np.float64) - row.behaviour_logprobs_T[mask_T]
-        old_N = row.behaviour_logprobs_T[mask_T]
-        if objective.correction != "none":  # without proximal log-probs the ratio is 1
-            proximal_T = row.proximal_logprobs_T
-            old_N = logprobs_N if proximal_T is None else proximal_T[mask_T]
-        log_ratios.insert(0, float((logprobs_N.astype(np.float64) - old_N).sum()))
-        future_kls.insert(0, following)
-        kl_N = np.append(_moved_kl(row, moved_N, objective.kl_clip), following)
-        following = float(discounted_future_sum(kl_N, objective.kl_discount_factor)[0])
-    return [
-        replace(row.other_rows, log_ratio=sum(log_ratios) - log_ratio, future_kl=future_kl)
-        for row, log_ratio, future_kl in zip(rows, log_ratios, future_kls, strict=True)
-    ]
+class RowSums(NamedTuple):
+    """What the other rows of a sequence need of one: its trained tokens; the sum of log pi - log
+    old over them; and, discounted from its first one, that of c (log pi - log mu)."""
+
+    tokens: int
+    log_ratio: float
+    kl: float
+
+
+def row_sums(row: TrainingRow, logprobs_N: FloatArray, objective: ObjectiveConfig) -> RowSums:
+    """Of a row, by the log-probs of the weights that the update starts from."""
+    mask_T = row.loss_mask_T
+    moved_N = logprobs_N.astype(np.float64) - row.behaviour_logprobs_T[mask_T]
+    old_N = row.behaviour_logprobs_T[mask_T]
+    if objective.correction != "none":  # without proximal log-probs the ratio is 1
+        proximal_T = row.proximal_logprobs_T
+        old_N = logprobs_N if proximal_T is None else proximal_T[mask_T]
+    kl_N = _moved_kl(row, moved_N, objective.kl_clip)
+    return RowSums(
+        tokens=len(logprobs_N),
+        log_ratio=float((logprobs_N.astype(np.float64) - old_N).sum()),
+        kl=float(discounted_future_sum(kl_N, objective.kl_discount_factor)[0]),
+    )
+
+
+def with_sums_of_others(
+    row: TrainingRow, number: int, sums: Sequence[RowSums], objective: ObjectiveConfig
+) -> TrainingRow:
+    """The row, told of the others of its sequence: `sums` are all rows', `number` its place."""
+    log_ratio = sum(each.log_ratio for each in sums) - sums[number].log_ratio
+    future_kl = 0.0
+    for each in reversed(sums[number + 1 :]):
+        future_kl = each.kl + objective.kl_discount_factor**each.tokens * future_kl
+    return replace(
+        row, other_rows=replace(row.other_rows, log_ratio=log_ratio, future_kl=future_kl)
+    )
 
 
 def _moved_kl(row: TrainingRow, moved_N: np.ndarray, kl_clip: float | None) -> np.ndarray:
@@ -157,14 +238,7 @@ def with_reference(
 ) -> list[TrajectoryGroup]:
     """The groups with `reference_logprobs_T`, by a reference that scores rows' trained tokens."""
     segments = [segment for group in groups_P for segment in group.segments()]
-    scored = iter(
-        logprobs(
-            [
-                row_to_score(s.tokens_T, s.action_mask_T, s.temperature, "a segment to score")
-                for s in segments
-            ]
-        )
-    )
+    scored = iter(logprobs([segment_to_score(segment) for segment in segments]))
 
     def filled(segment: Segment) -> Segment:
         return replace(segment, reference_logprobs_T=on_actions(segment, next(scored)))
@@ -179,6 +253,13 @@ def with_reference(
         )
         for group in groups_P
     ]
+
+
+def segment_to_score(segment: Segment) -> TrainingRow:
+    """The segment as a row whose actions the learner scores."""
+    return row_to_score(
+        segment.tokens_T, segment.action_mask_T, segment.temperature, "a segment to score"
+    )
 
 
 def row_to_score(
@@ -196,12 +277,39 @@ def row_to_score(
     )
 
 
-def advantage_metrics(rows_D: Sequence[TrainingRow]) -> dict[str, float]:
-    """Mean, standard deviation and extremes of all trained tokens' advantages as sampled."""
+class AdvantageStats(NamedTuple):
+    """Of the advantages of some trained tokens, as sampled: population variance, and extremes."""
+
+    tokens: int
+    mean: float
+    variance: float
+    largest: float
+    smallest: float
+
+
+def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
+    """Of all trained tokens of the rows; None of no rows."""
+    if not rows_D:
+        return None
     advantages_N = np.concatenate([row.advantages_T[row.loss_mask_T] for row in rows_D])
+    return AdvantageStats(
+        tokens=len(advantages_N),
+        mean=float(advantages_N.mean(dtype=np.float64)),
+        variance=float(advantages_N.var(dtype=np.float64)),
+        largest=float(advantages_N.max()),
+        smallest=float(advantages_N.min()),
+    )
+
+
+def advantage_metrics(parts: Sequence[AdvantageStats | None]) -> dict[str, float]:
+    """Mean, standard deviation and extremes of the advantages of all parts of a step."""
+    present = [part for part in parts if part is not None]
+    weights = [part.tokens for part in present]
+    mean = float(np.average([part.mean for part in present], weights=weights))
+    second = [part.variance + (part.mean - mean) ** 2 for part in present]
     return {
-        "advantage/mean": float(advantages_N.mean(dtype=np.float64)),
-        "advantage/std": float(advantages_N.std(dtype=np.float64)),
-        "advantage/max": float(advantages_N.max()),
-        "advantage/min": float(advantages_N.min()),
+        "advantage/mean": mean,
+        "advantage/std": float(np.average(second, weights=weights)) ** 0.5,
+        "advantage/max": max(part.largest for part in present),
+        "advantage/min": min(part.smallest for part in present),
     }

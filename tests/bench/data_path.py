@@ -1,9 +1,10 @@
 """What crosses which process between rollout workers and learner: bytes, and seconds of each.
 
 A worker (an actor) puts groups of long answers, with K of the teacher's likeliest tokens at each of
-their tokens or without; the leader (this process) takes them and orders a step of itself and of a
-second learner worker (another actor), which is done once both hold the rows that they train. Queue,
-journal, codec, process group and dealing are those of a run; models are left out.
+their tokens or without; the leader (this process) takes their outlines and deals their rows to
+itself and to other learner workers (actors), and a step is done once all of them have fetched their
+trajectories and read the rows that they made of them. Queue, journal, codec, process group, dealing
+and the making of rows are those of a run; models are left out.
 
     python -m tests.bench.data_path DIR [groups] [tokens]
 """
@@ -15,6 +16,8 @@ import pickle
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,16 @@ from rich.table import Table
 from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger import LedgerSettings
-from cluster.queue.parcels import fetch_from
 from distill.delivery import TrainedGroups
-from distill.objective.rows import policy_rows
+from distill.objective.batching import deal, split_by_token_budget
 from distill.objective.settings import ObjectiveConfig
-from distill.types import TopLogprobs, TrajectoryGroup
+from distill.outlines import RowPlace, TrajectorySource
+from distill.types import Segment, TopLogprobs, TrajectoryGroup
+from learner.learner import Part
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, Order, WorkerGroup, open_store
+from learner.rollout_share import Built, RolloutShare, TrajectoryShare
+from learner.rollouts import Rollouts
 from tests.bench.queue import _ray, cpu_seconds
 from tests.queues import queue_on_ray
 from tests.samples import segment, trajectory
@@ -41,6 +48,8 @@ from tests.samples import segment, trajectory
 # 4 GB at K = 64.
 GROUPS, MEMBERS, PROMPT, TOKENS = 8, 16, 128, 2048
 TOP_K = (0, 64)
+LEARNER_WORKERS = (2, 4)
+TOKEN_BUDGET = 16_384
 DEADLINE_S = 600.0
 
 
@@ -69,6 +78,11 @@ def made_group(group_id: int, tokens: int, k: int) -> TrajectoryGroup:
     )
 
 
+def objective(k: int) -> ObjectiveConfig:
+    how = {"estimator": "top_k", "teacher_top_k": k} if k else {"estimator": "sampled"}
+    return ObjectiveConfig(kl_coef=1.0, reward_coef=0.0, **how)
+
+
 def message_bytes(value: Any) -> int:
     """Size of a value as Ray sends it; references count by themselves, not by what they name."""
     from ray._private.worker import global_worker  # cannot be pickled with a function of __main__
@@ -83,10 +97,9 @@ class Worker:
         self._end = WorkerEnd(queue, "worker 0")
         self._groups = [made_group(i, tokens, k) for i in range(groups)]
 
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of all groups, and of those without the likeliest tokens."""
-        packed = [pack(group) for group in self._groups]
-        return sum(p.nbytes for p in packed), sum(p.columns.nbytes for p in packed)
+    def payload(self) -> int:
+        """Bytes of all groups."""
+        return sum(pack(group).nbytes for group in self._groups)
 
     async def run(self) -> dict[str, float]:
         """Puts them all, one after the other."""
@@ -97,107 +110,197 @@ class Worker:
         return {"s": time.perf_counter() - started, "cpu": cpu_seconds() - cpu}
 
 
-class Follower:
-    """The second learner worker."""
+class LearnerWorker:
+    """A learner's worker without a model: it fetches, makes its rows, and reads them."""
 
-    def __init__(self, membership: Membership, queue: GroupQueue) -> None:
-        fetch_from(queue)
+    def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
+        self._share = RolloutShare(source, objective(k), (), group)
+
+    def hold_rollouts(self, shares: Sequence[TrajectoryShare]) -> Any:
+        return self._share.hold(shares)
+
+    def build_rows(self, _: None) -> Built:
+        return self._share.build()
+
+    def step(self, places: Sequence[RowPlace]) -> int:
+        """Bytes of its rows' arrays, each of which has been read."""
+        total = 0
+        for row in map(self._share.row, places):
+            arrays = [row.tokens_T, row.loss_mask_T, row.advantages_T, row.behaviour_logprobs_T]
+            if row.teacher_top is not None:
+                arrays += [row.teacher_top.ids_NK, row.teacher_top.logprobs_NK]
+            for array in arrays:
+                array.sum()
+                total += array.nbytes
+        return total
+
+
+class Follower:
+    """The actor of one that does not lead."""
+
+    def __init__(self, membership: Membership, queue: GroupQueue, k: int) -> None:
         self._group = WorkerGroup(membership, "cpu")
+        self._worker = LearnerWorker(queue, k, self._group)
 
     def serve(self) -> None:
-        """Receives the rows of a step, reads them, answers."""
-        order = self._group.receive()
-        self._group.answer(touched(order.argument))
+        """Carries out the three orders of a step."""
+        for _ in range(3):
+            order = self._group.receive()
+            self._group.answer(getattr(self._worker, order.method)(order.argument))
 
 
-def touched(rows: Any) -> int:
-    """Bytes of the rows' arrays, each of which has been read."""
-    total = 0
-    for row in rows:
-        arrays = [row.tokens_T, row.loss_mask_T, row.advantages_T, row.behaviour_logprobs_T]
-        if row.teacher_top is not None:
-            arrays += [row.teacher_top.ids_NK, row.teacher_top.logprobs_NK]
-        for array in arrays:
-            array.sum()
-            total += array.nbytes
-    return total
+class Leader:
+    """What `Rollouts` asks of a learner, in the process that leads; counts what it sends and gets.
+
+    Attributes:
+        bytes: of orders to others, and of their answers.
+    """
+
+    def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
+        self._group, self.workers, self.bytes = group, group.size, 0
+        self._worker = LearnerWorker(source, k, group)
+
+    def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
+        """It has been told."""
+
+    def dealt(self, part: Part) -> Part:
+        batches = list(split_by_token_budget(part.rows_D, TOKEN_BUDGET))
+        return replace(part, dealt=deal(batches, self.workers))
+
+    def on_all(self, method: str, argument: Any = None) -> list[Any]:
+        return self.on_each(method, [argument] * self.workers)
+
+    def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
+        orders = [Order(method, argument) for argument in arguments]
+        self._group.send(orders)
+        answers = self._group.collect(getattr(self._worker, method)(arguments[0]))
+        self.bytes += sum(len(pickle.dumps(value)) for value in (*orders[1:], *answers[1:]))
+        return answers
 
 
 def measure_data_path(
     scratch: Path, groups: int = GROUPS, tokens: int = TOKENS
-) -> dict[str, dict[str, float]]:
-    """By K: megabytes of `payload`, of what the queue holds (`queue_mb`) and of what passes through
-    the leader besides its own share (`leader_mb`); seconds of `take` and `order` (until every
-    worker has read its rows); and CPU seconds of worker, queue and leader."""
+) -> list[dict[str, float]]:
+    """For each `k` and number of `learner_workers`: megabytes of `payload`, of what the queue holds
+    (`queue_mb`), of what passes through the leader besides its own share (`leader_mb`) and of what
+    a node of its own would fetch besides (`pulled_mb`: parts hold more than one answer); seconds
+    of `take` and `step` (until every worker has read its rows); and CPU seconds of worker, queue
+    and leader."""
     directory = Path(tempfile.mkdtemp(prefix="data-", dir=scratch))
     with _ray():
-        return {str(k): _measure(directory, groups, tokens, k) for k in TOP_K}
+        return [
+            _measure(directory, groups, tokens, k, workers)
+            for k in TOP_K
+            for workers in LEARNER_WORKERS
+        ]
 
 
-def _measure(directory: Path, groups: int, tokens: int, k: int) -> dict[str, float]:
+def _measure(directory: Path, groups: int, tokens: int, k: int, workers: int) -> dict[str, float]:
     settings = LedgerSettings(
         groups_per_step=groups, max_staleness=0, total_groups=groups, lease_s=DEADLINE_S
     )
-    queue = queue_on_ray(settings, str(directory / f"ledger-{k}.jsonl"), timeout_s=DEADLINE_S)
+    journal = str(directory / f"ledger-{k}-{workers}.jsonl")
+    queue = queue_on_ray(settings, journal, timeout_s=DEADLINE_S)
     remote: Any = ray.remote(num_cpus=0)
     worker = remote(Worker).remote(queue, groups, tokens, k)
-    payload, columns = ray.get(worker.sizes.remote())
+    payload = ray.get(worker.payload.remote())
     store = open_store(LOOPBACK, DEADLINE_S)
-    member = {"address": LOOPBACK, "port": store.port, "size": 2, "timeout_s": DEADLINE_S}
-    follower = remote(Follower).remote(Membership(rank=1, **member), queue)
+    member = {"address": LOOPBACK, "port": store.port, "size": workers, "timeout_s": DEADLINE_S}
+    followers = [
+        remote(Follower).remote(Membership(rank=rank, **member), queue, k)
+        for rank in range(1, workers)
+    ]
     group = WorkerGroup(Membership(rank=0, **member), "cpu")
-    serving = follower.serve.remote()
+    leader: Any = Leader(queue, k, group)
+    serving = [follower.serve.remote() for follower in followers]
     before = ray.get(queue.actor.__ray_call__.remote(cpu_seconds))
     made = ray.get(worker.run.remote())
-    queue_cpu = ray.get(queue.actor.__ray_call__.remote(cpu_seconds)) - before
     held = ray.get(queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels)))
-    before = ray.get(queue.actor.__ray_call__.remote(cpu_seconds))
 
     cpu, started = cpu_seconds(), time.perf_counter()
     taken = queue.take(TrainedGroups())
     took = time.perf_counter()
-    how = {"estimator": "top_k", "teacher_top_k": k} if k else {"estimator": "sampled"}
-    rows = policy_rows(taken.groups_P, ObjectiveConfig(kl_coef=1.0, reward_coef=0.0, **how))
-    half = len(rows) // 2
-    orders = [Order("step", rows[:half]), Order("step", rows[half:])]
-    dealt = time.perf_counter()
-    group.send(orders)
-    sent_cpu = cpu_seconds()
-    trained = group.collect(touched(rows[:half]))
-    ended = time.perf_counter()
+    rollouts = Rollouts(leader, queue, PolicyObjectiveLoss(objective=objective(k)))
+    plan = rollouts.plan(taken.groups_P)
+    assert not rollouts.hold(plan)
+    rollouts.build(plan)
+    [update] = plan.updates
+    assert update is not None and update.dealt is not None
+    places = [[row.place for rows_B, _ in mine for row in rows_B] for mine in update.dealt]
+    trained = leader.on_each("step", places)
+    ended, spent = time.perf_counter(), cpu_seconds() - cpu
     ray.get(serving)
-    queue_cpu += ray.get(queue.actor.__ray_call__.remote(cpu_seconds)) - before
-    for actor in (worker, follower, queue.actor):
+    queue_cpu = ray.get(queue.actor.__ray_call__.remote(cpu_seconds)) - before
+    through = message_bytes(taken) + leader.bytes + _idle_bytes(queue, plan.shares[0])
+    own = sum(_nbytes(queue, [share]) for share in plan.shares[0])
+    pulled = _part_bytes(queue, plan.shares[0]) - own
+    for actor in (worker, *followers, queue.actor):
         ray.kill(actor)
     dist.destroy_process_group()
     return {
+        "k": k,
+        "learner_workers": workers,
         "payload_mb": payload / 1e6,
         "trained_mb": sum(trained) / 1e6,
         "queue_mb": held / 1e6,
-        "leader_mb": (held + columns + len(pickle.dumps(orders[1]))) / 1e6,
+        "leader_mb": through / 1e6,
+        "pulled_mb": pulled / 1e6,
         "put_s": made["s"],
         "take_s": took - started,
-        "order_s": ended - dealt,
+        "step_s": ended - started,
         "worker_cpu_s": made["cpu"],
         "queue_cpu_s": queue_cpu,
-        "leader_cpu_s": sent_cpu - cpu,
+        "leader_cpu_s": spent,
     }
 
 
-def data_path_table(report: dict[str, dict[str, float]]) -> Table:
+def _idle_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
+    """Of trajectories that are run to keep step with other workers, and trained by one of them."""
+    return _nbytes(queue, [share for share in shares if not share.trained])
+
+
+def _nbytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
+    found, _ = queue.trajectories([share.place for share in shares])
+    return sum(_size(segment) for each in found.values() for segment in each.segments)
+
+
+def _size(segment: Segment) -> int:
+    values = [getattr(segment, field.name) for field in fields(Segment)]
+    top = segment.teacher_top
+    values += [] if top is None else [top.ids_NK, top.logprobs_NK]
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+
+def _part_bytes(queue: GroupQueue, shares: Sequence[TrajectoryShare]) -> int:
+    """Of the parts that have these trajectories."""
+    answer = ray.get(queue.actor.parts.remote([share.place for share in shares]))
+    parts = [ray.get(part) for part in answer.parts.values()]
+    values = [value for part in parts for _, value in part.segments.values()]
+    tops = [top for part in parts for top in part.segments["teacher_top"][1] if top is not None]
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    return sum(a.nbytes for a in arrays) + sum(t.ids_NK.nbytes + t.logprobs_NK.nbytes for t in tops)
+
+
+def data_path_table(report: Sequence[dict[str, float]]) -> Table:
     """`measure_data_path` for people."""
     table = Table(
-        title=f"from worker to learner: {GROUPS} groups of {MEMBERS} x {TOKENS} tokens, 2 learner "
-        "workers",
-        caption="the leader's bytes are those beside its own share of the likeliest tokens; CPU "
-        "seconds of each process",
+        title=f"from worker to learner: {GROUPS} groups of {MEMBERS} x {TOKENS} tokens",
+        caption="the leader's bytes are those beside its own share; CPU seconds of each process, "
+        "wall seconds from take until every learner worker has read its rows",
     )
-    table.add_column("K", justify="right")
-    for header in ("payload MB", "queue MB", "leader MB", "worker s", "queue s", "leader s"):
+    headers = ("K", "learner workers", "payload MB", "queue", "leader", "leader's node", "worker s")
+    for header in (*headers, "queue s", "leader s", "wall s"):
         table.add_column(header, justify="right")
-    names = ("payload_mb", "queue_mb", "leader_mb", "worker_cpu_s", "queue_cpu_s", "leader_cpu_s")
-    for k, row in report.items():
-        table.add_row(k, *(f"{row[name]:.3f}" for name in names))
+    for row in report:
+        shares = [row[name] / row["payload_mb"] for name in ("queue_mb", "leader_mb", "pulled_mb")]
+        names = ("worker_cpu_s", "queue_cpu_s", "leader_cpu_s", "step_s")
+        table.add_row(
+            f"{row['k']:.0f}",
+            f"{row['learner_workers']:.0f}",
+            f"{row['payload_mb']:.1f}",
+            *(f"{share:.2%}" for share in shares),
+            *(f"{row[name]:.3f}" for name in names),
+        )
     return table
 
 
@@ -205,4 +308,4 @@ if __name__ == "__main__":
     given = [int(argument) for argument in sys.argv[2:]]
     found = measure_data_path(Path(sys.argv[1]), *given)
     print(json.dumps(found))
-    Console(width=120).print(data_path_table(found))
+    Console(width=140).print(data_path_table(found))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.queue.codec import pack, unpack
+from cluster.queue.codec import Packed, pack, unpack
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import group, ids, segment, top_logprobs, trajectory
 
@@ -60,7 +61,37 @@ def varied() -> TrajectoryGroup:
     )
 
 
+def unpacked(packed: Packed) -> TrajectoryGroup:
+    """The group of an outline and its parts, each as it is after a journey."""
+    parts = [pickle.loads(pickle.dumps(part, protocol=5)) for part in packed.parts]
+    trajectories = [trajectory for part in parts for trajectory in unpack(part)]
+    return pickle.loads(packed.outline).filled([s for t in trajectories for s in t.segments])
+
+
 @pytest.mark.parametrize("made", [group(3), group(0, members=1), varied()])
-def test_it_is_the_same_group(made: TrajectoryGroup) -> None:
-    columns, tops = pack(made)
-    assert_same(unpack(columns, [tops[g][n] for g, n, _ in columns.tops]), made)
+@pytest.mark.parametrize("part_bytes", [1, 200, 100_000])
+def test_it_is_the_same_group(made: TrajectoryGroup, part_bytes: int) -> None:
+    packed = pack(made, part_bytes)
+    assert_same(unpacked(packed), made)
+    assert packed.nbytes == pack(made).nbytes > 0
+
+
+def test_parts_are_runs_of_trajectories_and_none_is_small() -> None:
+    made = group(5, members=7)
+    sizes = [pack(replace(made, trajectories_G=(one,))).nbytes for one in made.trajectories_G]
+    for part_bytes in (1, max(sizes), 3 * max(sizes), 10**6):
+        packed = pack(made, part_bytes)
+        ends = [*packed.firsts[1:], len(sizes)]
+        parts = [sizes[first:end] for first, end in zip(packed.firsts, ends, strict=True)]
+        assert [len(part.states) for part in packed.parts] == [len(part) for part in parts]
+        assert [size for part in parts for size in part] == sizes
+        assert len(parts) == 1 or min(map(sum, parts)) >= part_bytes
+    assert len(pack(made, 1).parts) == 7 and len(pack(made, 10**6).parts) == 1
+
+
+def test_an_outline_is_small() -> None:
+    made = TrajectoryGroup(
+        group_id=0,
+        trajectories_G=tuple(trajectory(segment(128, 2048, seed=g)) for g in range(16)),
+    )
+    assert len(pack(made).outline) < 0.005 * pack(made).nbytes

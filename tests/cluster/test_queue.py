@@ -14,7 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -24,11 +23,13 @@ from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
 from cluster.queue.ledger import LedgerSettings
-from cluster.queue.parcels import fetch_from, opened
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
-from distill.types import LikeliestTokens, TrajectoryGroup
+from distill.objective.whole_groups import opened
+from distill.outlines import Place
+from distill.types import TrajectoryGroup
 from tests.bench.data_path import message_bytes
+from tests.cluster.test_codec import assert_same
 from tests.queues import queue_here, queue_on_ray
 from tests.samples import group, segment, top_logprobs, trajectory
 
@@ -87,6 +88,13 @@ def with_step(trained: TrainedGroups, taken: Taken) -> TrainedGroups:
     return trained.after(ids(taken), taken.set_aside)
 
 
+def whole(queue: GroupQueue, taken: Taken) -> list[TrajectoryGroup]:
+    """The groups that were taken, all of them in this process."""
+    groups, lost = opened(queue, taken.groups_P)
+    assert not lost
+    return groups
+
+
 def payloads(queue: GroupQueue) -> list[int]:
     """Groups to whose parts the actor holds references."""
     return get(queue.actor.__ray_call__.remote(lambda plain: sorted(plain._parcels)))
@@ -118,14 +126,13 @@ def test_out_of_order_in_once_and_in_order_out(new_queue: NewQueue) -> None:
     put(queue, leases[0], leases[1], leases[2])  # repeats are dropped after they were trained, too
     taken = queue.take(trained)
     assert ids(taken) == [2, 3]
+    [first, _] = whole(queue, taken)
     assert payloads(queue) == [2, 3], "payloads of trained groups are kept"
     trained = with_step(trained, taken)
     queue.publish(2, trained)
     assert payloads(queue) == [] and get(queue.status()).duplicates == 4
     expected = group(2).trajectories_G[0].segments[0]
-    assert taken.groups_P[0].trajectories_G[0].segments[0].tokens_T.tolist() == (
-        expected.tokens_T.tolist()
-    )
+    assert first.trajectories_G[0].segments[0].tokens_T.tolist() == expected.tokens_T.tolist()
 
 
 def test_slots_are_free_once_published(new_queue: NewQueue) -> None:
@@ -394,20 +401,20 @@ def long_group(group_id: int) -> TrajectoryGroup:
 
 @ray.remote(num_cpus=0)
 class LongProducer:
-    """A worker that delivers long groups; and a learner's follower, that is sent rows of them."""
+    """A worker that delivers long groups; and a learner's worker, that fetches its share."""
 
     def __init__(self, queue: GroupQueue) -> None:
-        self._end = WorkerEnd(queue, "a")
-        fetch_from(queue)
+        self._queue, self._end = queue, WorkerEnd(queue, "a")
 
     async def deliver(self, groups: int) -> int:
         for one in await self._end.lease(groups):
             await self._end.put(one, long_group(one.group_id))
         return os.getpid()
 
-    def likeliest(self, sent: bytes) -> tuple[np.ndarray, np.ndarray]:
-        top: LikeliestTokens = pickle.loads(sent)
-        return top.ids_NK, top.logprobs_NK
+    def fetch(self, places: list[Place]) -> list[Any]:
+        found, lost = self._queue.trajectories(places)
+        assert not lost
+        return [found[place] for place in places]
 
 
 def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
@@ -416,24 +423,20 @@ def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
     queue = new_queue(on_ray=True)
     pid = get(LongProducer.remote(queue).deliver.remote(2))
     os.kill(pid, signal.SIGKILL)
+    packed = pack(long_group(0))
+    assert len(packed.parts) == 2, "a part of its own for each of such long answers"
     held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels))
-    assert get(held) < 0.01 * pack(long_group(0)).nbytes
+    assert get(held) < 0.01 * packed.nbytes
     taken = queue.take(TrainedGroups())
+    assert message_bytes(taken) < 0.01 * packed.nbytes, "the leader took more than outlines"
     assert get(queue.forfeit("a", "SIGKILL")) == []  # nothing was under way
     follower = LongProducer.remote(queue)
-    for made in taken.groups_P:
-        for trajectory_, expected in zip(
-            made.trajectories_G, long_group(made.group_id).trajectories_G, strict=True
-        ):
-            [one], [other] = trajectory_.segments, expected.segments
-            np.testing.assert_array_equal(one.behaviour_logprobs_T, other.behaviour_logprobs_T)
-            mine, theirs = one.teacher_top, other.teacher_top
-            assert mine is not None and theirs is not None
-            sent = pickle.dumps(mine)  # as an order to another learner worker is
-            assert len(sent) < 1000 and (len(mine), mine.k) == (LONG, 4)
-            for found in ((mine.ids_NK, mine.logprobs_NK), get(follower.likeliest.remote(sent))):
-                np.testing.assert_array_equal(found[0], theirs.ids_NK)
-                np.testing.assert_array_equal(found[1], theirs.logprobs_NK)
+    places = [Place(i, 1 - i) for i in ids(taken)]
+    for (group_id, member), other in zip(places, get(follower.fetch.remote(places)), strict=True):
+        expected = long_group(group_id).trajectories_G[member]
+        mine = queue.trajectories([Place(group_id, member)]).found[Place(group_id, member)]
+        for made in (mine, other):
+            assert_same(made, expected)
     kill(follower)
 
 
@@ -453,22 +456,23 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
         return os.getpid()
 
     os.kill(get(deliver.remote()), signal.SIGKILL)
-    parcels = get(queue.actor.__ray_call__.remote(lambda plain: plain._parcels))
+    places = [Place(i, member) for i in (0, 1) for member in (0, 1)]
     until = time.monotonic() + DEADLINE_S
-    while len(opened(parcels, DEADLINE_S)[1]) < 2:  # until Ray knows
+    while len(queue.trajectories(places).lost) < 2:  # until Ray knows
         assert time.monotonic() < until
         time.sleep(0.1)
     assert is_true(queue.poll())  # nobody has looked yet
-    taking: list[Taken] = []
-    learner = threading.Thread(target=lambda: taking.append(queue.take(TrainedGroups())))
-    learner.start()
+    assert ids(queue.take(TrainedGroups())) == [0, 1]
+    found, lost = queue.trajectories(places)
+    assert not found and lost.keys() == {0, 1}
+    queue.lose(list(lost), lost[0])
     again = lease(queue, 2, "b")
     assert ids(again) == [0, 1] and {one.attempt for one in again} == {2}
     put(queue, *again, worker="b")
-    learner.join(DEADLINE_S)
-    [taken] = taking
-    assert ids(taken) == [0, 1]
+    taken = queue.take(TrainedGroups())
+    assert [made.group_id for made in whole(queue, taken)] == ids(taken) == [0, 1]
     queue.publish(1, with_step(TrainedGroups(), taken))
+    assert queue.trajectories(places).lost == dict.fromkeys((0, 1), "the queue holds it no longer")
     get(queue.close())
     events = [event["event"] for event in read_journal(journal)]
     assert events.count("lost") == 1 and events.count("take") == 1  # the same step

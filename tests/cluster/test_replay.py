@@ -21,8 +21,9 @@ from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import Replay, main
 from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog, steps_in
 from cluster.run_files.run_directory import RunDirectory
-from distill.delivery import Taken, TrainedGroups
+from distill.delivery import TrainedGroups
 from distill.errors import ConfigError
+from distill.objective.whole_groups import GroupsHere
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
 from tests.conftest import TinyPair
@@ -153,7 +154,7 @@ def test_shares_of_the_gradient_add_up(out: Path, tmp_path: Path, printed: Print
     replay = Replay(out, 4, Console(quiet=True))
     kept = KeptSteps(out)
     loop = replay.loop(replay.config, kept.start_of(4), str(tmp_path))
-    found = blame(loop, kept.taken(4).groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
+    found = blame(loop, kept.groups(4), lambda tokens_T: str(tokens_T.tolist()), 10**6)
     assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
     for rows in (found["prompts"], found["responses"]):
         assert sum(row.share for row in rows) == pytest.approx(1, abs=1e-3)
@@ -166,10 +167,6 @@ def test_shares_of_the_gradient_add_up(out: Path, tmp_path: Path, printed: Print
     assert code == 0 and "responses: share of the gradient" in told
 
 
-def taken(step: int) -> Taken:
-    return Taken(groups_P=[group(step)], set_aside={})
-
-
 def save(store: CheckpointStore, step: int) -> None:
     def write(path: Path) -> None:
         (path / "file").write_text(str(step))
@@ -177,9 +174,14 @@ def save(store: CheckpointStore, step: int) -> None:
     store.save(step=step, write=write, delivery=TrainedGroups().to_json())
 
 
+def show(log: ReplayLog, step: int) -> None:
+    groups = [group(step)]
+    log.taken(step, GroupsHere().taken(groups, set_aside={}), groups)
+
+
 def keep_steps(log: ReplayLog, norms: list[float], model: torch.nn.Module) -> None:
     for step, norm in enumerate(norms, 1):
-        log.taken(step, taken(step))
+        show(log, step)
         log.trained(step, {"train/grad_norm": norm}, model)
 
 
@@ -195,7 +197,7 @@ def test_a_step_above_the_threshold_stays_with_what_it_needs(tmp_path: Path) -> 
     kept = KeptSteps(tmp_path)
     start = kept.start_of(4)
     assert start is not None and start.step == 2 and (start.path / "file").read_text() == "2"
-    assert [each.group_id for each in kept.taken(4).groups_P] == [4]
+    assert [each.group_id for each in kept.groups(4)] == [4]
     with pytest.raises(ConfigError, match="These can: 3, 4, 7, 8"):
         kept.start_of(5)
 
@@ -211,10 +213,10 @@ def test_checkpoints_stay_as_long_as_a_step_begins_from_them(tmp_path: Path) -> 
 def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     log = ReplayLog(tmp_path, store, 1, Bounds())
-    log.taken(1, taken(1))  # was not finite
-    log.taken(2, taken(2))
+    show(log, 1)  # was not finite
+    show(log, 2)
     log.trained(2, {}, torch.nn.Linear(1, 1))
-    log.taken(3, taken(3))
+    show(log, 3)
     log.trained(3, {}, None)
     kept = KeptSteps(tmp_path)
     assert kept.steps == [1, 3] and kept.outcome(1) is None
@@ -249,7 +251,7 @@ def test_a_jump_of_the_kl_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     log = ReplayLog(tmp_path, store, 1, Bounds(kl_jump=0.5))
     for step, kl in ((1, 2.0), (2, 2.4), (3, 3.0), (4, 1.0), (5, 1.2)):
-        log.taken(step, Taken(groups_P=[], set_aside={}))
+        show(log, step)
         log.trained(step, {"opd/reverse_kl": kl}, None)
     assert steps_in(tmp_path / "replay") == [3, 5], "3 jumped by 0.6; 5 is the newest"
 

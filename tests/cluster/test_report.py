@@ -34,6 +34,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, StopReason, TopLogprobs, Trajectory, TrajectoryGroup
 from tests.distill.test_token_rewards import byte_tokenizer, llama_tokenizer
+from tests.samples import keep_step
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)><!--"
 SETTINGS = {
@@ -105,7 +106,7 @@ def write(
         log = RolloutLog(out / "rollouts.jsonl", 1)
         for step in range(1, rollouts + 1):
             groups = [a_group(tokenizer, step)]
-            log.keep(step, groups, policy_rows(groups, ObjectiveConfig(reward_coef=1.0)))
+            keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig(reward_coef=1.0)))
     return out
 
 
@@ -271,7 +272,7 @@ def test_a_prompt_that_all_members_saw_stands_once(tmp_path: Path) -> None:
     out = write(tmp_path / "run")
     tokenizer.save_pretrained(out / "final")
     rows = policy_rows(groups, ObjectiveConfig(estimator="top_k"))
-    RolloutLog(out / "rollouts.jsonl", 1).keep(1, groups, rows)
+    keep_step(RolloutLog(out / "rollouts.jsonl", 1), 1, groups, rows)
     [group] = report_data(read_run(out), 1)["groups"]
     assert "".join(filter(None, group["prompt"]["texts"])) == "ask é\n"
     length = len(group["prompt"]["ids"])

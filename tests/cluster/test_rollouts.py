@@ -23,7 +23,7 @@ from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss
 from tests.conftest import TinyPair
 from tests.learner.conftest import World
-from tests.samples import group, segment, trajectory
+from tests.samples import group, keep_step, segment, trajectory
 
 OBJECTIVE = ObjectiveConfig(reward_coef=1.0, bonus_coef=0.5)
 
@@ -52,7 +52,7 @@ def two_turns() -> TrajectoryGroup:
 def kept(path: Path, groups: list[TrajectoryGroup], steps: range, every: int = 1) -> RolloutLog:
     log = RolloutLog(path, every)
     for step in steps:
-        log.keep(step, groups, policy_rows(groups, OBJECTIVE))
+        keep_step(log, step, groups, policy_rows(groups, OBJECTIVE))
     return log
 
 
@@ -107,7 +107,7 @@ def test_the_tokens_with_most_of_a_step_s_kl_are_kept_with_its_first_group(tmp_p
             assert each.mean == pytest.approx(np.mean(expected), abs=1e-6)
             assert each.share == pytest.approx(np.abs(expected).sum() / total, abs=1e-6)
     whole = RolloutLog(tmp_path / "whole", 1, whole=True)
-    whole.keep(1, groups, policy_rows(groups, OBJECTIVE))
+    keep_step(whole, 1, groups, policy_rows(groups, OBJECTIVE))
     assert [bool(each.step_tokens) for each in read_rollouts(tmp_path / "whole")] == [True, False]
 
 
@@ -123,7 +123,7 @@ def test_a_group_of_a_run_that_kept_no_sources_and_answers_is_read(tmp_path: Pat
 def test_what_no_teacher_scored_has_no_teacher_s_log_probs(tmp_path: Path) -> None:
     groups = [group(teacher_logprobs_T=None)]
     rows = policy_rows(groups, ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
-    RolloutLog(tmp_path / "r", 1).keep(1, groups, rows)
+    keep_step(RolloutLog(tmp_path / "r", 1), 1, groups, rows)
     [found] = read_rollouts(tmp_path / "r")
     assert all(s.teacher_logprobs_N is None for m in found.trajectories_G for s in m.segments)
 
@@ -147,7 +147,7 @@ def test_the_teacher_s_first_few_alternatives_are_kept(tmp_path: Path) -> None:
     top = TopLogprobs(ids_NK=ids_NK, logprobs_NK=logprobs_NK.astype(np.float32))
     groups = [replace(group(3), trajectories_G=(trajectory(replace(made, teacher_top=top)),))]
     objective = ObjectiveConfig(estimator="top_k")
-    RolloutLog(tmp_path / "r", 1).keep(1, groups, policy_rows(groups, objective))
+    keep_step(RolloutLog(tmp_path / "r", 1), 1, groups, policy_rows(groups, objective))
     [found] = read_rollouts(tmp_path / "r")
     [kept_segment] = found.trajectories_G[0].segments
     assert kept_segment.teacher_top_NK is not None and len(kept_segment.teacher_top_NK) == 3
@@ -166,12 +166,12 @@ def test_the_last_step_is_kept_too(tmp_path: Path) -> None:
     for every, steps in ((10, [1, 7]), (3, [1, 4, 7]), (0, [])):
         log = RolloutLog(tmp_path / f"{every}", every, last=7)
         for step in range(1, 8):
-            log.keep(step, groups, policy_rows(groups, OBJECTIVE))
+            keep_step(log, step, groups, policy_rows(groups, OBJECTIVE))
         assert [each.step for each in read_rollouts(tmp_path / f"{every}")] == steps
 
 
 def test_a_step_whose_groups_were_all_filtered_out_keeps_none(tmp_path: Path) -> None:
-    RolloutLog(tmp_path / "r", 1).keep(1, [], [])
+    keep_step(RolloutLog(tmp_path / "r", 1), 1, [], [])
     assert read_rollouts(tmp_path / "r") == []
 
 
@@ -183,7 +183,7 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     log = pickle.loads(pickle.dumps(log))  # as it gets to the next learner
     log.rewind(4)
     assert [each.step for each in read_rollouts(path)] == [1, 2, 3, 4]
-    log.keep(5, [group(9)], policy_rows([group(9)], OBJECTIVE))
+    keep_step(log, 5, [group(9)], policy_rows([group(9)], OBJECTIVE))
     assert [each.group_id for each in read_rollouts(path)] == [0, 0, 0, 0, 9]
     log.rewind(0)
     assert path.read_bytes() == b""
@@ -244,7 +244,7 @@ def test_the_loop_shows_what_it_trained_on(
         publish=world.publish,
         store=CheckpointStore(tmp_path / "checkpoints", keep=1),
         loss=PolicyObjectiveLoss(objective=objective),
-        keep=RolloutLog(tmp_path / "r", 1).keep,
+        keep=RolloutLog(tmp_path / "r", 1),
     )
     loop.step()
     [found] = read_rollouts(tmp_path / "r")

@@ -27,7 +27,7 @@ from distill.types import Segment, TrajectoryGroup
 from tests.conftest import TinyPair
 from tests.distill.test_token_rewards import byte_tokenizer
 from tests.e2e.harness import metrics
-from tests.samples import segment, trajectory
+from tests.samples import keep_step, segment, trajectory
 from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
 
 # Two turns, the environment's words between them.
@@ -66,7 +66,8 @@ def write_run(out: Path, student: str, groups: list[TrajectoryGroup] = GROUPS) -
     (out / "metrics.jsonl").write_text('{"step": 1}\n')
     log = RolloutLog(out / "rollouts.jsonl", 1)
     for step, group in enumerate(groups, 1):
-        log.keep(step, [group], policy_rows([group], ObjectiveConfig(kl_coef=0, reward_coef=1.0)))
+        rows = policy_rows([group], ObjectiveConfig(kl_coef=0, reward_coef=1.0))
+        keep_step(log, step, [group], rows)
     return out
 
 

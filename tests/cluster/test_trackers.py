@@ -22,6 +22,7 @@ from distill.errors import ConfigError
 from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig
 from distill.types import Segment, StopReason, Trajectory, TrajectoryGroup
+from tests.samples import keep_step
 
 NewOpd = Callable[..., OpdConfig]
 NAMES = {"step": 3, "opd/reverse_kl": 0.5, "eval/pass@4": 0.25, "reward/mean/source=a.jsonl": 1.0}
@@ -60,7 +61,7 @@ class Run:
         for step in range(first, last + 1):
             self.trackers.log(NAMES | {"step": step})
             groups = [a_group(tokenizer, step)]
-            log.keep(step, groups, policy_rows(groups, ObjectiveConfig()))
+            keep_step(log, step, groups, policy_rows(groups, ObjectiveConfig()))
             self.trackers.show_rollouts(tokenizer)
         self.directory.append_event("death", who="policy 0", why="killed")
         self.directory.append_event("restart", who="policy 0", seconds=1.0)
@@ -223,7 +224,7 @@ def test_kept_rollouts_are_all_or_the_first(
     rows = policy_rows(groups, ObjectiveConfig())
     for whole, kept in ((False, [8]), (True, [8, 16])):
         path = tmp_path / f"{whole}.jsonl"
-        RolloutLog(path, 1, whole=whole).keep(1, groups, rows)
+        keep_step(RolloutLog(path, 1, whole=whole), 1, groups, rows)
         assert [json.loads(line)["group_id"] for line in path.read_text().splitlines()] == kept
     with pytest.raises(ConfigError, match="keep_rollouts_every=3 changes nothing with keep_rollou"):
         opd(keep_rollouts="all", keep_rollouts_every=3)

@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill.objective.metrics import group_metrics, merge_updates
+from distill.objective import metrics as made_by
+from distill.objective.metrics import merge_updates
+from distill.objective.tallies import outline
 from distill.types import StopReason, TrajectoryGroup
 from tests.samples import group, segment, trajectory
+
+
+def group_metrics(groups: list[TrajectoryGroup], version: int) -> dict[str, float]:
+    return made_by.group_metrics([outline(made) for made in groups], version)
 
 
 def uneven_groups() -> list[TrajectoryGroup]:
@@ -35,8 +41,9 @@ def test_every_metric_written_out() -> None:
     groups = uneven_groups()
     kl = kl_q1 = staleness = rewards = eos = 0.0
     tokens = trajectories = stalest = 0
-    apart: list[float] = []
+    apart: list[list[float]] = []
     for made in groups:
+        apart.append([])
         for member in made.trajectories_G:
             trajectories += 1
             rewards += member.reward
@@ -47,7 +54,7 @@ def test_every_metric_written_out() -> None:
                     if s.action_mask_T[t]:
                         tokens += 1
                         kl += s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]
-                        apart.append(abs(s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]))
+                        apart[-1].append(abs(s.behaviour_logprobs_T[t] - s.teacher_logprobs_T[t]))
                         kl_q1 += s.behaviour_logprobs_T[t] - s.teacher_logprobs_q1_T[t]
                         staleness += 6 - s.versions_T[t]
                         stalest = max(stalest, 6 - s.versions_T[t])
@@ -59,7 +66,8 @@ def test_every_metric_written_out() -> None:
         {
             "opd/reverse_kl": kl / tokens,
             "opd/reverse_kl_vs_q1": kl_q1 / tokens,
-            "opd/kl_top_share": max(apart) / sum(apart),  # of fewer than 100 tokens, one
+            # of fewer than 100 tokens of a group, one
+            "opd/kl_top_share": sum(map(max, apart)) / sum(map(sum, apart)),
             "opd/bias": (kl_q1 - kl) / tokens,
             "staleness/mean": staleness / tokens,
             "staleness/max": stalest,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,14 @@ from distill.errors import DataError
 from distill.objective.advantages import on_actions
 from distill.objective.objectives import opd_advantages
 from distill.objective.reward_advantages import group_centred
-from distill.objective.rows import advantage_metrics, policy_rows
+from distill.objective.rows import (
+    advantage_metrics,
+    advantage_stats,
+    policy_rows,
+    row_outlines,
+)
 from distill.objective.settings import ObjectiveConfig
+from distill.objective.tallies import outline
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from tests.samples import group, ids, segment, trajectory
 
@@ -133,7 +141,7 @@ def test_metrics_are_of_the_trained_tokens_advantages() -> None:
         behaviour_logprobs_T=[0, 0, -1.0, -2.0, -3.0, -4.0],
         teacher_logprobs_T=[0, 0, -2.0, -2.0, -1.0, -1.0],
     )  # fmt: skip
-    metrics = advantage_metrics(policy_rows([one_group(made)], OPD))
+    metrics = advantage_metrics([advantage_stats(policy_rows([one_group(made)], OPD)), None])
     assert metrics == pytest.approx(  # of -1, 0, 2 and 3
         {
             "advantage/mean": 1.0,
@@ -142,3 +150,34 @@ def test_metrics_are_of_the_trained_tokens_advantages() -> None:
             "advantage/min": -1.0,
         }
     )
+
+
+def test_statistics_of_parts_are_those_of_the_whole() -> None:
+    rows = policy_rows(groups_of(), OPD)
+    whole = advantage_metrics([advantage_stats(rows)])
+    apart = advantage_metrics([advantage_stats(part) for part in (rows[:1], [], rows[1:])])
+    assert apart == pytest.approx(whole, rel=1e-6)
+    advantages_N = np.concatenate([row.advantages_T[row.loss_mask_T] for row in rows])
+    assert whole["advantage/std"] == pytest.approx(advantages_N.std(dtype=np.float64))
+
+
+def test_an_outline_says_of_a_row_what_the_row_does() -> None:
+    """By it the leader deals rows that it does not have."""
+    shared = segment(5, 3, seed=1)
+    other = replace(shared, tokens_T=np.where(np.arange(8) == 4, 9, shared.tokens_T))
+    made = TrajectoryGroup(
+        group_id=7,
+        trajectories_G=(trajectory(shared, segment(2, 4, seed=2)), trajectory(other)),
+        teacher="a",
+    )
+    rows, outlines = policy_rows([made], OPD), row_outlines(outline(made))
+    for of_row, row in zip(outlines, rows, strict=True):
+        for name in ("first_trained", "num_trained", "teacher", "ends_sequence", "source"):
+            assert getattr(of_row, name) == getattr(row, name), name
+        assert len(of_row) == len(row)
+    for name in ("context_key", "prefix_key"):
+        keys, expected = ([getattr(each, name) for each in both] for both in (outlines, rows))
+        for i, j in combinations(range(len(rows)), 2):
+            assert (keys[i] == keys[j]) == (expected[i] == expected[j])
+    assert outlines[0].prefix_key == outlines[2].prefix_key != outlines[1].prefix_key
+    assert outlines[0].context_key != outlines[2].context_key

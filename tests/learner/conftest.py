@@ -16,7 +16,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.delivery import Taken, TrainedGroups
 from distill.objective.batching import TrainingRow
+from distill.objective.rows import RowOutline
 from distill.objective.settings import ObjectiveConfig
+from distill.objective.whole_groups import GroupsHere
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights, gather_all
 from learner.checkpoint import Checkpoint, CheckpointStore
@@ -77,7 +79,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-class World:
+class World(GroupsHere):
     """Both ends of the loop in memory: hands out groups, receives weights, keeps the order."""
 
     def __init__(
@@ -88,6 +90,7 @@ class World:
         replaced: Mapping[int, float] | None = None,
     ) -> None:
         """`set_aside` and `replaced` come with the first groups that are taken."""
+        super().__init__()
         self.groups, self.per_step = list(groups), per_step
         self.set_aside = dict(set_aside or {})
         self.replaced = dict(replaced or {})
@@ -100,7 +103,7 @@ class World:
         self.events.append(f"take {[made.group_id for made in taken]}")
         set_aside, self.set_aside = self.set_aside, {}
         replaced, self.replaced = self.replaced, {}
-        return Taken(groups_P=taken, set_aside=set_aside, replaced=replaced)
+        return self.taken(taken, set_aside=set_aside, replaced=replaced)
 
     def publish(self, weights: Weights, version: int, trained: TrainedGroups) -> dict[str, float]:
         self.watermark = trained.watermark
@@ -144,31 +147,38 @@ def new_loop(
 
 
 class Watched:
-    """Notes what a learner is asked to do, and lets it do so."""
+    """Notes what a learner is asked to do, and lets it do so: calls, the parts of each update, the
+    rows of each part, and what is scored."""
 
     def __init__(self, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.updates: list[tuple[Part, ...]] = []
         self.scored: list[list[np.ndarray]] = []
-        self._step, self._logprobs = learner.step, learner.logprobs
+        self.rows: list[list[TrainingRow]] = []
+        self._step, self._worker = learner.step, learner._worker
+        self._logprobs = self._worker.logprobs
         self._skip_update = learner.skip_update
         monkeypatch.setattr(learner, "skip_update", self._on_skip_update)
         monkeypatch.setattr(learner, "step", self._on_step)
-        monkeypatch.setattr(learner, "logprobs", self._on_logprobs)
+        monkeypatch.setattr(self._worker, "logprobs", self._on_logprobs)
 
     def _on_step(self, *parts: Part) -> dict[str, float]:
         self.calls.append("step")
         self.updates.append(parts)
+        for part in parts:
+            named = [row.place if isinstance(row, RowOutline) else row for row in part.rows_D]
+            self.rows.append(self._worker.made_rows(named))
         return self._step(*parts)
 
     def _on_skip_update(self) -> None:
         self.calls.append("skip_update")
         self._skip_update()
 
-    def _on_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[np.ndarray]:
+    def _on_logprobs(self, batches: Sequence[list[TrainingRow]]) -> list[list[np.ndarray]]:
         self.calls.append("logprobs")
-        self.scored.append(self._logprobs(rows_D))
-        return self.scored[-1]
+        made = self._logprobs(batches)
+        self.scored.append([logprobs_N for of_batch in made for logprobs_N in of_batch])
+        return made
 
 
 def gradients(learner: Learner) -> dict[str, Tensor]:

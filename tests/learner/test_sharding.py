@@ -148,11 +148,11 @@ def first_half_story(learner: Learner, given: dict[str, Any]) -> Checkpoint:
     """Saves at the half, and finds every worker's random numbers where they were."""
     train(learner, STEPS[:HALF])
     half = save(learner, given["root"], load_tokenizer(given["tokenizer"]))
-    states = [each["cpu"] for each in learner._on_all("rng_state")]
+    states = [each["cpu"] for each in learner.on_all("rng_state")]
     assert not torch.equal(states[0], states[1]), "the workers would drop the same units"
-    learner._on_all("set_rng_state", {"cpu": torch.Generator().manual_seed(9).get_state()})
+    learner.on_all("set_rng_state", {"cpu": torch.Generator().manual_seed(9).get_state()})
     learner.load_trainer_state(half.path)
-    for restored, state in zip(learner._on_all("rng_state"), states, strict=True):
+    for restored, state in zip(learner.on_all("rng_state"), states, strict=True):
         assert torch.equal(restored["cpu"], state)
     beside = save_beside(learner, given)
     assert hashes(beside) == hashes(half)

@@ -93,7 +93,7 @@ def test_advantages_are_those_of_the_whole_step(
     loop = new_loop(World(groups), objective)
     watched = Watched(loop.learner, monkeypatch)
     loop.step()
-    made = [row for [part] in watched.updates for row in part.rows_D]
+    made = [row for rows in watched.rows for row in rows]
     expected = policy_rows(groups, objective)
     for row, other in zip(made, expected, strict=True):
         assert row.advantages_T.tolist() == other.advantages_T.tolist()
@@ -112,7 +112,7 @@ def test_ratios_are_against_the_log_probs_before_the_first_update(
     watched = Watched(loop.learner, monkeypatch)
     metrics = loop.step()
     assert watched.calls == ["logprobs", "step", "step"]
-    rows = [row for [part] in watched.updates for row in part.rows_D]
+    rows = [row for rows in watched.rows for row in rows]
     for row, logprobs_N in zip(rows, before, strict=True):
         assert row.proximal_logprobs_T is not None
         assert row.proximal_logprobs_T[row.loss_mask_T].tolist() == logprobs_N.tolist()

@@ -1,4 +1,5 @@
-"""Two real learner workers, in processes of their own, that meet over gloo."""
+"""Real learner workers (two, if not told otherwise), in processes of their own, that meet over
+gloo."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 
+from distill.outlines import TrajectorySource
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
 from learner.worker import LearnerWorker, LossFunction, follow
 
@@ -29,8 +32,11 @@ def tell(
     scratch: Path,
     losses: tuple[LossFunction, ...],
     given: dict[str, Any],
+    *,
+    source: TrajectorySource | None = None,
+    workers: int = WORKERS,
 ) -> Any:
-    """What `story` returns, told by a leader of two workers.
+    """What `story` returns, told by a leader of `workers`; the others find rollouts in `source`.
 
     Raises:
         AssertionError: a worker failed; with its traceback.
@@ -41,22 +47,26 @@ def tell(
     reader, writer = context.Pipe(duplex=False)
     members = [
         Membership(
-            address=LOOPBACK, port=store.port, rank=rank, size=WORKERS, timeout_s=_DEADLINE_S
+            address=LOOPBACK, port=store.port, rank=rank, size=workers, timeout_s=_DEADLINE_S
         )
-        for rank in range(WORKERS)
+        for rank in range(workers)
     ]
     arguments = (config, losses, members[0], str(scratch), story, given, writer)
     leader = context.Process(target=_lead, args=arguments, daemon=True)
-    follower = context.Process(target=_follow, args=(config, losses, members[1]), daemon=True)
-    leader.start()
-    follower.start()
+    followers = [
+        context.Process(target=_follow, args=(config, losses, member, source), daemon=True)
+        for member in members[1:]
+    ]
+    processes = [leader, *followers]
+    for process in processes:
+        process.start()
     try:
         assert reader.poll(_DEADLINE_S), "the leader did not answer"
         problem, told = reader.recv()
         assert not problem, problem
         return told
     finally:
-        for process in (leader, follower):
+        for process in processes:
             process.kill()
             process.join()
 
@@ -78,8 +88,16 @@ def _lead(
 
 
 def _follow(
-    config: LearnerConfig, losses: tuple[LossFunction, ...], membership: Membership
+    config: LearnerConfig,
+    losses: tuple[LossFunction, ...],
+    membership: Membership,
+    source: TrajectorySource | None,
 ) -> None:
     torch.set_num_threads(config.threads)
     group = WorkerGroup(membership, config.device)
-    follow(LearnerWorker(config, losses, group), group)
+    worker = LearnerWorker(config, losses, group)
+    if source is not None:
+        loss = losses[0]
+        assert isinstance(loss, PolicyObjectiveLoss)
+        worker.take_rollouts_from(source, loss)
+    follow(worker, group)

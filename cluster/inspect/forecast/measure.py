@@ -20,7 +20,7 @@ from distill.objective.noise_scale import NoiseScale, noise_scale
 from distill.objective.rows import policy_rows, rows_by_group
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
-from distill.types import FloatArray, LikeliestTokens, StopReason, TrajectoryGroup
+from distill.types import FloatArray, StopReason, TopLogprobs, TrajectoryGroup
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
 
@@ -208,7 +208,7 @@ def _held(
     return float(of_student), float(of_teacher)
 
 
-def mass_in_common(first: LikeliestTokens, second: LikeliestTokens) -> np.ndarray:
+def mass_in_common(first: TopLogprobs, second: TopLogprobs) -> np.ndarray:
     """Of each one's likeliest tokens, the share of their mass on tokens that both have: (N, 2)."""
     same_NKK = first.ids_NK[:, :, None] == second.ids_NK[:, None, :]
     shares = []

@@ -1,0 +1,177 @@
+"""A step's rollouts at the leader: outlines, dealt to the workers, which do the rest.
+
+    plan           the rows of each update, by their outlines, dealt to the workers
+    hold           each worker fetches the trajectories of its rows: `learner.rollout_share`
+    build          it makes them
+    before_update  rows of one sequence hear of each other, wherever they are
+    kept           what people will look at comes back
+
+So all that passes the leader is outlines, sums and the numbers of rows; of tokens, those that it
+trains itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distill.objective.batching import TrainingRow
+from distill.objective.group_rewards import GroupRewards
+from distill.objective.metrics import TokenTable
+from distill.objective.objectives import teacher_coef
+from distill.objective.reward_advantages import sample_advantages
+from distill.objective.rows import RowOutline, advantage_metrics, joins_tokens, row_outlines
+from distill.outlines import GroupOutline, Place, TrajectorySource
+from distill.types import TrajectoryGroup
+from learner.learner import Learner, Part
+from learner.policy_loss import PolicyObjectiveLoss
+from learner.rollout_share import Built, KeptRow, TrajectoryShare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Who trains on what.
+
+    Attributes:
+        groups_P: those that the step trains on.
+        updates: the part of each optimizer update, dealt; None: no group is left for it.
+        shares: of the trajectories, by worker.
+    """
+
+    groups_P: Sequence[GroupOutline]
+    updates: Sequence[Part | None]
+    shares: Sequence[Sequence[TrajectoryShare]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRollouts:
+    """Groups of a step with the rows that it trained on, one a segment, in order; and the tokens of
+    the whole step."""
+
+    groups_P: Sequence[TrajectoryGroup]
+    rows_D: Sequence[TrainingRow]
+    tables: Sequence[TokenTable | None]
+
+
+class Rollouts:
+    """Deals rollouts to a learner's workers, and has them make the rows."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        source: TrajectorySource,
+        loss: PolicyObjectiveLoss,
+        teacher_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._learner, self._loss, self.teacher_weights = learner, loss, teacher_weights
+        self._objective = loss.objective
+        learner.take_rollouts_from(source, loss)
+
+    def plan(self, groups_P: Sequence[GroupOutline]) -> StepPlan:
+        """Deals the rows of the groups, but for those that are filtered out."""
+        objective = self._objective
+        if objective.remove_constant_reward_groups:
+            groups_P = [group for group in groups_P if group.constant_reward is None]
+        updates = []
+        for part_M in np.array_split(np.arange(len(groups_P)), objective.num_substeps):
+            rows_D = [row for p in part_M for row in row_outlines(groups_P[p])]
+            part = Part(rows_D=rows_D, loss=self._loss)
+            updates.append(self._learner.dealt(part) if rows_D else None)
+        return StepPlan(groups_P=groups_P, updates=updates, shares=self._shares(groups_P, updates))
+
+    def _shares(
+        self, groups_P: Sequence[GroupOutline], updates: Sequence[Part | None]
+    ) -> list[list[TrajectoryShare]]:
+        trained: list[dict[Place, list[int]]] = [{} for _ in range(self._learner.workers)]
+        for update in updates:
+            dealt = update.dealt if update is not None else None
+            for own, batches in zip(trained, dealt or (), strict=False):
+                for rows_B, counted in batches:
+                    for row in rows_B:
+                        segments = own.setdefault(row.place.trajectory, [])
+                        segments += [row.place.segment] if counted else []
+        holders = Counter(place for own in trained for place in own)
+        shares: list[list[TrajectoryShare]] = [[] for _ in trained]
+        rewards_P = [GroupRewards.of(group) for group in groups_P]
+        advantages_P = sample_advantages(rewards_P, self._objective)
+        for group, advantages_G in zip(groups_P, advantages_P, strict=True):
+            coef = teacher_coef(group.teacher, self._objective, self.teacher_weights)
+            for place, advantage in zip(group.places, advantages_G, strict=True):
+                for rank, own in enumerate(trained):
+                    if place in own:
+                        shares[rank].append(
+                            TrajectoryShare(
+                                place=place,
+                                teacher=group.teacher,
+                                advantage=float(advantage),
+                                coef=coef,
+                                trained=tuple(sorted(own[place])),
+                                shared=holders[place] > 1,
+                            )
+                        )
+        return shares
+
+    def hold(self, plan: StepPlan) -> dict[int, str]:
+        """Has each worker fetch its share; returns the groups that are lost, and why."""
+        lost: dict[int, str] = {}
+        for of_worker in self._learner.on_each("hold_rollouts", plan.shares):
+            lost |= of_worker
+        return lost
+
+    def add_reference(self) -> None:
+        """Has them score their segments by the model without its adapter."""
+        self._learner.on_all("add_reference")
+
+    def build(self, plan: StepPlan) -> dict[str, float]:
+        """Has them make the rows; returns metrics of the advantages."""
+        if not plan.groups_P:
+            return {}
+        built: list[Built] = self._learner.on_all("build_rows")
+        if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
+            self._learner.on_all("add_proximal")
+        metrics = advantage_metrics([each.advantages for each in built])
+        if (mean_kl := built[0].mean_kl) is not None:
+            metrics["reference/kl"] = mean_kl
+        return metrics
+
+    def before_update(self, update: Part) -> None:
+        """Has rows of one sequence told what the loss needs of each other, by the present weights;
+        asked only where it joins their tokens."""
+        if not joins_tokens(self._objective):
+            return
+        assert update.dealt is not None
+        places = [
+            [
+                row.place
+                for rows_B, counted in batches
+                for row in rows_B
+                if counted and _has_others(row)
+            ]
+            for batches in update.dealt
+        ]
+        if any(places):
+            self._learner.on_each("join_rows", [sorted(mine) for mine in places])
+
+    def kept(self, plan: StepPlan, group_ids: Collection[int]) -> KeptRollouts:
+        """Groups of the step as they were trained on."""
+        ids = frozenset(group_ids)
+        rows: list[KeptRow] = []
+        tables: list[TokenTable | None] = []
+        for kept, of_worker in self._learner.on_all("kept_rollouts", ids):
+            rows += kept
+            tables += of_worker
+        by_place = {each.place: each for each in rows}
+        groups_P, rows_D = [], []
+        for group in plan.groups_P:
+            if group.group_id in ids:
+                found = [by_place[row.place] for row in row_outlines(group)]
+                rows_D += [each.row for each in found]
+                groups_P.append(group.filled([each.segment for each in found]))
+        return KeptRollouts(groups_P=groups_P, rows_D=rows_D, tables=tables)
+
+
+def _has_others(row: RowOutline) -> bool:
+    return row.place.segment > 0 or not row.ends_sequence

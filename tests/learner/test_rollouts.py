@@ -1,0 +1,257 @@
+"""Rollouts on several workers: each fetches its share, makes its rows, and all are one learner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chz
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from distill.objective.metrics import tokens_by_gap
+from distill.objective.objectives import reference_gap_sum
+from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, with_other_rows
+from distill.objective.settings import ObjectiveConfig
+from distill.objective.whole_groups import GroupsHere
+from distill.outlines import Fetched, Place
+from distill.tokenizer import load_tokenizer
+from distill.types import TrajectoryGroup
+from distill.weights.model_weights import gather_all
+from learner.checkpoint import CheckpointStore
+from learner.config import LearnerConfig
+from learner.learner import Learner, Part
+from learner.loop import PolicyLoop
+from learner.policy_loss import PolicyObjectiveLoss
+from tests.conftest import TinyPair
+from tests.learner.conftest import NewLoop, World, untimed, weights
+from tests.learner.two_workers import tell
+from tests.samples import group, segment, trajectory
+
+# Everything at once that rows need of others: of their group, of their sequence, of the step.
+WHOLE = ObjectiveConfig(
+    loss="gspo",
+    kl_coef=0.5,
+    reward_coef=1.0,
+    reference_kl_coef=0.3,
+    kl_discount_factor=0.9,
+    correction="truncate",
+    num_substeps=2,
+    normalisation="sequence",
+)
+WITHOUT_TEACHER = chz.replace(WHOLE, kl_coef=0.0, remove_constant_reward_groups=True)
+SLOW = pytest.mark.slow
+TEACHER_WEIGHTS = {"a": 1.0, "b": 0.25}
+
+
+def scored(prompt: int, actions: int, seed: int, *, reference: bool):
+    made = segment(prompt, actions, seed=seed)
+    if not reference:
+        return made
+    return replace(
+        made, reference_logprobs_T=segment(prompt, actions, seed=900 + seed).behaviour_logprobs_T
+    )
+
+
+def groups_of_segments(reference: bool = True) -> list[TrajectoryGroup]:
+    """Two steps of four groups: of three trajectories, one of several segments in most; one group
+    has one reward."""
+    groups = []
+    for i in range(8):
+        members = [
+            trajectory(
+                *(
+                    scored(2 + n, 3 + 2 * n + g, 50 * i + 7 * g + n, reference=reference)
+                    for n in range(1 + i % 3 if g == 0 else 1)
+                ),
+                reward=1.0 if i == 1 else float(g % 2),
+            )
+            for g in range(3)
+        ]
+        groups.append(
+            TrajectoryGroup(group_id=i, trajectories_G=tuple(members), teacher="ab"[i % 2])
+        )
+    return groups
+
+
+class Noting(World):
+    """Notes which trajectories the leader fetches."""
+
+    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        super().__init__(groups, per_step=4)
+        self.fetched: list[set[Place]] = []
+
+    def trajectories(self, places: Sequence[Place]) -> Fetched:
+        self.fetched.append(set(places))
+        return super().trajectories(places)
+
+
+class KeepAll:
+    """Keeps everything."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
+        return group_ids[1:]
+
+    def keep(self, *kept: Any) -> None:
+        self.kept.append(kept)
+
+
+def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of a loop, as its leader sees them."""
+    world, keep = Noting(given["groups"]), KeepAll()
+    loop = PolicyLoop(
+        learner=learner,
+        tokenizer=load_tokenizer(given["tokenizer"]),
+        source=world,
+        publish=world.publish,
+        store=CheckpointStore(Path(given["root"]), keep=1),
+        loss=given["loss"],
+        teacher_weights=TEACHER_WEIGHTS,
+        base_is_reference=given["base_is_reference"],
+        keep=keep,
+    )
+    metrics = [loop.step() for _ in range(2)]
+    return {
+        "metrics": metrics,
+        "weights": {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()},
+        "fetched": world.fetched,
+        "kept": keep.kept,
+    }
+
+
+def learner_config(model: str, **changes: Any) -> LearnerConfig:
+    settings = {"lr": 3e-3, "total_steps": 4, "token_budget": 24, "max_grad_norm": 0.5}
+    return LearnerConfig(model=model, device="cpu", dropout=False, **settings | changes)
+
+
+def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
+    for theirs, ours in zip(alone["metrics"], together["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in untimed(ours).keys() - {"train/padding_share"}:  # cut into other batches
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    for name, theirs in alone["weights"].items():
+        # As a whole: AdamW makes much of the last bits of gradients that are next to nothing.
+        gap = np.linalg.norm(together["weights"][name] - theirs)
+        assert gap <= 1e-4 * np.linalg.norm(theirs), name
+    for theirs, ours in zip(alone["kept"], together["kept"], strict=True):
+        assert_kept_alike(theirs, ours)
+
+
+def assert_kept_alike(theirs: Any, ours: Any) -> None:
+    step, groups, rows, tables = theirs
+    other_step, other_groups, other_rows, other_tables = ours
+    assert step == other_step and len(rows) == len(other_rows) > len(groups) > 0
+    assert [made.group_id for made in groups] == [made.group_id for made in other_groups]
+    for row, other in zip(rows, other_rows, strict=True):
+        assert row.tokens_T.tolist() == other.tokens_T.tolist()
+        np.testing.assert_allclose(row.advantages_T, other.advantages_T, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(row.proximal_logprobs_T, other.proximal_logprobs_T, atol=1e-5)
+    listed, other_listed = tokens_by_gap(tables, 10**6), tokens_by_gap(other_tables, 10**6)
+    assert sum(one.times for one in listed) == sum(one.times for one in other_listed) > 0
+    for one, other in zip(listed, other_listed, strict=True):
+        assert one.share == pytest.approx(other.share, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "base_is_reference", "workers"),
+    [
+        (WHOLE, True, 2),
+        pytest.param(WHOLE, True, 4, marks=SLOW),
+        pytest.param(WITHOUT_TEACHER, False, 2, marks=SLOW),
+    ],
+    ids=["2 workers", "4 workers", "2 workers, groups left out"],
+)
+def test_workers_that_make_their_own_rows_are_one_learner(
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    objective: ObjectiveConfig,
+    base_is_reference: bool,
+    workers: int,
+) -> None:
+    groups = groups_of_segments(reference=not base_is_reference)
+    given = {
+        "groups": groups,
+        "tokenizer": tiny_pair.student,
+        "root": str(tmp_path / "checkpoints"),
+        "loss": PolicyObjectiveLoss(objective=objective),
+        "base_is_reference": base_is_reference,
+    }
+    config = learner_config(tiny_pair.student, **{"lora_rank": 2} if base_is_reference else {})
+    alone = steps(Learner(config, str(tmp_path / "failed")), given)
+    everywhere = GroupsHere()
+    everywhere.taken(groups, set_aside={})
+    together = tell(
+        steps, config, tmp_path, (given["loss"],), given, source=everywhere, workers=workers
+    )
+    assert_one_learner(alone, together)
+    filtered = {1} if objective.remove_constant_reward_groups else set()
+    everything = {Place(i, g) for i in set(range(8)) - filtered for g in range(3)}
+    assert set().union(*alone["fetched"]) == everything, "a group that is filtered out was fetched"
+    for fetched, of_all in zip(together["fetched"], alone["fetched"], strict=True):
+        assert fetched < of_all, "the leader fetched what others train"
+    assert "reference/kl" in together["metrics"][0]
+
+
+OBJECTIVES = {
+    "sampled": ObjectiveConfig(kl_coef=0.7, kl_discount_factor=0.9, reward_coef=1.0),
+    "ppo": ObjectiveConfig(loss="ppo", kl_coef=0, reward_coef=1.0, scale_by_std=True),
+    "reference": ObjectiveConfig(reference_kl_coef=0.3, reward_coef=1.0),
+    "whole": chz.replace(WHOLE, num_substeps=1),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_one_worker_trains_on_the_rows_of_whole_groups(
+    new_loop: NewLoop, objective: ObjectiveConfig
+) -> None:
+    """Bit for bit: what travels is how rows are made of groups, and nothing of what they are."""
+    groups = groups_of_segments()[:2]
+    loop = new_loop(World(groups), objective, teacher_weights=TEACHER_WEIGHTS)
+    metrics = loop.step()
+    other = new_loop(World([]), objective)
+    rows = policy_rows(groups, objective, TEACHER_WEIGHTS)
+    expected = advantage_metrics([advantage_stats(rows)])
+    rows = with_other_rows(rows, objective, other.learner.logprobs)
+    expected |= untimed(other.learner.step(Part(rows_D=rows, loss=other.loss)))
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    assert weights(loop.learner) == weights(other.learner)
+    if objective.reference_kl_coef:
+        segments = [s for made in groups for s in made.segments()]
+        tokens = sum(s.num_actions for s in segments)
+        assert metrics["reference/kl"] == reference_gap_sum(segments) / tokens
+
+
+class Losing(World):
+    """Loses a group when it is first fetched, and has another of it later."""
+
+    def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
+        super().__init__(groups)
+        self.lost: list[tuple[list[int], str]] = []
+
+    def trajectories(self, places: Sequence[Place]) -> Fetched:
+        found, _ = super().trajectories(places)
+        if self.lost:
+            return Fetched(found, {})
+        return Fetched({at: t for at, t in found.items() if at.group_id}, {0: "its node is gone"})
+
+    def lose(self, ids: Sequence[int], reason: str) -> None:
+        self.lost.append((sorted(ids), reason))
+
+
+def test_what_is_lost_before_the_step_is_taken_again(
+    new_loop: NewLoop, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    again = [group(0, members=3), group(1)]
+    world = Losing([group(0), group(1), *again])
+    loop = new_loop(world, OBJECTIVES["sampled"])
+    metrics = loop.step()
+    assert world.lost == [([0], "its node is gone")]
+    assert world.events == ["take [0, 1]", "take [0, 1]", "publish 1"]
+    assert metrics["train/tokens"] == sum(made.num_actions for made in again)
+    assert loop.save().delivery == {"watermark": 2, "set_aside": {}}
