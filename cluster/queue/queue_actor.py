@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
 from cluster.queue.ledger import CanaryAnswer, Ledger, LedgerSettings, QueueStatus
