@@ -37,8 +37,8 @@ ORDER = {
     "cluster": [
         "jsonl_log", "console", "early_ends", "handles", "config", "queue", "run_files",
         "findings", "placement", "supervision", "handshake", "weights", "hosts", "runtime",
-        "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal", "demos", "train",
-        "evaluate", "calibrate", "cli", "report", "forecast", "audit", "story",
+        "recipes", "command", "inspect/report", "inspect/forecast", "inspect", "rehearsal",
+        "demos", "train", "evaluate", "calibrate", "cli", "report", "forecast", "audit", "story",
         "rollouts_to_sft", "replay", "sample_to_sft", "demo", "show", "opd_vs_rl",
     ],
     "isotherm": ["shadowing", "losses", "sampler", "policy", "runs", "__main__"],
