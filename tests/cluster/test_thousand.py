@@ -42,7 +42,6 @@ ENGINES, LOST, WORKERS = 120, 100, 8
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedLoop]:
     with simulated_time(monkeypatch) as loop:
         yield loop
-        monkeypatch.undo()  # what a test has patched over these patches
 
 
 def test_a_node_of_a_hundred_engines_is_back_within_two_minutes(
