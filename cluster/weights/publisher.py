@@ -279,8 +279,7 @@ class Publisher:
         """The push may go on beside the learner: nothing of it needs the present weights."""
         return (
             self._goes_on is not None
-            and self._deltas
-            is None  # whose copy is a part of the weights, of one engine or another
+            and self._deltas is None  # its copy belongs to the learner's thread
             and not attempt.needs_weights
             and (self._probe is not None or not self._is_probed(attempt.version))
             and (self._proof.knows_recipes or not self._is_proven(attempt.version))
