@@ -36,7 +36,7 @@ NewOpd = Callable[..., OpdConfig]
 MAY_CHANGE = {
     "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
     "notify": "https://example.org/hook", "replay_keep": 10, "replay_if": 9.0,
-    "replay_if_kl": 9.0, "rehearse": True, "rehearse_tokens_per_s": 9.0,
+    "replay_if_kl": 9.0, "rehearse": True, "rehearse_tokens_per_s": 9.0, "push_overlap": False,
     "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",

@@ -15,7 +15,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, rehearse=True, rehearse_tokens_per_s=1e4)
+    arguments = opd_arguments(
+        tiny_pair, out, recipe="opd", rehearse=True, rehearse_tokens_per_s=1e4
+    )
     code, told = run("cluster.train", *arguments)
     assert code == 0, told
     assert not out.exists(), "the run itself is not begun"
@@ -26,13 +28,14 @@ def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_p
     for what in [*(f"death: {who}" for who in died), "resume", "final", "audit", "handshake"]:
         assert found[what]["works"], found[what]
     assert "WOULD BREAK" not in told and "at full size:" in told
-    code, told = run("cluster.train", *opd_arguments(tiny_pair, out, steps=1, local=True))
+    arguments = opd_arguments(tiny_pair, out, recipe="opd", steps=1, local=True)
+    code, told = run("cluster.train", *arguments)
     assert code == 0, f"the run itself begins after it: {told}"
 
 
 def test_what_would_fail_fails_in_the_rehearsal(tiny_pair: TinyPair, tmp_path: Path) -> None:
     arguments = opd_arguments(
-        tiny_pair, tmp_path / "run", rehearse=True, try_first=False,
+        tiny_pair, tmp_path / "run", recipe="opd", rehearse=True, try_first=False,
         reward="tests.e2e.rewards:broken",
     )  # fmt: skip
     code, told = run("cluster.train", *arguments)
