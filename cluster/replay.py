@@ -116,25 +116,19 @@ class Replay:
 
     def loop(self, config: RolloutConfig, start: Any, scratch: str) -> Any:
         """The learner's loop, whose groups are those that were kept and whose pushes go nowhere."""
-        from cluster.hosts.learner_actor import policy_loop
-        from cluster.run_files.replay_log import KeptGroups, push_nowhere
+        from cluster.hosts.learner_actor import policy_loop, publish_nowhere
+        from cluster.run_files.replay_log import KeptGroups
         from distill.models.loading import resolve_device
         from learner.checkpoint import CheckpointStore
 
         device = resolve_device(config.device)
-        learner_config = config.learner(
-            config.student,
-            device,
-            resume_from=start,
-            updates_per_step=config.objective().num_substeps,
-            stops=self._inputs.stops,
-        )
+        learner_config = config.policy_learner(device, start, self._inputs.stops)
         return policy_loop(
             config=config,
             learner_config=learner_config,
             inputs=self._inputs,
             source=KeptGroups(self._kept, range((start.step if start else 0) + 1, self._step + 1)),
-            publish=lambda _learner: push_nowhere,
+            publish=publish_nowhere,
             store=CheckpointStore(Path(scratch) / "checkpoints", keep=1 << 30),
             resume_from=start,
             dump_dir=str(Path(scratch) / "failed"),

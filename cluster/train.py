@@ -40,7 +40,7 @@ def _run_on_policy(config: Any, console: Console) -> None:
     from cluster.recipes.on_policy import run_on_policy  # Ray and torch: not for --help
     from cluster.rehearsal.rehearse import rehearse
 
-    if config.rehearse and not config.dry_run:
+    if config.rehearse:
         rehearse(config, console)
     else:
         run_on_policy(config, console)

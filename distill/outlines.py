@@ -140,6 +140,10 @@ class GroupOutline:
         """Of its trajectories."""
         return [Place(self.group_id, member) for member in range(len(self.trajectories_G))]
 
+    def filled_from(self, found: Mapping[Place, Trajectory]) -> TrajectoryGroup:
+        """The group itself, of its trajectories as they were fetched."""
+        return self.filled(s for place in self.places for s in found[place].segments)
+
     def filled(self, segments: Iterable[Segment]) -> TrajectoryGroup:
         """The group itself, of the segments of its trajectories in order."""
         remaining = iter(segments)

@@ -87,8 +87,10 @@ class Rollouts:
     ) -> list[list[TrajectoryShare]]:
         trained: list[dict[Place, list[int]]] = [{} for _ in range(self._learner.workers)]
         for update in updates:
-            dealt = update.dealt if update is not None else None
-            for own, batches in zip(trained, dealt or (), strict=False):
+            if update is None:
+                continue
+            assert update.dealt is not None
+            for own, batches in zip(trained, update.dealt, strict=True):
                 for rows_B, counted in batches:
                     for row in rows_B:
                         segments = own.setdefault(row.place.trajectory, [])

@@ -484,7 +484,7 @@ class LearnerWorker:
         scored = self.logprobs([*batches, *padding])
         by_row = {
             id(row): logprobs_N
-            for rows_B, of_batch in zip(batches, scored, strict=False)
+            for rows_B, of_batch in zip(batches, scored[: len(batches)], strict=True)
             for row, logprobs_N in zip(rows_B, of_batch, strict=True)
         }
         return [by_row[id(row)] for row in rows]

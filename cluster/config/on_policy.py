@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
 
@@ -35,6 +35,10 @@ from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
+from learner.config import LearnerConfig
+
+if TYPE_CHECKING:  # torch, which --help does without
+    from learner.checkpoint import Checkpoint
 
 KeepRollouts = Literal["every", "all", "none"]
 
@@ -259,7 +263,7 @@ class RolloutConfig(
     )
     rollouts: str | None = chz.field(
         default=None,
-        doc="out= of a run that has kept its steps (replay_keep=, train=False): train on their "
+        doc="out= of a run that has kept its steps (replay_keep=): train on their "
         "groups, in order, with no engines; to debug a learner or an objective",
     )
 
@@ -373,6 +377,12 @@ class RolloutConfig(
             )
 
     def _check_rehearsal(self) -> None:
+        for name in ("rollouts", "dry_run"):
+            if self.rehearse and getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with rehearse=True: a rehearsal starts every "
+                    "kind of actor; leave one of them out"
+                )
         if (rate := self.rehearse_tokens_per_s) is None:
             return
         if not self.rehearse:
@@ -470,6 +480,18 @@ class RolloutConfig(
     ) -> EngineConfig:
         """The same on GPUs that it does not share with the learner."""
         return self.engine_of(model, device, log_path, self.policy_server_flags, stops)
+
+    def policy_learner(
+        self, device: str, resume_from: Checkpoint | None, stops: StopTokens
+    ) -> LearnerConfig:
+        """The learner of the student, from the run's start or from a checkpoint."""
+        return self.learner(
+            self.student,
+            device,
+            resume_from=resume_from,
+            updates_per_step=self.objective().num_substeps,
+            stops=stops,
+        )
 
     def engines_sleep_on(self, device: str) -> bool:
         """True if policy engines release their memory while the learner computes."""

@@ -35,10 +35,11 @@ from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,
     TrainingLoop,
-    build_kept_loop,
     build_policy_loop,
     build_supervised_loop,
     policy_losses,
+    publish_nowhere,
+    publisher_to,
     supervised_losses,
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
@@ -80,6 +81,8 @@ from distill.outlines import TrajectorySource
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.loop import GroupSource, Publish
 from learner.process_group import Membership, open_store
 from learner.worker import LossFunction
 
@@ -153,6 +156,11 @@ class RolloutCast:
     def queue_spec(self) -> ActorSpec:
         by_ray = not self._config.local
         return self._role(QUEUE, lambda _: QUEUE, None, whereabouts_call, restarted_by_ray=by_ray)
+
+    @property
+    def engines_sleep(self) -> bool:
+        """True if policy engines release their memory while the learner computes."""
+        return self._config.engines_sleep_on(self._device)
 
     @property
     def evaluates(self) -> bool:
@@ -349,51 +357,92 @@ class RolloutCast:
         attempt: int,
     ) -> LearnerActors:
         """The learner's workers, from the run's start or from a checkpoint."""
-        config, device, directory = self._config, self._device, self._directory
-        learner_config = config.learner(
-            config.student,
-            device,
-            resume_from=resume_from,
-            updates_per_step=config.objective().num_substeps,
-            stops=self._inputs.stops,
+        config, device = self._config, self._device
+        push = PushSettings(
+            choice=config.weights,
+            served=choose_engine(config.engine) == "sglang",
+            device=device,
+            directory=str(self._directory.path / "weights"),
+            model=config.student,
+            temperature=config.temperature,
+            learner_dtype=choose_dtype(config.learner_dtype, device),
+            probe_every=config.probe_every,
+            prove_every=config.proofs(device),
+            bucket_bytes=config.push_bucket_bytes,
+            deltas=config.weights_delta,
+            timeout_s=config.deadline_s,
+            nodes=config.policy_engine(config.student, device, "").nodes,
         )
+        learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep_on(device):
             learner_config = chz.replace(
                 learner_config, offload_optimizer=True, gpu_taken=ASLEEP_BYTES
             )
-        build = partial(
-            build_policy_loop,
-            config=config,
-            learner_config=learner_config,
-            inputs=self._inputs,
-            queue=queue,
-            policies=policies,
-            push=PushSettings(
-                choice=config.weights,
-                served=choose_engine(config.engine) == "sglang",
-                device=device,
-                directory=str(directory.path / "weights"),
-                model=config.student,
-                temperature=config.temperature,
-                learner_dtype=choose_dtype(config.learner_dtype, device),
-                probe_every=config.probe_every,
-                prove_every=config.proofs(device),
-                bucket_bytes=config.push_bucket_bytes,
-                deltas=config.weights_delta,
-                timeout_s=config.deadline_s,
-                nodes=config.policy_engine(config.student, device, "").nodes,
-            ),
-            store=directory.store,
-            resume_from=resume_from,
-            dump_dir=str(directory.path / "failed"),
-            trace_path=directory.trace,
-            rollouts=_rollout_log(config, directory),
-            record=_replay_log(config, directory),
+        return _policy_learners(
+            config,
+            learner_config,
+            self._inputs,
+            self._directory,
+            self._placement,
+            resume_from,
+            attempt,
+            source=queue,
+            publish=partial(publisher_to, policies, queue, push, config.pushes_overlap(device)),
         )
-        losses = partial(policy_losses, config, device, self._inputs.stops)
-        return make_learners(
-            config, learner_config, build, losses, directory, self._placement, attempt, queue
-        )
+
+
+def kept_learners(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    groups: KeptSteps,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    """The learner's workers of a run on the groups that another has kept."""
+    return _policy_learners(
+        config,
+        config.policy_learner(device, resume_from, inputs.stops),
+        inputs,
+        directory,
+        placement,
+        resume_from,
+        attempt,
+        source=KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :]),
+        publish=publish_nowhere,
+    )
+
+
+def _policy_learners(
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    directory: RunDirectory,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+    *,
+    source: GroupSource,
+    publish: Callable[[Learner], Publish],
+) -> LearnerActors:
+    build = partial(
+        build_policy_loop,
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        source=source,
+        publish=publish,
+        directory=directory,
+        resume_from=resume_from,
+        rollouts=_rollout_log(config, directory),
+        record=_replay_log(config, directory),
+    )
+    losses = partial(policy_losses, config, learner_config.device, inputs.stops)
+    return make_learners(
+        config, learner_config, build, losses, directory, placement, attempt, source
+    )
 
 
 def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
@@ -411,44 +460,6 @@ def _replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | N
 
 def _anywhere(_index: int) -> bool:
     return True
-
-
-def kept_learners(
-    config: RolloutConfig,
-    inputs: RolloutInputs,
-    groups: KeptSteps,
-    directory: RunDirectory,
-    device: str,
-    placement: Placement,
-    resume_from: Checkpoint | None,
-    attempt: int,
-) -> LearnerActors:
-    """The learner's workers of a run on the groups that another has kept."""
-    source = KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :])
-    learner_config = config.learner(
-        config.student,
-        device,
-        resume_from=resume_from,
-        updates_per_step=config.objective().num_substeps,
-        stops=inputs.stops,
-    )
-    build = partial(
-        build_kept_loop,
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        source=source,
-        store=directory.store,
-        resume_from=resume_from,
-        dump_dir=str(directory.path / "failed"),
-        trace_path=directory.trace,
-        rollouts=_rollout_log(config, directory),
-        record=_replay_log(config, directory),
-    )
-    losses = partial(policy_losses, config, device, inputs.stops)
-    return make_learners(
-        config, learner_config, build, losses, directory, placement, attempt, source
-    )
 
 
 def supervised_learners(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import chz
@@ -16,7 +15,7 @@ from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
 from cluster.queue.group_queue import GroupQueue
-from cluster.run_files.replay_log import KeptGroups, ReplayLog, push_nowhere
+from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.weights.publisher import Publisher, PushSettings
@@ -171,66 +170,46 @@ def build_policy_loop(
     config: RolloutConfig,
     learner_config: LearnerConfig,
     inputs: RolloutInputs,
-    queue: GroupQueue,
-    policies: Mapping[str, Any],
-    push: PushSettings,
-    store: CheckpointStore,
+    source: GroupSource,
+    publish: Callable[[Learner], Publish],
+    directory: RunDirectory,
     resume_from: Checkpoint | None,
-    dump_dir: str,
-    trace_path: Path,
     rollouts: RolloutLog,
     record: ReplayLog | None,
     membership: Membership | None,
 ) -> PolicyLoop:
     """Builds, in the learner's actor, the loop of an opd or rl run."""
     rollouts.rewind(resume_from.step if resume_from else 0)
-    goes_on = queue.push if config.pushes_overlap(learner_config.device) else None
-    return policy_loop(
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        source=queue,
-        publish=lambda learner: Publisher(policies, queue, push, learner.logprobs, goes_on),
-        store=store,
-        resume_from=resume_from,
-        dump_dir=dump_dir,
-        trace=Tracing(step=config.trace_step, path=trace_path),
-        keep=rollouts,
-        record=record,
-        membership=membership,
-    )
-
-
-def build_kept_loop(
-    *,
-    config: RolloutConfig,
-    learner_config: LearnerConfig,
-    inputs: RolloutInputs,
-    source: KeptGroups,
-    store: CheckpointStore,
-    resume_from: Checkpoint | None,
-    dump_dir: str,
-    trace_path: Path,
-    rollouts: RolloutLog,
-    record: ReplayLog | None,
-    membership: Membership | None,
-) -> PolicyLoop:
-    """The same for a run on the groups that another has kept."""
-    rollouts.rewind(resume_from.step if resume_from else 0)
     return policy_loop(
         config=config,
         learner_config=learner_config,
         inputs=inputs,
         source=source,
-        publish=lambda _learner: push_nowhere,
-        store=store,
+        publish=publish,
+        store=directory.store,
         resume_from=resume_from,
-        dump_dir=dump_dir,
-        trace=Tracing(step=config.trace_step, path=trace_path),
+        dump_dir=str(directory.path / "failed"),
+        trace=Tracing(step=config.trace_step, path=directory.trace),
         keep=rollouts,
         record=record,
         membership=membership,
     )
+
+
+def publisher_to(
+    policies: Mapping[str, Any],
+    queue: GroupQueue,
+    push: PushSettings,
+    overlaps: bool,
+    learner: Learner,
+) -> Publisher:
+    """The publisher of a run with engines; `overlaps`: pushes may go on beside the next step."""
+    return Publisher(policies, queue, push, learner.logprobs, queue.push if overlaps else None)
+
+
+def publish_nowhere(_learner: Learner) -> Publish:
+    """That of a learner without engines."""
+    return push_nowhere
 
 
 def policy_loop(

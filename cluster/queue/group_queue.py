@@ -6,9 +6,9 @@
 
 It carries `TrajectoryGroup` and nothing else, packed once by the worker: the leader takes their
 outlines, and the learner's workers fetch the trajectories that they train. The actor has references
-to those (cluster/queue/parcels.py). Which groups come out is for
-the run's step rule to say, and none of them lets fast (short) groups crowd out slow ones. A
-repeated `put` or `take` changes nothing.
+to those (cluster/queue/parcels.py). Which groups come out is for the run's step rule to say, and
+none of them lets fast (short) groups crowd out slow ones. A repeated `put` or `take` changes
+nothing.
 
 The actor may be killed at any time: give it max_restarts=-1 and max_task_retries=-1. It comes back
 with its ledger, from the journal, and without payloads: groups that were delivered and not yet
@@ -111,7 +111,7 @@ class GroupQueue:
             return Fetched({}, {})
         answer: PartsAnswer = self._get(self.actor.parts.remote(places))
         try:
-            return Fetched(*fetched(answer, self.timeout_s))
+            return fetched(answer, self.timeout_s)
         except GetTimeoutError:
             raise QueueTimeout(
                 f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "

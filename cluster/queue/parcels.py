@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from cluster.handles import calls
 from cluster.handles.local_actor import LocalActor
 from cluster.queue.codec import Packed, Part, unpack
-from distill.outlines import GroupOutline, Place
+from distill.outlines import Fetched, GroupOutline, Place
 from distill.types import Trajectory, TrajectoryGroup
 
 # Of a group's arrays: with what describes them it stays below Ray's 100 kB, above which an argument
@@ -168,9 +168,7 @@ def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAns
     return PartsAnswer(parts=parts, members=members, gone=sorted(set(gone)))
 
 
-def fetched(
-    answer: PartsAnswer, timeout_s: float
-) -> tuple[dict[Place, Trajectory], dict[int, str]]:
+def fetched(answer: PartsAnswer, timeout_s: float) -> Fetched:
     """The trajectories that are there, and of the groups of those that are not why.
 
     Raises:
@@ -188,20 +186,18 @@ def fetched(
             lost[place.group_id] = str(error).split("\n", 1)[0]
             continue
         found |= {asked: trajectories[n] for n, asked in answer.members[place].items()}
-    return found, lost
+    return Fetched(found, lost)
 
 
 def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
     """A group in this process; None if its node is gone."""
     outline: GroupOutline = pickle.loads(parcel.outline)
+    answer = parts_of({outline.group_id: parcel}, outline.places)
     try:
-        answer = parts_of({outline.group_id: parcel}, outline.places)
         found, lost = fetched(answer, timeout_s)
     except GetTimeoutError:
         return None
-    if lost:
-        return None
-    return outline.filled([s for place in outline.places for s in found[place].segments])
+    return None if lost else outline.filled_from(found)
 
 
 def _fetched(part: Any, timeout_s: float) -> Part:

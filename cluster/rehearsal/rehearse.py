@@ -55,7 +55,7 @@ _REPORT = "rehearsal.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Outcome:
     """One thing that was tried."""
 
     what: str
@@ -108,7 +108,7 @@ class _Rehearsal:
     ) -> None:
         self._config, self._small, self._inputs = config, small, inputs
         self._place, self._console = place, console
-        self._findings: list[Finding] = []
+        self._outcomes: list[Outcome] = []
         self._directory = RunDirectory(small.config.recipe, small.config)
 
     def run(self) -> None:
@@ -127,7 +127,7 @@ class _Rehearsal:
             self._measured()
             with self._tried("resume, and the run's end"):
                 self._resumed()
-        if all(finding.works for finding in self._findings):
+        if all(each.works for each in self._outcomes):
             self._ended()
 
     def _with_deaths(self) -> Strikes:
@@ -203,14 +203,14 @@ class _Rehearsal:
 
     @contextmanager
     def _tried(self, what: str) -> Iterator[None]:
-        """What goes wrong within is a finding, and not the end of the rehearsal."""
+        """What goes wrong within is an outcome, and not the end of the rehearsal."""
         try:
             yield
         except (RunFailed, IsothermError) as error:
             self._found(what, False, f"{type(error).__name__}: {error}")
 
     def _found(self, what: str, works: bool, told: str, seconds: float | None = None) -> None:
-        self._findings.append(Finding(what=what, works=works, told=told, seconds=seconds))
+        self._outcomes.append(Outcome(what=what, works=works, told=told, seconds=seconds))
 
     def report(self, seconds: float) -> None:
         """Prints it, and writes rehearsal.json.
@@ -221,7 +221,7 @@ class _Rehearsal:
         table = Table(title="rehearsal")
         for header in ("", "what", "how", "s"):
             table.add_column(header, justify="right" if header == "s" else "left")
-        for each in self._findings:
+        for each in self._outcomes:
             mark = "[green]works[/]" if each.works else "[bold red]FAILS[/]"
             took = "" if each.seconds is None else f"{each.seconds:.1f}"
             table.add_row(mark, each.what, escape(each.told), took)
@@ -234,11 +234,11 @@ class _Rehearsal:
             self._console.print(f"  [bold red]WOULD BREAK[/] {escape(warning)}", highlight=False)
         if self._small.left_out:
             self._say(f"not rehearsed: {', '.join(self._small.left_out)}")
-        failed = [each.what for each in self._findings if not each.works]
+        failed = [each.what for each in self._outcomes if not each.works]
         report = {
             "status": "failed" if failed else "works",
             "seconds": seconds,
-            "findings": [asdict(each) for each in self._findings],
+            "outcomes": [asdict(each) for each in self._outcomes],
             "full_size": {"lines": full.lines, "warnings": full.warnings},
             "not_rehearsed": list(self._small.left_out),
         }

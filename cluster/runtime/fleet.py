@@ -159,7 +159,7 @@ class Fleet:
         )
         self._queue_spec = cast.queue_spec
         # Engines that sleep have left their memory to the learner: none may load beside a step.
-        self._join_beside = not config.engines_sleep_on("cpu" if config.device == "cpu" else "cuda")
+        self._join_beside = not cast.engines_sleep
         self._working = False
         self._announcer = Announcer()
         self._announced = -1

@@ -16,11 +16,7 @@ def opened(
 ) -> tuple[list[TrajectoryGroup], Mapping[int, str]]:
     """The groups of these outlines; and of those that are lost why."""
     found, lost = source.trajectories([place for each in outlines_P for place in each.places])
-    return [
-        each.filled([s for place in each.places for s in found[place].segments])
-        for each in outlines_P
-        if each.group_id not in lost
-    ], lost
+    return [each.filled_from(found) for each in outlines_P if each.group_id not in lost], lost
 
 
 class GroupsHere:

@@ -130,11 +130,13 @@ def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     )
     inputs = check_rollout(config)
     said = "\n".join(full_size(config, inputs, []).lines)
-    lengths = [7] * len(inputs.train)  # "10+01=" and the like, behind the template's own
-    assert f"of {len(lengths)} looked at" in said and "context 128" in said
+    assert f"of {len(inputs.train)} looked at" in said and "context 128" in said
     assert "10 samples of up to" in said and "s a step" in said and "h in all" in said
     assert "push" in said and "policy" in said
     with pytest.raises(ConfigError, match="rehearse_tokens_per_s=5"):
         opd(rehearse_tokens_per_s=5.0)
+    for other in ({"rollouts": "elsewhere"}, {"dry_run": True}):
+        with pytest.raises(ConfigError, match="rehearse=True"):
+            opd(rehearse=True, **other)
     with pytest.raises(ConfigError, match="must be above 0"):
         opd(rehearse=True, rehearse_tokens_per_s=0.0)

@@ -23,7 +23,7 @@ def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_p
     assert not out.exists(), "the run itself is not begun"
     report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
     assert report["status"] == "works"
-    found = {each["what"]: each for each in report["findings"]}
+    found = {each["what"]: each for each in report["outcomes"]}
     died = ["rollout", "policy", "teacher", "evaluator", "queue", "learner"]
     for what in [*(f"death: {who}" for who in died), "resume", "final", "audit", "handshake"]:
         assert found[what]["works"], found[what]
