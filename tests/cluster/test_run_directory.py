@@ -37,7 +37,7 @@ MAY_CHANGE = {
     "steps": 7, "checkpoint_every": 3, "keep_checkpoints": 5, "wandb": "offline", "device": "cpu",
     "notify": "https://example.org/hook", "replay_keep": 10, "replay_if": 9.0,
     "replay_if_kl": 9.0, "rehearse": True, "rehearse_tokens_per_s": 9.0, "push_overlap": False,
-    "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "dry_run": True, "eval_every": 3,
+    "gpus_per_actor": 0.5, "threads": 2, "deadline_s": 9.0, "eval_every": 3,
     "policy_engines": 2, "teacher_engines": 2, "rollout_workers": 2, "token_budget": 99,
     "start_deadline_s": 9.0, "policy_server_flags": "--a", "teacher_server_flags": "--a",
     "weights": "object_store", "probe_every": 0, "prove_every": 3,
@@ -213,14 +213,16 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     started(opd())
     assert RunDirectory("opd", opd(**MAY_CHANGE)).check() is None
     assert RunDirectory("opd", opd(local=True)).check() is None
+    assert RunDirectory("opd", opd(dry_run=True)).check() is None
     assert RunDirectory("opd", opd(keep_rollouts="all")).check() is None
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
-    # liger may change, too, where it is installed; local where there is one learner worker.
-    others = {"out", "engine", "liger", "local", "keep_rollouts"}
+    # liger may change, too, where it is installed; local where there is one learner worker; dry_run
+    # where nothing is rehearsed.
+    others = {"out", "engine", "liger", "local", "keep_rollouts", "dry_run"}
     known = MAY_CHANGE.keys() | must_stay | evaluation | others | REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
 
