@@ -15,18 +15,20 @@ import re
 import sys
 import types
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from actors.sglang.external import ExternalSglangEngine
 from actors.sglang.installed import CPU_STANDINS, sglang_installed
 from actors.sglang.launch import START_METHOD
 from actors.sglang.plugin import hooks as plugin
@@ -41,6 +43,7 @@ from actors.sglang.plugin.row_temperatures import (
     rows_of_requests,
 )
 from actors.sglang.server import SglangServer
+from distill.engine import Score, ScoreRequest
 from distill.models.loading import load_causal_lm
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
@@ -49,6 +52,7 @@ needs_sglang = pytest.mark.skipif(not sglang_installed(), reason="SGLang is not 
 TEMPERATURES = (0.5, 0.7, 1.0, 1.5)
 TOLERANCE = 1e-3
 CONTEXT = 256
+PREFILL_CHUNK = 64
 UNSCALED = {"custom_params": {plugin.UNSCALED_SWITCH: True}}
 
 
@@ -580,6 +584,35 @@ class Served:
         counts = re.findall(r"Prefill batch.*?#new-seq: (\d+)", self.log.read_text())
         return max(map(int, counts), default=0)
 
+    def prefilled(self) -> list[int]:
+        """Tokens of each prefill pass so far."""
+        counts = re.findall(r"Prefill batch.*?#new-token: (\d+)", self.log.read_text())
+        return [int(count) for count in counts]
+
+    def requests_served(self) -> int:
+        """By the server's own counter; one that scores a list of chains counts each of them."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=60) as response:
+            lines = response.read().decode().splitlines()
+        counts = [line for line in lines if line.startswith("sglang:num_requests_total{")]
+        return int(sum(float(line.split()[-1]) for line in counts))
+
+    def score(
+        self, requests: Sequence[ScoreRequest], count: Callable[[], int] = lambda: 0
+    ) -> tuple[list[Score], int]:
+        """What a teacher of a run would say, and by how much this made the server `count` on."""
+
+        async def ask() -> tuple[list[Score], int]:
+            engine = ExternalSglangEngine(url=self.server.url, api_key=self.server.api_key)
+            try:
+                await engine.info()  # by which it finds out the vocabulary's size
+                before = await asyncio.to_thread(count)
+                scores = await engine.score(requests)
+                return scores, await asyncio.to_thread(count) - before
+            finally:
+                await engine.close()
+
+        return asyncio.run(ask())
+
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
@@ -608,12 +641,12 @@ def served_spawned(truth: Truth, tmp_path: Path) -> Iterator[Served]:
     yield from _served(truth, tmp_path, "--enable-mixed-chunk", **{START_METHOD: "spawn"})
 
 
-@pytest.fixture
-def served_in_pieces(truth: Truth, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served_in_pieces(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from _served(
         truth,
-        tmp_path,
-        *("--chunked-prefill-size", "48"),
+        tmp_path_factory.mktemp("in-pieces"),
+        *("--chunked-prefill-size", str(PREFILL_CHUNK), "--enable-metrics"),
         SGLANG_ENABLE_LOGPROB_CHUNK="1",
         SGLANG_LOGPROB_CHUNK_SIZE="16",
         SGLANG_ENABLE_FAST_INPUT_LOGPROBS="0",
@@ -702,6 +735,62 @@ def test_a_mixed_batch_in_pieces(served_in_pieces: Served) -> None:
         truth_NV = torch.log_softmax(served_in_pieces.truth.logits_TV(prompt)[start:-1] / t, 1)
         assert (given_NK - truth_NV.gather(1, ids_NK.long())).abs().max() <= TOLERANCE
         assert (others_NK - truth_NV.gather(1, names_NK.long())).abs().max() <= TOLERANCE
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_a_teacher_that_prefills_in_chunks_scores_each_row_once(
+    served: Served, served_in_pieces: Served
+) -> None:
+    """q_1 beside q_T, and top k, of rows of one to four chunks; starts in chunks other than the
+    first. As one request a row, and as a server says that prefills each row at once."""
+    lengths_and_starts = [(40, 1), (65, 64), (128, 20), (200, 1), (240, 70), (240, 200)]
+    requests = []
+    for seed, (length, start) in enumerate(lengths_and_starts):
+        rng = np.random.default_rng(seed)
+        tokens_T = rng.integers(3, VOCAB_SIZE, size=length).astype(np.int32)
+        given_NK = rng.permuted(np.tile(np.arange(VOCAB_SIZE), (length - start, 1)), axis=1)[:, :5]
+        for asked_NK in (None, given_NK.astype(np.int32)):
+            requests.append(
+                ScoreRequest(
+                    tokens_T=np.roll(tokens_T, 1 if asked_NK is None else 0),  # no prefix in common
+                    start=start,
+                    temperatures=(0.7, 1.0),
+                    given_NK=asked_NK,
+                    top_k=16,
+                )
+            )
+    passes_before = len(served_in_pieces.prefilled())
+    scores, served_for_it = served_in_pieces.score(requests, served_in_pieces.requests_served)
+    at_once, _ = served.score(requests)
+
+    assert served_for_it == len(requests)
+    passes = served_in_pieces.prefilled()[passes_before:]
+    assert max(passes) <= PREFILL_CHUNK, "no row was prefilled in chunks: nothing was tested"
+    rows = sum(len(request.tokens_T) for request in requests)
+    # What is left are requests of one token, by which the engine finds out the vocabulary's size.
+    assert sum(passes) - rows <= 32, f"{sum(passes)} rows were computed for {rows}"
+    for request, score, expected in zip(requests, scores, at_once, strict=True):
+        truth_TV = served.truth.logits_TV(request.tokens_T.tolist())[request.start - 1 : -1]
+        own_N = torch.from_numpy(request.tokens_T[request.start :].astype(np.int64))
+        for t, logprobs_N, expected_N in zip(
+            request.temperatures,
+            score.logprobs_by_temperature,
+            expected.logprobs_by_temperature,
+            strict=True,
+        ):
+            np.testing.assert_allclose(logprobs_N, expected_N, atol=1e-4)
+            log_p_NV = torch.log_softmax(truth_TV / t, 1)
+            np.testing.assert_allclose(
+                logprobs_N, log_p_NV.gather(1, own_N[:, None])[:, 0], atol=1e-4
+            )
+        assert score.top is not None and expected.top is not None
+        np.testing.assert_allclose(score.top.logprobs_NK, expected.top.logprobs_NK, atol=1e-4)
+        assert score.top.ids_NK.shape[1] == request.listed
+        listed_NK = torch.log_softmax(truth_TV / 0.7, 1).gather(
+            1, torch.from_numpy(score.top.ids_NK.astype(np.int64))
+        )
+        np.testing.assert_allclose(score.top.logprobs_NK, listed_NK, atol=1e-4)
 
 
 @needs_sglang
