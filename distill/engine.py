@@ -142,11 +142,13 @@ class Score:
     `top` has one row per scored position, at the request's first temperature: the given tokens in
     their order, then the likeliest of the others, the best first; None if neither was asked for.
     `scored_by` is the number of the engine's life where a pool of them keeps count, else None.
+    `version` is that of the weights which scored it; None of an engine that nobody pushes to.
     """
 
     logprobs_by_temperature: tuple[FloatArray, ...]
     top: TopLogprobs | None = None
     scored_by: int | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

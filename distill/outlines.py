@@ -98,6 +98,8 @@ class GroupTally:
     Attributes:
         tokens: the action tokens.
         versions, oldest: sum and minimum of the weight versions that sampled them.
+        teacher_versions: sum of the weight versions of the teacher at each; None of a teacher whose
+            weights never change.
         repeated: sum over trajectories of `repeated_share`.
         turns: number of them in all trajectories.
         turn_gaps: of the first turns of every trajectory, by their number.
@@ -119,6 +121,7 @@ class GroupTally:
     largest_gaps: float
     reference_gap: float | None
     bonus: float | None
+    teacher_versions: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

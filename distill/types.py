@@ -175,6 +175,8 @@ class Segment:
         bonuses_T: float32 reward of single tokens, from the environment; None: no such rewards.
         experts_TLK: the experts of a mixture that the engine routed each token to, as
             `distill.routing` has them; None: a dense policy, or nobody replays them.
+        teacher_version: weight version of the teacher that gave its log-probs, where it is the
+            policy itself as it trains; None: its weights never change.
         scored_by: the engines that gave the teacher's and the reference's log-probs, by the numbers
             of their lives (`Score.scored_by`).
 
@@ -196,6 +198,7 @@ class Segment:
     reference_logprobs_T: FloatArray | None = None
     bonuses_T: FloatArray | None = None
     experts_TLK: ExpertArray | None = None
+    teacher_version: int | None = None
     scored_by: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TypeVar
 
@@ -130,7 +130,7 @@ class EmbeddedEngine:
         self._batch = DecodeBatch(
             decoder, self._model.head, self._model.stops, max_running_requests
         )
-        self._version = 0
+        self._version, self._pushed = 0, False
         self._received = ReceivedWeights()
         self._broken: str | None = None
         self._computed = 0  # chunks of decoding, batches of scoring
@@ -392,7 +392,9 @@ class EmbeddedEngine:
                     EngineError(f"non-finite log-probs from scoring at version {self._version}")
                 )
             elif call.unfinished == 0:
-                call.future.set_result([item.score() for item in call.items])
+                version = self._version if self._pushed else None
+                scores = [replace(item.score(), version=version) for item in call.items]
+                call.future.set_result(scores)
 
     async def _load_next(self) -> None:
         load = self._loads.pop(0)
@@ -411,7 +413,7 @@ class EmbeddedEngine:
     def _replace_weights(self, weights: PackedTensors, version: int) -> float:
         started = time.perf_counter()
         self._model.copy_weights(weights)
-        self._version = version
+        self._version, self._pushed = version, True
         self._batch.recompute()
         return time.perf_counter() - started
 

@@ -46,8 +46,8 @@ async def rollout_group(
 
     Args:
         lengths: what the lengths of episodes do to their rewards.
-        ended: is shown the segments of each trajectory as soon as it has ended; they are those that
-            the group will have.
+        ended: is shown the segments of each trajectory as soon as it has ended (where the teacher
+            gets feedback, as soon as all have); they are those that the group will have.
 
     Raises:
         EngineError, DataError: see `play_group`; a trajectory that breaks its type's rules.
@@ -56,8 +56,12 @@ async def rollout_group(
 
     def note(member: int, episode: Episode) -> None:
         if episode.turns:
-            segments_G[member] = _segments(episode, sampling.temperature, builder.teacher_tokens_T)
+            context_T = builder.teacher_context_T(episode)
+            segments_G[member] = _segments(episode, sampling.temperature, context_T)
             ended(segments_G[member])
+
+    # Feedback tells the teacher what an episode earned, and that is known once all have ended.
+    waits = builder.feedback is not None
 
     episodes_G = await play_group(
         policy,
@@ -67,8 +71,10 @@ async def rollout_group(
         seed=seed,
         models=models,
         user_code=user_code,
-        ended=note,
+        ended=(lambda member, episode: None) if waits else note,
     )
+    for member, episode in enumerate(episodes_G if waits else ()):
+        note(member, episode)
     trajectories_G = tuple(
         _ruled(_trajectory(segments_G[member], episode), episode, lengths)
         for member, episode in enumerate(episodes_G)
@@ -79,7 +85,7 @@ async def rollout_group(
         trajectories_G=trajectories_G,
         metrics={
             **_cached(episodes_G),
-            **({} if builder.teacher_tokens_T is None else _unhinted(trajectories_G)),
+            **(_unhinted(trajectories_G) if builder.hinted else {}),
         },
         teacher=builder.teacher,
         tag=builder.tag,
@@ -293,7 +299,7 @@ async def _play(
         observation_T, sample = observed, await sample_after(observed)
     else:
         return Episode(turns=(), reward=0.0, stop_reason=StopReason.DONE, metrics={})
-    reward = 0.0
+    reward, feedback = 0.0, ""
     metrics: dict[str, float] = {}
     while True:
         if sample.stop_reason is StopReason.ABORTED:
@@ -309,6 +315,7 @@ async def _play(
             )
         )
         reward += result.reward
+        feedback = result.feedback or feedback
         metrics.update(result.metrics)
         if result.observation_T is None:
             return Episode(
@@ -316,6 +323,7 @@ async def _play(
                 reward=reward,
                 stop_reason=result.stop_reason or sample.stop_reason,
                 metrics=metrics,
+                feedback=feedback,
             )
         observation_T = result.observation_T
         sample = await sample_after(observation_T)

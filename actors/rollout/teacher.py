@@ -174,6 +174,7 @@ async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) 
                 "teacher_logprobs_q1_T": _full_length(segment, at_q1, "teacher"),
                 "teacher_top": _top_of_actions(segment, score, request.listed),
                 "policy_top_ids_NK": None,
+                "teacher_version": score.version,
                 "scored_by": _number(score),
             }
         )

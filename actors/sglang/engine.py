@@ -231,6 +231,7 @@ class SglangEngine:
             Score(
                 logprobs_by_temperature=tuple(by_request[i][t] for t in request.temperatures),
                 top=tops[i],
+                version=None if self._weights is None else self._weights.version,
             )
             for i, request in enumerate(requests)
         ]

@@ -129,6 +129,8 @@ class WeightSession:
         self._received = ReceivedWeights()
         self._server: ServerFacts | None = None
         self._group = ServerGroup(self._order)
+        # Of the weights that were loaded last; None: those it started with.
+        self.version: int | None = None
         # Why the server's weights are of no single version; None while they are.
         self._torn: str | None = None
         self._loading = asyncio.Lock()
@@ -321,7 +323,7 @@ class WeightSession:
                 with shared.held() as held:
                     await self._from_memory(held, version)
             await self._take_back(_REST)
-            self._torn = None
+            self.version, self._torn = version, None
         except BaseException:
             if slept and self._torn is None:
                 self._torn = (

@@ -41,6 +41,7 @@ from distill.envs.base import (
     EnvConfig,
     EnvContext,
     EnvDataset,
+    EnvGroupBuilder,
     Mixture,
     Subset,
     mixture,
@@ -287,6 +288,7 @@ def _load_problems(
             teacher_context_length=min(rooms, default=None),
             read=read,
             teacher_tokenizers=teacher_tokenizers,
+            feedback=config.feedback_template(),
         )
         places = [source.place for source in sources] or [None]
         return [problems_of(env, place, setting) for place in places]
@@ -332,6 +334,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
             "`bonuses`, and the environment pays none"
         )
+    _check_feedback(config, builders_P, unjudged)
     for name, teacher in config.teacher_models().items():
         its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
@@ -342,13 +345,39 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
         same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
             config.student
         )
-        hinted = any(builder.teacher_tokens_T is not None for builder in its_P)
+        hinted = any(builder.hinted for builder in its_P)
+        if config.teacher_moves and not hinted:
+            raise ConfigError(
+                "teacher=policy is the student itself, at every step, and sees what the student "
+                "sees: the KL and its gradient are zero. Show it more (teacher_feedback, or "
+                "`teacher_prompt` or `teacher_messages` with each prompt)"
+            )
         if same and not hinted and objective.reward_coef == 0 and config.fork_from is None:
             raise ConfigError(
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
                 "the KL and its gradient are zero. Give another teacher, or show it more than the "
                 "student (`teacher_prompt` or `teacher_messages` with each prompt)"
             )
+
+
+def _check_feedback(
+    config: RolloutConfig, builders_P: Sequence[EnvGroupBuilder], unjudged: Sequence[str]
+) -> None:
+    """Refuses feedback that an environment does not make, or that tells of rewards nobody gives."""
+    template = config.feedback_template()
+    if template is None:
+        return
+    if any(builder.feedback is None for builder in builders_P):
+        raise ConfigError(
+            f"teacher_feedback is for prompts of a file, and env={type(config.env).__name__} makes "
+            "problems without; give `feedback` with them (distill.data.feedback.FeedbackContext), "
+            "or leave it out"
+        )
+    if template.judges and unjudged:
+        raise ConfigError(
+            "teacher_feedback tells of the reward, and there is none without an `answer`: "
+            f"{config.prompts}:{unjudged[0]} has none (answer_key= says which column it is)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,8 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     )
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
+    if config.teacher_moves:
+        apart = "the teacher moves with the student"
     # The sampled token tells the reverse KL alone; padding with mass would fail a step of `full`.
     if config.divergence == "reverse_kl":
         if not alike:

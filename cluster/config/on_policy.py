@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -17,14 +16,17 @@ from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
 from cluster.config.rows import unweighted_sources
+from cluster.config.teachers import OWN, TeacherConfig, TeacherSettings
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
+from distill.data.feedback import FeedbackTemplate
 from distill.data.sources import parse_sources
 from distill.delivery import Overdue, StepRuleName
 from distill.errors import ConfigError
 from distill.objective.settings import (
     AUTO,
     DEFAULT_OVERLONG_PENALTY,
+    DEFAULT_RIGHT_FROM,
     ObjectiveConfig,
     PolicyObjective,
     require_comparison,
@@ -41,14 +43,6 @@ if TYPE_CHECKING:  # torch, which --help does without
     from learner.checkpoint import Checkpoint
 
 KeepRollouts = Literal["every", "all", "none"]
-
-
-@chz.chz
-class TeacherConfig:
-    """One of several teachers."""
-
-    model: str = chz.field(doc="checkpoint, or http://host:port of a running SGLang server")
-    weight: float = chz.field(default=1.0, doc="its kl_coef is multiplied by this")
 
 
 @chz.chz
@@ -450,6 +444,15 @@ class RolloutConfig(
         return {}
 
     @property
+    def teacher_moves(self) -> bool:
+        """True if the teacher is the student itself, as it trains."""
+        return False
+
+    def feedback_template(self) -> FeedbackTemplate | None:
+        """What teachers see of each episode; None: what the problems' rows say."""
+        return None
+
+    @property
     def most_replaced(self) -> int:
         """Groups of constant reward that a step passes over at most."""
         return 0
@@ -553,40 +556,6 @@ class RolloutConfig(
 
 
 @chz.chz
-class TeacherSettings:
-    """Whose distribution the student learns."""
-
-    section: ClassVar[Section] = Section.MODEL
-
-    teacher: str | None = chz.field(
-        default=None,
-        doc="teacher checkpoint, or http://host:port of a running SGLang server (its key in "
-        "ISOTHERM_TEACHER_API_KEY); shares the student's tokenizer",
-        metadata=ESSENTIAL,
-    )
-    teachers: Mapping[str, TeacherConfig] = chz.field(
-        default_factory=dict,
-        doc="instead of teacher: several, teachers.NAME.model=... and teachers.NAME.weight=...; "
-        "each prompt's `teacher` field names the one that scores it",
-    )
-
-    @chz.validate
-    def _teachers_in_range(self) -> None:
-        if (self.teacher is None) != bool(self.teachers):
-            raise ConfigError(
-                f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
-                "for one, or teachers.NAME.model=DIR for several"
-            )
-        for name, teacher in self.teachers.items():
-            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):  # it names actors and log files
-                raise ConfigError(f"teachers.{name}: a name has letters, digits, _ and - only")
-            if not 0 < teacher.weight < float("inf"):
-                raise ConfigError(
-                    f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
-                )
-
-
-@chz.chz
 class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
@@ -614,6 +583,9 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
         self.require_bounds("teacher_engines")
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
+        self._check_feedback()
+        if self.teacher_moves:
+            self._check_own_teacher()
         if self.reward_coef > 0:
             require_comparison(self, self.group_size)
         if self.estimator == "full":
@@ -633,9 +605,42 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
         return ObjectiveConfig(**values_of(ObjectiveConfig, self))
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
+        """See `RolloutConfig.teacher_models`; of a teacher that moves, where it begins."""
+        if self.teacher == OWN:
+            return {"": TeacherConfig(model=self.student)}
         if self.teacher is not None:
             return {"": TeacherConfig(model=self.teacher)}
         return self.teachers
+
+    def feedback_template(self) -> FeedbackTemplate | None:
+        if self.teacher_feedback is None:
+            return None
+        right_from = DEFAULT_RIGHT_FROM if self.right_from is None else self.right_from
+        return FeedbackTemplate(text=self.teacher_feedback, right_from=right_from)
+
+    def _check_feedback(self) -> None:
+        template = self.feedback_template()
+        tells = template is not None and "outcome" in template.placeholders
+        if self.right_from is not None and not tells:
+            raise ConfigError(
+                f"right_from={self.right_from} changes nothing without {{outcome}} in "
+                "teacher_feedback; leave it out"
+            )
+
+    def _check_own_teacher(self) -> None:
+        """Raises ConfigError for what a teacher that moves cannot have."""
+        if self.estimator == "full":
+            raise ConfigError(
+                f"estimator=full with teacher={OWN} would need a second model in the learner that "
+                "moves with the first; use estimator=top_k, which asks the engines"
+            )
+        for name in ("teacher_engines", "teacher_engines_max", "teacher_server_flags"):
+            value, default = getattr(self, name), chz.chz_fields(type(self))[name]._default
+            if value != default:
+                raise ConfigError(
+                    f"{name}={value} changes nothing: with teacher={OWN} the policy engines score; "
+                    "leave it out, and use policy_engines"
+                )
 
     def teacher_engine(
         self, name: str, device: str, log_path: str, stops: StopTokens | None = None

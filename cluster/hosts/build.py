@@ -54,6 +54,7 @@ from cluster.placement.roles import (
     REWARD,
     ROLLOUT,
     learner_title,
+    served_teachers,
     teacher_roles,
     worker_title,
 )
@@ -266,7 +267,7 @@ class RolloutCast:
         """Teachers and the reference."""
         config, stops, specs = self._config, self._inputs.stops, []
         if isinstance(config, OpdConfig):
-            for name, role in teacher_roles(config).items():
+            for name, role in served_teachers(config).items():
 
                 def teacher(log_path: str, _attempt: int, name: str = name) -> EngineConfig:
                     return config.teacher_engine(name, self._device, log_path, stops)

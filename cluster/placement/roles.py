@@ -38,8 +38,15 @@ def teacher_role(teacher: str) -> str:
 
 
 def teacher_roles(config: RolloutConfig) -> dict[str, str]:
-    """The role of each teacher, by its name."""
+    """The role of each teacher, by its name; of one that is the live policy, the policy's."""
+    if config.teacher_moves:
+        return {"": POLICY}
     return {name: teacher_role(name) for name in config.teacher_models()}
+
+
+def served_teachers(config: RolloutConfig) -> dict[str, str]:
+    """The roles of teachers with engines of their own, by name."""
+    return {name: role for name, role in teacher_roles(config).items() if role != POLICY}
 
 
 def learner_title(index: int) -> str:
@@ -77,7 +84,7 @@ def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
     """Engine settings by role."""
     engines = {POLICY: config.policy_engine(config.student, device, "")}
     if isinstance(config, OpdConfig):
-        for name, role in teacher_roles(config).items():
+        for name, role in served_teachers(config).items():
             engines[role] = config.teacher_engine(name, device, "")
     if config.reference is not None:
         engines[REFERENCE] = config.reference_engine(device, "")
@@ -100,7 +107,7 @@ def pool_bounds(config: RolloutConfig) -> dict[str, tuple[int, int]]:
     }
     if isinstance(config, OpdConfig):
         largest = config.teacher_engines_max or config.teacher_engines
-        for role in teacher_roles(config).values():
+        for role in served_teachers(config).values():
             bounds[role] = (config.teacher_engines, largest)
     if config.eval_engines:
         bounds[EVALUATION] = (config.eval_engines, config.eval_engines)
@@ -235,10 +242,11 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         return {LEARNER: {name: path for name, path in named.items() if path is not None}}
     student = {"student": config.student}
     adapter = {"lora_adapter": config.lora_adapter} if config.lora_adapter else {}
+    models = config.teacher_models()
     teachers = {
-        teacher_role(name): {f"teachers.{name}" if name else "teacher": teacher.model}
-        for name, teacher in config.teacher_models().items()
-        if not is_url(teacher.model)
+        role: {f"teachers.{name}" if name else "teacher": models[name].model}
+        for name, role in served_teachers(config).items()
+        if not is_url(models[name].model)
     }
     learner = student | adapter
     if config.objective().estimator == "full":

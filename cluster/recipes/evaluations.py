@@ -17,7 +17,7 @@ from functools import partial
 from actors.rollout.evaluator import Response
 from cluster.config.on_policy import KeepRollouts, RolloutConfig
 from cluster.hosts.engine_pool import EnginePool
-from cluster.placement.roles import EVALUATION, POLICY, REWARD, teacher_roles
+from cluster.placement.roles import EVALUATION, POLICY, REWARD, served_teachers, teacher_roles
 from cluster.recipes.common import RunSession
 from cluster.run_files.tracking import measured_line
 from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Questions
@@ -74,9 +74,12 @@ class Evaluations:
             self._running.record_evaluation(self._evaluate("after", step), step)
 
     def _evaluate_teachers(self) -> None:
-        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach."""
+        """Evaluates each teacher at the same decoder, on the same prompts: the level to reach.
+
+        Not one that is the policy itself, whose level is the student's.
+        """
         first_step = self._running.first_step
-        for name, role in teacher_roles(self._config).items():
+        for name, role in served_teachers(self._config).items():
             measured = self._answered(self._decoded(role, partial(self._pool, role)))
             self._note(role, first_step, measured)
             family = f"eval/teacher={name}/" if name else "eval/teacher/"
@@ -242,7 +245,10 @@ class Evaluations:
                 "evaluation",
                 lambda: self._fleet.evaluator.reverse_kl.remote(
                     policy(),
-                    {name: self._pool(role) for name, role in teachers.items()},
+                    {
+                        name: policy() if role == POLICY else self._pool(role)
+                        for name, role in teachers.items()
+                    },
                     self._config.train_sampling(),
                     models=self._models(),
                 ),

@@ -29,7 +29,7 @@ from cluster.handshake.handshake import (
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
-from cluster.placement.roles import EVALUATION, POLICY, describe_layout, teacher_roles
+from cluster.placement.roles import EVALUATION, POLICY, describe_layout, served_teachers
 from cluster.queue.scoring import read_scoring
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.recipes.evaluations import Evaluations
@@ -95,10 +95,6 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
 def _plan(
     config: RolloutConfig, inputs: RolloutInputs, directory: RunDirectory, fork: Fork | None
 ) -> str:
-    teachers = ", ".join(
-        f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
-        for name, teacher in config.teacher_models().items()
-    )
     objective = config.objective()
     again = ", some of them more than once" if config.prompts_per_step > len(inputs.train) else ""
     evaluation = f"{config.eval_engines} evaluation, " if config.eval_engines else ""
@@ -110,7 +106,7 @@ def _plan(
     if config.rollouts is not None:
         made = f"rollouts  those that {config.rollouts} has kept, in its order; no engines"
     return (
-        f"{config.recipe}: {config.student} learns from {teachers or config.judge} at "
+        f"{config.recipe}: {config.student} learns from {_teachers(config) or config.judge} at "
         f"T={config.temperature:g}\n"
         f"  {made}\n"
         f"  objective {_objective_line(objective)}\n"
@@ -122,6 +118,15 @@ def _plan(
         f"  learner   {learner_line(config, config.student, objective.num_substeps)}\n"
         f"{start}"
         f"  run       {config.steps} steps into {directory.path}"
+    )
+
+
+def _teachers(config: RolloutConfig) -> str:
+    if config.teacher_moves:
+        return "itself as it trains (teacher=policy)"
+    return ", ".join(
+        f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
+        for name, teacher in config.teacher_models().items()
     )
 
 
@@ -370,7 +375,7 @@ class _Run:
 
         copies: dict[str, LearnerLogprobs] = {}
         if self._config.objective().estimator == "full":
-            for name, role in teacher_roles(self._config).items():
+            for name, role in served_teachers(self._config).items():
                 engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
                 copies |= dict.fromkeys(engines[:1], partial(copied_logprobs, name))
         return await handshake(

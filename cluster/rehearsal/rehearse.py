@@ -37,7 +37,7 @@ from cluster.placement.roles import (
     REFERENCE,
     REWARD,
     ROLLOUT,
-    teacher_roles,
+    served_teachers,
 )
 from cluster.recipes.observer import Observer, observed_by, present_observer
 from cluster.recipes.on_policy import run_on_policy
@@ -158,7 +158,7 @@ class _Rehearsal:
     def _kinds(self) -> list[str]:
         """The learner last: its death takes the run back to a checkpoint."""
         config = self._small.config
-        kinds = [ROLLOUT, POLICY, *teacher_roles(config).values()]
+        kinds = [ROLLOUT, POLICY, *served_teachers(config).values()]
         kinds += [REFERENCE] if config.reference is not None else []
         kinds += [REWARD] if config.reward_model is not None else []
         kinds += [EVALUATOR] if len(self._inputs.held_out) else []

@@ -98,8 +98,9 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
 def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Each model of the run, by the setting that names it."""
     yield "student", config.student
-    for name, teacher in config.teacher_models().items():
-        yield (f"teachers.{name}" if name else "teacher"), teacher.model
+    if not config.teacher_moves:  # else it is the student
+        for name, teacher in config.teacher_models().items():
+            yield (f"teachers.{name}" if name else "teacher"), teacher.model
     if config.reference is not None:
         yield "reference", config.reference
     if config.reward_model is not None:
@@ -109,9 +110,9 @@ def _models(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
     """The settings that name other models than the student."""
     changes: dict[str, Any] = {}
-    if isinstance(config, OpdConfig) and config.teacher is not None:
+    if isinstance(config, OpdConfig) and not config.teacher_moves and config.teacher is not None:
         changes["teacher"] = twins["teacher"].path
-    elif isinstance(config, OpdConfig):
+    elif isinstance(config, OpdConfig) and config.teachers:
         changes["teachers"] = {
             name: TeacherConfig(model=twins[f"teachers.{name}"].path, weight=teacher.weight)
             for name, teacher in config.teachers.items()

@@ -14,12 +14,20 @@ from cluster.queue.scoring import Replica, Scoring
 
 _NOT_WATCHED = "not proven: canary_every=0, so nobody was asked for canaries"
 
+_MOVES = (
+    "teacher=policy is the policy as it trains, so it has no answers that must stay as they were; "
+    "that engines hold what was pushed is asked of them after pushes (probe_every, prove_every), "
+    "and each score says which version gave it"
+)
+
 
 def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any] | None:
     """The certificate of a run; None of one that has no scorers."""
-    scored = isinstance(config, OpdConfig) or config.scored_by_reference
-    if not scored:
-        return None
+    watched = config.scored_by_reference or (
+        isinstance(config, OpdConfig) and not config.teacher_moves
+    )
+    if not watched:
+        return _of_moving_teacher() if config.teacher_moves else None
     if scoring is None or not config.canary_every:
         return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}
     return {
@@ -37,6 +45,10 @@ def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any
         "replicas": [_replica(each) for each in scoring.replicas],
         "limits": limits(config, scoring),
     }
+
+
+def _of_moving_teacher() -> dict[str, Any]:
+    return {"proven": False, "verdict": f"not proven by canaries: {_MOVES}", "limits": [_MOVES]}
 
 
 def _replica(replica: Replica) -> dict[str, Any]:
@@ -71,6 +83,8 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
     found: dict[str, None] = {}
     for replica in scoring.replicas if scoring else []:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))
+    if config.teacher_moves:
+        found[_MOVES] = None
     if config.objective().estimator == "full":
         found["estimator=full: the loss reads the learner's own copy of the teacher, which the "
               "handshake has compared with the engine's; canaries watch the engine, whose scores "

@@ -13,10 +13,11 @@
 `source` is named where prompts come from several, and `answer` is the prompt's. `actions` are the
 runs of tokens that the policy sampled, [start, stop), a turn each; the lists after it have an entry
 for each of those tokens alone. With estimator=top_k `teacher_top` has the teacher's first few
-tokens in each of those places, [id, log q], the likeliest first. `step_tokens`, of the first group
-kept of a step, are the tokens with the largest shares of the whole step's KL (`TokenGap`). The
-learner's leader writes the file, and nobody else; what it keeps comes from the workers that trained
-on it.
+tokens in each of those places, [id, log q], the likeliest first. `teacher_version`, where
+the teacher is the policy itself as it trains, is the version that scored. `step_tokens`, of the
+first group kept of a step, are the tokens with the largest shares of the whole step's KL
+(`TokenGap`). The learner's leader writes the file, and nobody else; what it keeps comes from the
+workers that trained on it.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def _segment(segment: Segment, row: TrainingRow) -> dict[str, Any]:
         if bonuses_T is None
         else [_significant(value) for value in bonuses_T[mask_T]],
         "teacher_top": None if segment.teacher_top is None else _first(segment.teacher_top),
+        **({} if segment.teacher_version is None else {"teacher_version": segment.teacher_version}),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import (
@@ -17,6 +17,7 @@ from distill.chat.template import (
     render_text,
 )
 from distill.data.columns import refuse_misspelt
+from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
 from distill.lookup import known_names
@@ -46,6 +47,7 @@ class Prompt:
         teacher: the name of the one that scores it, where teachers have names.
         tag: the kind of prompt, for metrics by kind; None where the row has none.
         teacher_tokens_T: what the teacher sees in place of `tokens_T`; None: the same.
+        feedback: makes that of how each episode went; None: it does not depend on it.
         bonuses: what each occurrence of a phrase in the response pays.
         messages: the prompt as a chat; empty for a plain string.
         text: the plain string; empty for a chat.
@@ -58,6 +60,7 @@ class Prompt:
     teacher: str = ""
     tag: str | None = None
     teacher_tokens_T: TokenArray | None = None
+    feedback: FeedbackContext | None = None
     bonuses: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Message] = ()
     text: str = ""
@@ -87,6 +90,7 @@ def load_prompts(
     teacher_context_length: int | None = None,
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] | None = None,
     chat: ChatStyle | None = None,
+    feedback: FeedbackTemplate | None = None,
     read: Callable[[str], Rows] = read_rows,
 ) -> list[Prompt]:
     """Reads, renders and checks every prompt of a source before anything expensive starts.
@@ -114,6 +118,7 @@ def load_prompts(
         teacher_tokenizers: by the teachers' names (`""`: the only one's), for the chat templates
             that `teacher_messages` go through; the run's own for a teacher that is not among them.
         chat: makes a chat of every prompt; None: strings are encoded as they stand.
+        feedback: what teachers see of each episode; None: what the row says.
         read: reads the rows of the source at `path`.
 
     Raises:
@@ -134,6 +139,9 @@ def load_prompts(
             _check_length(
                 "what the teacher sees", seen_by_teacher_T, "teacher", teacher_limit, max_new_tokens
             )
+            if feedback is not None:
+                its_own = (teacher_tokenizers or {}).get(prompt.teacher, tokenizer)
+                prompt = _with_feedback(prompt, feedback, its_own, teacher_limit, max_new_tokens)
         prompts.append(prompt)
     return prompts
 
@@ -163,6 +171,31 @@ def _prompt(
         teacher_tokens_T=teacher_tokens_T,
         bonuses=_bonuses(row.get("bonuses")),
     )
+
+
+def _with_feedback(
+    prompt: Prompt,
+    template: FeedbackTemplate,
+    tokenizer: PreTrainedTokenizerBase,
+    room: int,
+    max_new_tokens: int,
+) -> Prompt:
+    if prompt.teacher_tokens_T is not None:
+        raise DataError(
+            "the row says what the teacher sees, and so does teacher_feedback; leave out "
+            "`teacher_prompt` and `teacher_messages`, or the setting"
+        )
+    context = feedback_context(
+        template,
+        tokenizer,
+        text=prompt.text,
+        messages=prompt.messages,
+        tools=prompt.tools,
+        answer=prompt.answer,
+        room=room,
+        max_new_tokens=max_new_tokens,
+    )
+    return replace(prompt, feedback=context)
 
 
 def _render(

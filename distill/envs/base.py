@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import chz
 
+from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome
 from distill.data.order import MixedPart, MixedStream, part_of
 from distill.data.prompts import ChatStyle, Prompt, load_prompts
 from distill.data.row_files import Rows, located, read_rows
@@ -40,6 +41,8 @@ class StepResult:
         trained: False leaves the turn out of training: it is context, and has no loss.
         stop_reason: why the episode ends; None: as the last sample did.
         metrics: of the episode so far; later turns overwrite what earlier ones said.
+        feedback: what is to be said of the episode, to a teacher whose context has `{feedback}`
+            (`distill.data.feedback`); the last that is not empty counts.
     """
 
     reward: float = 0.0
@@ -48,6 +51,7 @@ class StepResult:
     trained: bool = True
     stop_reason: StopReason | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +72,7 @@ class Episode:
     reward: float
     stop_reason: StopReason
     metrics: Mapping[str, float]
+    feedback: str = ""
 
 
 class Env(ABC):
@@ -99,6 +104,7 @@ class EnvGroupBuilder(ABC):
         tag: the kind of the group's problem, for metrics by kind.
         teacher_tokens_T: what the teacher sees in place of the initial observation, in every
             segment that begins with it; None: the same.
+        feedback: makes that of how each episode went; None: it does not depend on it.
         judged: whether rewards mean anything here.
         pays_bonuses: whether single tokens may earn rewards.
         answer: what a right response says, where that is known.
@@ -107,9 +113,33 @@ class EnvGroupBuilder(ABC):
     teacher: str = ""
     tag: str | None = None
     teacher_tokens_T: TokenArray | None = None
+    feedback: FeedbackContext | None = None
     judged: bool = True
     pays_bonuses: bool = False
     answer: str | None = None
+
+    @property
+    def hinted(self) -> bool:
+        """True if the teacher sees something else than the policy."""
+        return self.teacher_tokens_T is not None or self.feedback is not None
+
+    def teacher_context_T(self, episode: Episode) -> TokenArray | None:
+        """What the teacher sees in place of the episode's first observation; None: the same.
+
+        Of an episode that has ended, and has had a turn.
+
+        Raises:
+            DataError: the teacher's chat template refuses the feedback.
+        """
+        if self.feedback is None:
+            return self.teacher_tokens_T
+        turns, decode = episode.turns, self.feedback.tokenizer.decode
+        said = [str(decode(t.sample.tokens_T.tolist(), skip_special_tokens=True)) for t in turns]
+        longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
+        return self.feedback.context_T(
+            Outcome(reward=episode.reward, response="\n".join(said), feedback=episode.feedback),
+            later=longest - len(turns[0].observation_T),
+        )
 
     @abstractmethod
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
@@ -157,6 +187,7 @@ class EnvContext:
         teachers: the names of the teachers; empty where they have none.
         teacher_context_length: as `context_length`, for what the teachers see; None: the same.
         teacher_tokenizers: by their names, where their templates are known; see `load_prompts`.
+        feedback: what teachers see of each episode; None: what the problem's row says.
         read: the rows of a source, with the run's columns as the fields that are read.
     """
 
@@ -168,6 +199,7 @@ class EnvContext:
     teachers: Collection[str] = ()
     teacher_context_length: int | None = None
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
+    feedback: FeedbackTemplate | None = None
     read: Callable[[str], Rows] = read_rows
 
     def reward_function(self) -> RewardFunction:
@@ -191,6 +223,7 @@ class EnvContext:
             teacher_context_length=self.teacher_context_length,
             teacher_tokenizers=self.teacher_tokenizers,
             chat=chat,
+            feedback=self.feedback,
             read=self.read,
         )
         for prompt in prompts:

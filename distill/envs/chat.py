@@ -48,6 +48,7 @@ class MessageStep:
             `key_fact_bonuses` give. Both kinds are weighed by the objective's `bonus_coef`.
         stop_reason: why the episode ends; None: as the turn did.
         metrics: of the episode so far.
+        feedback: as `distill.envs.base.StepResult` has it.
     """
 
     reward: float = 0.0
@@ -57,6 +58,7 @@ class MessageStep:
     oracle: Oracle | None = None
     stop_reason: StopReason | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    feedback: str = ""
 
 
 class MessageEnv(ABC):
@@ -258,6 +260,7 @@ class ChatEnv(Env):
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
             metrics=counts | dict(answered.metrics),
+            feedback=answered.feedback,
         )
 
     async def _call(self, turn: ParsedTurn) -> list[Message]:

@@ -13,6 +13,7 @@ import chz
 
 from distill.chat.template import Message, render_messages
 from distill.chat.tool_calls import detect_format
+from distill.data.feedback import FeedbackContext
 from distill.engine import Sampler
 from distill.envs.base import (
     Env,
@@ -74,6 +75,7 @@ class MessageProblem:
     teacher: str = ""
     tag: str | None = None
     teacher_tokens_T: TokenArray | None = None
+    feedback: FeedbackContext | None = None
     judged: bool = True
     pays_bonuses: bool = False
     answer: str | None = None
@@ -140,6 +142,7 @@ class ChatDataset(EnvDataset):
             teacher=chosen.teacher or self._teacher,
             tag=chosen.tag,
             teacher_tokens_T=chosen.teacher_tokens_T,
+            feedback=chosen.feedback,
             judged=chosen.judged,
             pays_bonuses=chosen.pays_bonuses or self._setting.malformed_penalty > 0,
             answer=chosen.answer,

@@ -122,6 +122,7 @@ def facts_of(prompt: Prompt, format: Format = NO_FORMAT) -> dict[str, Any]:
         "teacher": prompt.teacher,
         "tag": prompt.tag,
         "teacher_tokens_T": prompt.teacher_tokens_T,
+        "feedback": prompt.feedback,
         "judged": prompt.answer is not None,
         "pays_bonuses": bool(prompt.bonuses) or format.reward > 0,
         "answer": prompt.answer,

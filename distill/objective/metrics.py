@@ -21,7 +21,8 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     objective that scores the teacher at temperature 1. `reference/kl` is the sampled
     KL(p_T || ref_T). `opd/kl_top_share` is the share of sum |log p - log q| that the tokens have
     which are furthest off, a hundredth of each group's, and `rollout/repeated_share` that of
-    `repeated_share`. Where groups have teachers, tags or sources, reverse KL and reward come once
+    `repeated_share`. `opd/teacher_age` is how many versions a teacher that moves was behind these
+    weights. Where groups have teachers, tags or sources, reverse KL and reward come once
     more for each of them, and for sources their share of the groups.
     """
     tallies = [group.tally for group in groups_P]
@@ -48,6 +49,8 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
         values = [group.metrics[name] for group in groups_P if name in group.metrics]
         metrics[name] = float(np.mean(values))
     metrics |= _teacher_metrics(groups_P)
+    if (versions := _total([tally.teacher_versions for tally in tallies])) is not None:
+        metrics["opd/teacher_age"] = version - versions / tokens
     if (gap := _total([tally.reference_gap for tally in tallies])) is not None:
         metrics["reference/kl"] = gap / tokens
     bonuses = [tally.bonus for tally in tallies if tally.bonus is not None]

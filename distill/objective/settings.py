@@ -264,6 +264,10 @@ class ObjectiveConfig(PolicyObjective):
         "default: sampled for reverse_kl, else bucket",
     )
 
+    right_from: float | None = chz.field(
+        default=None, doc="reward from which a response is right, in what a teacher is told; 1"
+    )
+
     @chz.validate
     def _teacher_in_range(self) -> None:
         _check_non_negative(self, "kl_coef")
@@ -387,6 +391,7 @@ _SUPPORT: dict[DivergenceName, TopKFrom] = {
 }  # fmt: skip
 DEFAULT_JSD_BETA = 0.5
 DEFAULT_OVERLONG_PENALTY = 1.0
+DEFAULT_RIGHT_FROM = 1.0
 
 
 def require_teacher(objective: ObjectiveConfig) -> None:

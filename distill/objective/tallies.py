@@ -88,7 +88,15 @@ def tally(group: TrajectoryGroup) -> GroupTally:
         largest_gaps=0.0 if at_T is None else _sum_of_largest(np.abs(at_T)),
         reference_gap=reference,
         bonus=sum(bonuses) if bonuses else None,
+        teacher_versions=_teacher_versions(segments),
     )
+
+
+def _teacher_versions(segments: Sequence[Segment]) -> int | None:
+    versions = [(s.teacher_version, s.num_actions) for s in segments]
+    if any(version is None for version, _ in versions):
+        return None
+    return sum((version or 0) * tokens for version, tokens in versions)
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[Segment, slice]]:

@@ -677,6 +677,7 @@ def test_new_weights_are_used_for_scoring_and_prefixes(engine_at_version_0: Part
     for method in (party.engine.score, party.engine.decode_score):
         [scored] = party.run(method([score]))
         np.testing.assert_allclose(scored.logprobs_by_temperature[0], expected, atol=1e-4)
+        assert scored.version == (7 if method == party.engine.score else None)
 
 
 def test_canaries_see_other_weights_and_the_old_ones_again(engine_at_version_0: Party) -> None:

@@ -6,18 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from actors.rollout.episode import rollout_group
+from distill.chat.template import render_messages
+from distill.data.feedback import FeedbackTemplate, Outcome, feedback_context
 from distill.engine import GenerateRequest, Sample, Sampler
 from distill.envs.base import Env, EnvGroupBuilder, Episode, StepResult
 from distill.errors import DataError, EngineError
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
-from distill.types import StopReason, TokenArray, TrajectoryGroup
+from distill.types import Segment, StopReason, TokenArray, TrajectoryGroup
 from tests.samples import TEMPERATURE, ids, sample
+from tests.scripted import chat_tokenizer
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=8)
 
@@ -140,6 +145,78 @@ def test_the_privileged_context_is_on_every_member_s_segments_of_its_own_prompt(
     assert group.metrics == {"opd/unhinted_segments": 0.25}
     plain = rollout(ScriptedBuilder(envs=[ScriptedEnv([ids(5)])]))
     assert plain.metrics == {}
+
+
+def test_feedback_tells_the_teacher_what_became_of_each_member(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Its whole reward, its group's comparison included, its response and the last words of its
+    environment; where that leaves no room for the response, the teacher sees what the policy saw.
+    """
+
+    class Says(ScriptedEnv):
+        async def step(self, sample: Sample) -> StepResult:
+            made = await super().step(sample)
+            return replace(made, feedback="turn 1" if self.turn == 1 else "")
+
+    class Ranked(ScriptedBuilder):
+        async def group_rewards(
+            self, envs_G: Sequence[Env], episodes_G: Sequence[Episode]
+        ) -> Sequence[float]:
+            return [0.0, 10.0]
+
+    text = "{reward}{outcome}{answer}({response})[{feedback}]{prompt}"
+    feedback = feedback_context(
+        FeedbackTemplate(text=text, right_from=11.0), tokenizer,
+        text="P", messages=(), tools=None, answer="A", room=60, max_new_tokens=2,
+    )  # fmt: skip
+    envs = [Says([ids(5)]), Says([ids(5), ids(5, 40, 51, 6)])]
+    ended: list[Sequence[Segment]] = []
+    builder = Ranked(envs=envs, feedback=feedback)
+    group = asyncio.run(
+        rollout_group(CountingEngine(), builder, SAMPLING, group_id=3, seed=0, ended=ended.append)
+    )
+    contexts = [s.teacher_context_T for s in group.segments()]
+    said = [
+        [s.tokens_T[s.action_mask_T].tolist() for s in t.segments] for t in group.trajectories_G
+    ]
+    one = tokenizer.decode(said[0][0])
+    other = f"{tokenizer.decode(said[1][0][:2])}\n{tokenizer.decode(said[1][0][2:])}"
+    assert [tokenizer.decode(context_T.tolist()) for context_T in contexts] == [
+        f"1wrongA({one})[turn 1]P",
+        f"12rightA({other})[turn 1]P",
+    ]
+    assert [list(segments) for segments in ended] == [
+        list(t.segments) for t in group.trajectories_G
+    ]
+    assert group.metrics == {"opd/unhinted_segments": 0.0}
+    tight = replace(feedback, room=len(contexts[0]) + 2)
+    envs = [Says([ids(5)]), Says([ids(5), ids(5, 40, 51, 6)])]
+    group = rollout(Ranked(envs=envs, feedback=tight))
+    assert [s.teacher_context_T is None for s in group.segments()] == [False, True]
+    assert group.metrics == {"opd/unhinted_segments": 0.5}
+
+
+def test_feedback_of_a_chat_is_what_the_user_says_last(
+    tmp_path: Path,
+) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    chat = [
+        {"role": "system", "content": "S"}, {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A"}, {"role": "user", "content": "Q"},
+    ]  # fmt: skip
+    made = feedback_context(
+        FeedbackTemplate(text="{{{prompt}}} {outcome}", right_from=1.0), tokenizer,
+        text="", messages=chat, tools=None, answer=None, room=200, max_new_tokens=2,
+    )  # fmt: skip
+    told = [*chat[:3], {"role": "user", "content": "{Q} right"}]
+    expected_T = render_messages(tokenizer, told)
+    assert made.tokens_T(Outcome(reward=1.0)).tolist() == expected_T.tolist()
+    with pytest.raises(DataError, match="nobody did"):
+        feedback_context(
+            FeedbackTemplate(text="{prompt}", right_from=1.0), tokenizer,
+            text="", messages=chat[:1], tools=None, answer=None, room=200, max_new_tokens=2,
+        )  # fmt: skip
 
 
 def test_bonuses_reach_the_tokens_of_their_turn() -> None:

@@ -133,6 +133,19 @@ def expect_otherwise_the_same(scored: TrajectoryGroup, before: TrajectoryGroup) 
         assert new.teacher_context_T is old.teacher_context_T
 
 
+def test_the_version_that_scored_is_on_each_segment() -> None:
+    class Moves(PrefixEngine):
+        def _score(self, request: ScoreRequest) -> Score:
+            return replace(super()._score(request), version=len(request.tokens_T))
+
+    before = unscored()
+    scored = run(score_group(Moves(0), before))
+    lengths = [len(seen_by_teacher(s, len(s))) for s in before.segments()]
+    assert [segment.teacher_version for segment in scored.segments()] == lengths
+    frozen = run(score_group(TEACHER, before))
+    assert [segment.teacher_version for segment in frozen.segments()] == [None] * len(lengths)
+
+
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_the_teacher_scores_actions_after_its_own_context(top_k: int) -> None:
     before = unscored()

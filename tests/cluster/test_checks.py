@@ -22,7 +22,7 @@ from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
-from distill.errors import CheckpointError, ConfigError, DataError
+from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
 from tests.conftest import TinyPair
 from tests.tiny import PAD, save_tokenizer, tiny_model_dir
 
@@ -308,6 +308,59 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
     hinted = prompts({"prompt": "2+2=", "teacher_prompt": "2+2=4, so 2+2="})
     [prompt] = prompts_of(check_rollout(opd(teacher=tiny_pair.student, prompts=hinted)).train)
     assert prompt.teacher_tokens_T is not None and len(prompt.teacher_tokens_T) == 14
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "message"),
+    [
+        ({}, [{"prompt": "2+2="}], "teacher=policy is the student itself, at every step"),
+        (
+            {"teacher_feedback": "{answer}{prompt}"}, [{"prompt": "2+2="}],
+            ":1: teacher_feedback names {answer}, and the row has no `answer`",
+        ),
+        (
+            {"teacher_feedback": "{outcome}{prompt}"}, [{"prompt": "2+2="}],
+            "tells of the reward, and there is none without an `answer`: .*:1 has none",
+        ),
+        (
+            {"teacher_feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}],
+            ":1: the row says what the teacher sees, and so does teacher_feedback",
+        ),
+        (
+            {"teacher_feedback": "{prompt}" + "!" * 600}, [{"prompt": "2"}],
+            ":1: teacher_feedback makes 601 tokens .* exceed the teacher's context of",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_teacher_that_moves_is_told(
+    opd: NewOpd, prompts, settings: dict, rows: list[dict], message: str
+) -> None:
+    with pytest.raises(IsothermError, match=message):
+        check_rollout(opd(teacher="policy", prompts=prompts(*rows), **settings))
+    told = opd(teacher="policy", teacher_feedback="{prompt}!", prompts=prompts({"prompt": "2+2="}))
+    assert check_rollout(told).train.builder(0, 2).hinted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"estimator": "full"}, "estimator=full with teacher=policy .*use estimator=top_k"),
+        ({"teacher_engines": 2}, "teacher_engines=2 changes nothing: .*use policy_engines"),
+        ({"teacher_server_flags": "--tp-size 2"}, "teacher_server_flags=--tp-size 2 changes"),
+        ({"right_from": 0.5}, "right_from=0.5 changes nothing without {outcome}"),
+        ({"teacher_feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
+        ({"teacher_feedback": "{answer}"}, "lacks {prompt}"),
+        ({"teacher_feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),
+        ({"teacher_feedback": "{prompt}{"}, "a brace is written {{ or }}"),
+        (
+            {"teacher": None, "teachers": {"a": TeacherConfig(model="policy")}},
+            r"teachers\.a\.model=policy: a teacher that moves is the only one",
+        ),
+    ],
+)
+def test_settings_of_a_teacher_that_moves(opd: NewOpd, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opd(**{"teacher": "policy"} | settings)
 
 
 def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) -> None:

@@ -216,6 +216,14 @@ def test_reward_and_kl_come_once_more_for_each_teacher_and_tag() -> None:
     )
 
 
+def test_a_teacher_that_moves_has_an_age() -> None:
+    """Mean over tokens of the versions that it was behind; none where any teacher is frozen."""
+    moving = [group(0, members=1, teacher_version=3), group(1, members=2, teacher_version=5)]
+    expected = (3 * (6 - 3) + 7 * (6 - 5)) / 10  # of 3 tokens, and of 3 and 4
+    assert group_metrics(moving, version=6)["opd/teacher_age"] == pytest.approx(expected)
+    assert "opd/teacher_age" not in group_metrics([*moving, group(2)], version=6)
+
+
 def test_updates_merge_by_their_tokens() -> None:
     merged = merge_updates(
         [
