@@ -176,7 +176,7 @@ def test_feedback_tells_the_teacher_what_became_of_each_member(
     group = asyncio.run(
         rollout_group(CountingEngine(), builder, SAMPLING, group_id=3, seed=0, ended=ended.append)
     )
-    contexts = [s.teacher_context_T for s in group.segments()]
+    contexts = [s.teacher_context_T for s in group.segments() if s.teacher_context_T is not None]
     said = [
         [s.tokens_T[s.action_mask_T].tolist() for s in t.segments] for t in group.trajectories_G
     ]
