@@ -183,12 +183,11 @@ class Replay:
         self._say("metrics that are the same are left out")
 
     def _blame(self, loop: Any, number: int) -> None:
-        from cluster.hosts.learner_actor import base_is_reference
         from cluster.inspect.replayed import blame
         from distill.objective.rows import with_reference
 
         groups_P = self._kept.groups(self._step)
-        if base_is_reference(self.config):
+        if self.config.base_is_reference:
             groups_P = with_reference(groups_P, loop.learner.base_logprobs)
         for title, rows in blame(loop, groups_P, self._text, number).items():
             table = Table(title=f"{title}: share of the gradient")

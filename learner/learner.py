@@ -33,6 +33,7 @@ from distill.outlines import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
+from learner.canaries import CopyAnswer, CopyQuestion
 from learner.config import LearnerConfig
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
@@ -285,6 +286,10 @@ class Learner:
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """The same by the model without its adapter: a reference that takes no memory."""
         return self._logprobs("base_logprobs", rows_D)
+
+    def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
+        """What every worker's frozen models answer, by rank (`learner.canaries`)."""
+        return self.on_all("canary", question)
 
     def _logprobs(self, method: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         dealt = self._dealt(self._split(rows_D, 1))

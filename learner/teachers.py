@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from distill.models.loading import load_causal_lm, resolve_device
-from distill.models.logprobs import Event
+from distill.models.logprobs import Event, as_outcomes
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.objectives import TeacherDistribution
 from distill.privileged import in_context
-from distill.types import FloatArray
+from distill.types import FloatArray, TokenArray
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.forward import Forward
 from learner.memory import FROZEN, Holding, check_fits
@@ -33,10 +34,12 @@ class LocalTeachers:
         """
         self._device = device
         self._forwards: dict[str, Forward] = {}
+        self.models: dict[str, tuple[str, PreTrainedModel]] = {}  # by name, with their checkpoints
         for name, path in models.items():
             check_fits(path, device, Holding(dtype.itemsize, f"a teacher's weights in {dtype}"))
             model = load_causal_lm(path, dtype=dtype, device=device).requires_grad_(False)
             self._forwards[name] = Forward(model, event=event)
+            self.models[name] = path, model
 
     @torch.no_grad()
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
@@ -57,6 +60,25 @@ class LocalTeachers:
                 )
 
         return log_q
+
+    def read(
+        self, rows_B: Sequence[TrainingRow], ids_K: TokenArray
+    ) -> list[tuple[FloatArray, FloatArray]]:
+        """(log q_T of each row's trained tokens, of the tokens `ids_K` there): (N,) and (N, K), off
+        the distribution that the loss is given."""
+        batch = collate(rows_B, self._device)
+        log_q = self.distribution_of(batch)
+        event = self._forwards[rows_B[0].teacher].head.event
+        columns_N = as_outcomes(batch.tokens_N, event)
+        columns_K = torch.from_numpy(ids_K.astype(np.int64)).to(batch.tokens_N.device)
+        found, start = [], 0
+        for row in rows_B:  # one at a time: its positions times the vocabulary
+            here, start = slice(start, start + row.num_trained), start + row.num_trained
+            log_q_NV = log_q(here)
+            own_N = log_q_NV.gather(1, columns_N[here, None]).squeeze(1)
+            listed_NK = log_q_NV.index_select(1, columns_K)
+            found.append((own_N.cpu().numpy(), listed_NK.cpu().numpy()))
+        return found
 
     @torch.no_grad()
     def logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:

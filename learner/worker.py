@@ -30,6 +30,7 @@ from distill.objective.metrics import TokenTable
 from distill.outlines import RowPlace, TrajectorySource
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
+from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.forward import Forward
@@ -171,6 +172,7 @@ class LearnerWorker:
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._rollout_share: RolloutShare | None = None
+        self._watched: list[FrozenModel] | None = None
         self._stages = Stages(self.device)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
@@ -432,6 +434,18 @@ class LearnerWorker:
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
             return self.logprobs(batches)
+
+    def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
+        """What the frozen models that it holds answer: its copies of teachers, and its base."""
+        if self._watched is None:
+            losses = (loss for loss in self.losses if isinstance(loss, PolicyObjectiveLoss))
+            base = Base(self.model, self.origin, self._config.dtype, self.base_logprobs)
+            self._watched = watched(
+                next((loss.teachers for loss in losses), None),
+                base if question.base else None,
+                self.passes.token_budget,
+            )
+        return [model.answer(question) for model in self._watched]
 
     def made_rows(self, rows: Sequence[TrainingRow | RowPlace]) -> list[TrainingRow]:
         """The rows, those of rollouts as it has made them."""

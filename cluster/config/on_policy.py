@@ -462,6 +462,16 @@ class RolloutConfig(
         """True if reference engines score the rollouts; the learner may hold one of its own."""
         return self.reference is not None and self.objective().reference_kl_coef > 0
 
+    @property
+    def base_is_reference(self) -> bool:
+        """True if the learner's model without its adapter is the reference policy."""
+        return self.reference is None and self.objective().reference_kl_coef > 0
+
+    @property
+    def copies_teachers(self) -> bool:
+        """True if each learner worker holds a copy of every teacher."""
+        return self.objective().estimator == "full"
+
     def reference_engine(
         self, device: str, log_path: str, stops: StopTokens | None = None
     ) -> EngineConfig:

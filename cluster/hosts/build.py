@@ -554,7 +554,7 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
 def _learner_bytes(config: CommonConfig) -> int:
     """Most bytes that a learner reads at its start: those of a checkpoint of its own."""
     if isinstance(config, RolloutConfig):
-        copies = config.teacher_models() if config.objective().estimator == "full" else {}
+        copies = config.teacher_models() if config.copies_teachers else {}
         teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
         return _STATE * checkpoint_bytes(config.student) + teachers
     assert isinstance(config, SupervisedConfig)

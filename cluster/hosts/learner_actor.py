@@ -24,6 +24,7 @@ from distill.objective.batching import TrainingRow
 from distill.outlines import TrajectorySource
 from distill.stops import StopTokens
 from distill.types import FloatArray
+from learner.canaries import CopyAnswer, CopyQuestion
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
@@ -164,6 +165,10 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop) and self._loop.teachers is not None
         return self._loop.teachers.logprobs(name, rows_D)
 
+    def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
+        """What the frozen models of every worker answer, by rank."""
+        return self._loop.learner.canary(question)
+
 
 def build_policy_loop(
     *,
@@ -259,15 +264,10 @@ def policy_loop(
         trace=trace,
         keep=keep,
         record=record,
-        base_is_reference=base_is_reference(config),
+        base_is_reference=config.base_is_reference,
         resume_from=resume_from,
         background=config.background_checkpoints,
     )
-
-
-def base_is_reference(config: RolloutConfig) -> bool:
-    """True if the learner's model without its adapter is the reference policy."""
-    return config.objective().reference_kl_coef > 0 and config.reference is None
 
 
 def policy_losses(
@@ -276,7 +276,7 @@ def policy_losses(
     """The losses of an opd or rl run, with the teachers of estimator=full; on every worker."""
     objective = config.objective()
     teachers = None
-    if objective.estimator == "full":
+    if config.copies_teachers:
         teachers = LocalTeachers(
             {name: teacher.model for name, teacher in config.teacher_models().items()},
             dtype=getattr(torch, choose_dtype(config.dtype, device)),

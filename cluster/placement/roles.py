@@ -249,7 +249,7 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
         if not is_url(models[name].model)
     }
     learner = student | adapter
-    if config.objective().estimator == "full":
+    if config.copies_teachers:
         learner |= {name: path for paths in teachers.values() for name, path in paths.items()}
     if config.rollouts is not None:
         return {LEARNER: learner}

@@ -4,6 +4,9 @@ A replica is one life of one scoring engine, by a number. What it scored is prov
 that was asked for afterwards is good; all its canaries before were, for one that moves is the last
 of its life. "Afterwards" is the order of the ledger's events, and no clock: a group arrived before
 the canaries were sent. Used by the queue as it goes, and by the audit of its journal.
+
+A frozen model in the learner itself is a replica, too: what weights contain, all of these that the
+learner held then have scored.
 """
 
 from __future__ import annotations
@@ -18,7 +21,17 @@ class Custody:
         self._open: dict[int, set[int]] = {}  # replicas whose next good canary a group waits for
         self._asked: dict[int, set[int]] = {}  # by replica: groups that its present canary covers
         self._versions: dict[int, int] = {}  # of open groups in weights
+        self._in_learner: set[int] = set()  # replicas in the present learner
         self.moved: set[int] = set()
+
+    @property
+    def in_learner(self) -> frozenset[int]:
+        """The replicas that the present learner holds."""
+        return frozenset(self._in_learner)
+
+    def joined_learner(self, replica: int) -> None:
+        """The learner holds a replica, which scores all that it trains on from now on."""
+        self._in_learner.add(replica)
 
     def arrived(self, group_id: int, replicas: Iterable[int]) -> bool:
         """A group has come, scored by these. False if one of them is known to have moved.
@@ -58,6 +71,8 @@ class Custody:
     def published(self, version: int, group_ids: Iterable[int]) -> None:
         """Weights of this version contain these groups."""
         for group_id in group_ids:
+            if self._in_learner:
+                self._open.setdefault(group_id, set()).update(self._in_learner)
             if group_id in self._open:
                 self._versions[group_id] = version
 
@@ -70,7 +85,9 @@ class Custody:
                 covered.discard(group_id)
 
     def keep(self, trained: Callable[[int], bool]) -> None:
-        """Weights went back: of the groups, those that are trained still are left."""
+        """Another learner, from other weights: of the groups, those that are trained still are
+        left."""
+        self._in_learner.clear()
         self.drop([i for i in self._open if i not in self._versions or not trained(i)])
 
     def versions_of(self, group_ids: Iterable[int]) -> Mapping[int, int]:

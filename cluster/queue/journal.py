@@ -12,7 +12,8 @@
                worker died; `inside` are those that ran their environment's code, and its problem
     expire     ids, reason                       set_aside id, reason
     take       ids, skipped: handed to the learner; replaced, those that it passes over
-    scorer     replica, who, ...: a scoring engine begins to serve by this number, of one life of it
+    scorer     replica, who, ...: a scoring engine begins to serve by this number, of one life of
+               it; in_learner, of a frozen model there, which scores all that is trained
     ask        replicas: canaries are about to be sent to them
     canary     replica, good, ...: the answer, as at first or moved
     again      ids, reason: delivered, and leased again to be scored by another
@@ -219,6 +220,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             ledger.forfeit(event["worker"], event["reason"])
         case "expire":
             ledger.release(event["ids"], event["reason"])
+        case "scorer":
+            ledger.scorer(event["replica"], event.get("in_learner", False))
         case "ask":
             ledger.ask(event["replicas"])
         case "canary":

@@ -403,9 +403,17 @@ class Ledger:
 
     # scorers and their canaries
 
-    def scorer(self, replica: int, **said: Any) -> None:
-        """A scorer begins to serve by this number: its first canaries were good."""
-        self.record("scorer", replica=replica, **said)
+    def scorer(self, replica: int, in_learner: bool = False, **said: Any) -> None:
+        """A scorer begins to serve by this number: its first canaries were good.
+
+        Args:
+            in_learner: it is a model in the learner, and scores what that trains on.
+        """
+        self.record(
+            "scorer", replica=replica, **({"in_learner": True} if in_learner else {}), **said
+        )
+        if in_learner:
+            self._custody.joined_learner(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
         """Canaries are about to be sent to these: what has arrived was scored before."""

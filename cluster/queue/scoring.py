@@ -138,6 +138,8 @@ class ScoringRecord:
 
     def _read_scorer(self, event: Mapping[str, Any]) -> None:
         self._job.replicas[event["replica"]] = Replica(who=event["who"], said=event)
+        if event.get("in_learner"):
+            self._job.custody.joined_learner(event["replica"])
 
     def _read_ask(self, event: Mapping[str, Any]) -> None:
         self._job.custody.asked(event["replicas"])
@@ -182,8 +184,12 @@ class ScoringRecord:
         version: int = event["version"]
         if ids and all(self._trained.get(group_id) == version for group_id in ids):
             return  # it was pushed before
+        in_learner = self._job.custody.in_learner
         for group_id in ids:
             self._trained[group_id] = version
+            if in_learner:
+                job, numbers = self._by.get(group_id, (self._job, []))
+                self._by[group_id] = job, [*numbers, *in_learner]
         self._job.custody.drop(skipped)
         self._job.custody.published(version, ids)
         self._taken = set()

@@ -292,6 +292,7 @@ class _Run:
             self.fleet.ask_canaries(step)
 
     def on_saving(self, step: int) -> None:
+        self.fleet.canaries.before_checkpoint(step)
         self._running.best.saving(step)
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -374,7 +375,7 @@ class _Run:
             return await learner.teacher_logprobs.remote(teacher, rows_D)
 
         copies: dict[str, LearnerLogprobs] = {}
-        if self._config.objective().estimator == "full":
+        if self._config.copies_teachers:
             for name, role in served_teachers(self._config).items():
                 engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
                 copies |= dict.fromkeys(engines[:1], partial(copied_logprobs, name))

@@ -23,10 +23,8 @@ _MOVES = (
 
 def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any] | None:
     """The certificate of a run; None of one that has no scorers."""
-    watched = config.scored_by_reference or (
-        isinstance(config, OpdConfig) and not config.teacher_moves
-    )
-    if not watched:
+    by_reference = config.scored_by_reference or config.base_is_reference
+    if not (by_reference or (isinstance(config, OpdConfig) and not config.teacher_moves)):
         return _of_moving_teacher() if config.teacher_moves else None
     if scoring is None or not config.canary_every:
         return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}
@@ -85,10 +83,6 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))
     if config.teacher_moves:
         found[_MOVES] = None
-    if config.objective().estimator == "full":
-        found["estimator=full: the loss reads the learner's own copy of the teacher, which the "
-              "handshake has compared with the engine's; canaries watch the engine, whose scores "
-              "the bias meter reads"] = None  # fmt: skip
     return list(found)
 
 

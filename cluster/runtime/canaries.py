@@ -7,6 +7,7 @@
     check        where weights contain that, the learner goes back, or the run stops
     ask_last     at the end of a run or of a scorer: no batch may come any more, so they go alone
 
+Frozen models in the learner itself are asked there, between steps (`copy_canaries.py`).
 That an answer proves what was scored before it follows from the order of the queue's journal
 (cluster/queue/custody.py): canaries are sent once `ask` is written there.
 """
@@ -30,6 +31,7 @@ from cluster.handles import calls
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import CanaryAnswer
+from cluster.runtime.copy_canaries import CopyCanaries
 from cluster.runtime.driver import Driver
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
@@ -77,6 +79,7 @@ class CanarySetup:
         every: steps between two; 0: nobody is asked.
         listed: (given, likeliest) tokens that training asks for at a position, by role.
         require: False lets engines serve that disagree with the others of their role.
+        copies: the learner holds frozen models of its own, and `base`: its adapter's base is one.
     """
 
     every: int
@@ -84,6 +87,8 @@ class CanarySetup:
     listed: Mapping[str, tuple[int, int]]
     on_bad: OnBadTeacher
     require: bool
+    copies: bool = False
+    base: bool = False
 
 
 def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
@@ -96,6 +101,8 @@ def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
         listed={role: (0, 0) if role == REFERENCE else asked for role in scorers},
         on_bad=config.on_bad_teacher,
         require=config.require_handshake,
+        copies=config.copies_teachers or config.base_is_reference,
+        base=config.base_is_reference,
     )
 
 
@@ -128,9 +135,10 @@ class _Introduced:
 
 
 class Canaries:
-    """The canaries of one run's scorers: teachers and the reference.
+    """The canaries of one run's scorers: teachers and the reference, on engines and in the learner.
 
     Args:
+        learner: the present learner's leader.
         found: is told of a scorer that has moved.
         trusted: is told up to which step weights contain proven groups only.
     """
@@ -142,6 +150,7 @@ class Canaries:
         queue: GroupQueue,
         setup: CanarySetup,
         *,
+        learner: Callable[[], Any],
         say: Callable[[str], None],
         found: Callable[[Finding], None],
         trusted: Callable[[int], None],
@@ -156,6 +165,25 @@ class Canaries:
         self._step = 0
         self._told: list[Any] = []  # good answers on their way into the journal
         self._bad: tuple[int, str] | None = None
+        self._copies = CopyCanaries(
+            driver,
+            queue,
+            learner=learner,
+            temperature=setup.temperature if setup.every and setup.copies else None,
+            base=setup.base,
+            number=self._number,
+            found=found,
+            bad=self._note_bad,
+            trusted=trusted,
+        )
+
+    def _number(self) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number
+
+    def _note_bad(self, first_bad: int, why: str) -> None:
+        if self._bad is None or first_bad < self._bad[0]:
+            self._bad = first_bad, why
 
     @property
     def lives(self) -> dict[str, int]:
@@ -237,7 +265,7 @@ class Canaries:
         return refused
 
     def _welcome(self, member: Member, introduced: _Introduced) -> None:
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._number()
         info, tolerance = introduced.info, introduced.tolerance
         said = {
             "who": member.name,
@@ -254,13 +282,23 @@ class Canaries:
             number, member, self._rows[member.spec.name], introduced.answers[0], tolerance
         )
 
+    def join_learner(self) -> None:
+        """First answers of the frozen models of a learner that has started."""
+        self._copies.introduce()
+
     # the later ones
 
     def after_step(self, step: int) -> None:
-        """Has scorers asked that are due; call it between steps."""
+        """Has scorers asked that are due; call it between steps.
+
+        Raises:
+            ScoredWrongly, ScorerMoved: as `check`; of a model in the learner, which answers now.
+        """
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
             self._ask([s for s in self._serving() if s.asked is None], alone=False)
+            self._copies.ask(step)
+            self.check()
 
     def _serving(self) -> list[_Scorer]:
         self._forget_the_dead()
@@ -352,8 +390,7 @@ class Canaries:
                 f"the weights of step {first_bad} and later contain what it scored since its last "
                 "good canary"
             )
-            if self._bad is None or first_bad < self._bad[0]:
-                self._bad = first_bad, f"{member.name} has moved, and {contained}"
+            self._note_bad(first_bad, f"{member.name} has moved, and {contained}")
         else:
             contained = "no weights contain what it scored since its last good canary"
         again = f"; {len(answer.again)} groups are scored again" if answer.again else ""
@@ -391,6 +428,26 @@ class Canaries:
                 first_bad,
             )
         raise ScoredWrongly(why, first_bad)
+
+    def before_checkpoint(self, step: int) -> None:
+        """Asks the learner's frozen models: of a learner that dies, its checkpoint is proven.
+
+        Raises:
+            ScoredWrongly, ScorerMoved: as `check`.
+        """
+        self._copies.ask(step)
+        self.check()
+
+    def after_last(self, step: int) -> None:
+        """Asks everyone after the last step, and waits.
+
+        Raises:
+            ScoredWrongly, ScorerMoved: as `check`.
+        """
+        self._step = step
+        self._copies.ask(step)
+        self.ask_last()
+        self.check()
 
     def ask_last(self, members: Sequence[Member] | None = None) -> None:
         """Asks these, or all that serve, by themselves, and waits; then `check`.

@@ -128,6 +128,7 @@ class Fleet:
             self.driver,
             self.queue,
             canary_setup(config, self.scorers),
+            learner=lambda: self.learner,
             say=say,
             found=found,
             trusted=self._trust,
@@ -403,6 +404,7 @@ class Fleet:
         # Only now: what is leased from here on must not be sampled from weights that are lost.
         rewound = self.queue.rewind(trained_in(checkpoint), str(lost))
         self._epoch = self.driver.call("taking the queue back", rewound)
+        self.canaries.join_learner()
         if self._working:
             self._announce()
         self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
@@ -410,7 +412,8 @@ class Fleet:
         return checkpoint
 
     def introduce_scorers(self) -> None:
-        """First answers of the scorers that the run begins with; between handshake and work.
+        """First answers of the scorers that the run begins with, and of the learner's frozen
+        models; between handshake and work.
 
         Raises:
             CalibrationError: one of them is not what the others of its role are.
@@ -418,11 +421,12 @@ class Fleet:
         members = [m for role in self.scorers for m in self.supervisor.members(role, State.SERVING)]
         if refused := self.canaries.join(members):
             raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+        self.canaries.join_learner()
 
     def ask_canaries(self, step: int) -> None:
         """Has scorers asked that are due after this step; after the last one, waits for them."""
         if step == self._config.steps:
-            self.canaries.ask_last()
+            self.canaries.after_last(step)
         else:
             self.canaries.after_step(step)
 

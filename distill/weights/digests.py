@@ -45,7 +45,28 @@ def checksum(data: npt.NDArray[Any]) -> str:
     data = data.reshape(-1).view(np.uint8)
     whole = len(data) - len(data) % (8 * _ROW)
     rows_RC = data[:whole].view(np.int64).reshape(-1, _ROW)
-    sums = (rows_RC.sum(axis=0), rows_RC.sum(axis=1), data[whole:])
+    return _name(rows_RC.sum(axis=0), rows_RC.sum(axis=1), data[whole:])
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """The `checksum` of a tensor's values, summed on the device where they are."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not data.is_cuda:
+        return checksum(data.cpu().numpy())
+    return checksum_by_torch(data)
+
+
+def checksum_by_torch(data: Tensor) -> str:
+    """`checksum` of bytes, by torch's sums, which go round at 2^64 as numpy's do."""
+    if data.storage_offset() % 8:  # a share of a larger tensor: no words begin there
+        data = data.clone()
+    whole = len(data) - len(data) % (8 * _ROW)
+    rows_RC = data[:whole].view(torch.int64).reshape(-1, _ROW)
+    sums = (rows_RC.sum(dim=0), rows_RC.sum(dim=1), data[whole:])
+    return _name(*(part.cpu().numpy() for part in sums))
+
+
+def _name(*sums: npt.NDArray[Any]) -> str:
     return hashlib.sha256(b"".join(part.tobytes() for part in sums)).hexdigest()
 
 

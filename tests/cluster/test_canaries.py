@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.findings.finding import Finding
 from cluster.handles import calls
@@ -16,8 +17,9 @@ from cluster.handles.local_actor import LocalActor
 from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.journal import read_journal
+from cluster.queue.journal import read_journal, replay
 from cluster.queue.ledger import LedgerSettings
+from cluster.queue.scoring import read_scoring
 from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly, ScorerMoved
 from cluster.runtime.driver import Driver, Signals
 from cluster.supervision.supervise import (
@@ -30,7 +32,11 @@ from cluster.supervision.supervise import (
 )
 from distill.delivery import Lease, TrainedGroups
 from distill.engine import EngineInfo, Score, ScoreRequest
+from distill.errors import CalibrationError
+from learner.canaries import CopyAnswer, CopyQuestion, watched
+from learner.teachers import LocalTeachers
 from tests.actors.prefix_engine import PrefixEngine
+from tests.conftest import TinyPair
 from tests.queues import queue_here
 from tests.tiny import VOCAB_SIZE
 
@@ -92,10 +98,32 @@ class Worker:
         return await self._pool.ride(engine, requests, 0.05 if patience_s else 0.0)
 
 
-class House:
-    """Scorers of one role under the real supervisor, driver and queue."""
+class Holder:
+    """A learner of two workers, each with a copy of a teacher; `plant` changes one of them."""
 
-    def __init__(self, path: Path, on_bad: Any = "rewind", every: int = 1) -> None:
+    def __init__(self, model: str) -> None:
+        self._copies = [
+            LocalTeachers({"maths": model}, dtype=torch.float32, device="cpu") for _ in range(2)
+        ]
+        self._watched = [watched(each, None, token_budget=4096) for each in self._copies]
+
+    def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
+        return [[each.answer(question) for each in of_rank] for of_rank in self._watched]
+
+    def plant(self, rank: int) -> None:
+        _, model = self._copies[rank].models["maths"]
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 0.01
+
+
+class House:
+    """Scorers of one role under the real supervisor, driver and queue; `model` is what a learner
+    has copies of."""
+
+    def __init__(
+        self, path: Path, on_bad: Any = "rewind", every: int = 1, model: str | None = None
+    ) -> None:
+        self.learner = None if model is None else LocalActor(Holder, model)
         self.found: list[Finding] = []
         self.trusted = 0
         self.supervisor = Supervisor(
@@ -116,8 +144,14 @@ class House:
             driver,
             self.queue,
             CanarySetup(
-                every=every, temperature=T, listed={REFERENCE: (0, 0)}, on_bad=on_bad, require=True
+                every=every,
+                temperature=T,
+                listed={REFERENCE: (0, 0)},
+                on_bad=on_bad,
+                require=True,
+                copies=model is not None,
             ),
+            learner=lambda: self.learner,
             say=print,
             found=self.found.append,
             trusted=self._trust,
@@ -186,7 +220,15 @@ class House:
     def serving(self) -> list[str]:
         return list(self.supervisor.serving(REFERENCE))
 
+    def train_again(self) -> None:
+        """A learner that starts anew, from nothing."""
+        plain = calls.get(self.queue.actor.__ray_call__.remote(lambda plain: plain._ledger))
+        self.trained, self.version = TrainedGroups(), 0
+        plain.rewind(self.trained, "it was told to")
+
     def close(self) -> None:
+        if self.learner is not None:
+            self.learner.end()
         self.supervisor.end_all()
         self.queue.actor.end()
 
@@ -327,3 +369,52 @@ def test_canaries_travel_by_a_worker_where_there_is_one(house: Any) -> None:
     here.round()  # the worker is dead: alone, by the driver
     answers = [event for event in read_journal(here.path) if event["event"] == "canary"]
     assert [event["rode"] for event in answers] == [False, False] and here.found == []
+
+
+def test_a_copy_in_the_learner_proves_what_is_trained_and_is_found_when_it_changes(
+    house: Any, tiny_pair: TinyPair
+) -> None:
+    here = house(model=tiny_pair.teacher, every=2)
+    here.join([1])
+    here.canaries.join_learner()
+    here.train(0)
+    here.train(0)
+    here.round()
+    assert here.trusted == 2 and here.found == []
+    here.train(0)
+    here.canaries.before_checkpoint(3)
+    assert here.trusted == 2, "the engine has not been asked"
+    here.canaries.before_checkpoint(3)  # nor are they, twice
+    calls.get(here.learner.plant.remote(1), DEADLINE_S)
+    here.train(0)
+    with pytest.raises(ScoredWrongly, match="the weights of step 4 and later") as raised:
+        here.round()
+    assert raised.value.before == 4
+    [finding] = here.found
+    assert "learner worker 1's copy of teacher maths has moved" in finding.text
+    assert "embed_tokens.weight changed" in finding.text
+    scoring = read_scoring(here.path)
+    assert scoring is not None and not scoring.holds
+    assert scoring.bad == {"learner worker 1's copy of teacher maths": [4]}
+    # Another learner, which loads what it should, and trains all of it again.
+    here.learner.end()
+    here.learner = LocalActor(Holder, tiny_pair.teacher)
+    here.train_again()
+    here.canaries.join_learner()
+    here.train(0)
+    here.train(0)
+    here.round()
+    scoring = read_scoring(here.path)
+    assert scoring is not None and scoring.holds and scoring.trained == 4 and here.trusted == 2
+    assert len(replay(here.path).ledger._custody.in_learner) == 2
+
+
+def test_a_copy_of_other_weights_does_not_take_the_place_of_the_first(
+    house: Any, tiny_pair: TinyPair
+) -> None:
+    here = house(model=tiny_pair.teacher)
+    here.canaries.join_learner()
+    here.learner.end()
+    here.learner = LocalActor(Holder, tiny_pair.student)
+    with pytest.raises(CalibrationError, match="was changed while the run was under way"):
+        here.canaries.join_learner()

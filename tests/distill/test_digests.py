@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distill.weights.digests import checksum, digest, word_sum
+from distill.weights.digests import checksum, checksum_by_torch, digest, tensor_checksum, word_sum
 
 
 def slow(data: bytes) -> int:
@@ -78,3 +78,16 @@ def test_a_checksum_sees_every_value_and_its_place() -> None:
     seen |= {checksum(data[:n]) for n in (1, 5, 4097)}  # of any length
     assert len(seen) == 10 and checksum(data.copy()) in seen
     assert checksum(data[:0]) == checksum(data[:0].view(np.uint32))
+
+
+def test_torch_s_checksum_is_numpy_s() -> None:
+    """It is what a GPU computes; from a share that begins between two words, too."""
+    data = torch.randint(0, 256, (5 * 8192 + 77,), dtype=torch.uint8)
+    for start, end in [(0, None), (0, 100), (3, None), (0, 0)]:
+        part = data[start:end]
+        assert checksum_by_torch(part) == checksum(part.numpy())
+    weight = torch.randn(300, 70).to(torch.bfloat16).T
+    assert tensor_checksum(weight) == checksum(weight.contiguous().view(torch.uint8).numpy())
+    huge = torch.full((4096,), 255, dtype=torch.uint8).repeat(64)
+    huge.view(torch.int64).fill_(2**62)
+    assert checksum_by_torch(huge) == checksum(huge.numpy()), "sums go round"

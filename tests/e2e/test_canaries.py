@@ -19,6 +19,9 @@ from cluster.inspect.audit import audit
 from cluster.run_files.rollouts import read_rollouts
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
+from distill.objective.batching import Batch
+from learner.teachers import LocalTeachers
+from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments
 from tests.tiny import VOCAB_SIZE
@@ -161,3 +164,59 @@ def test_stop_ends_the_run_before_the_weights_that_contain_it(
     assert not certificate(out)["proven"]
     assert train(tiny_pair, out, max_staleness=0) == 0
     expect_proven(out)
+
+
+@pytest.mark.slow
+def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are well all the time, and the loss reads another teacher than they serve."""
+    out = tmp_path / "run"
+    passes: list[LocalTeachers] = []
+    distribution_of = LocalTeachers.distribution_of
+
+    def watched(teachers: LocalTeachers, batch: Batch) -> Any:
+        if batch.rows[0].source != "a canary":
+            passes.append(teachers)
+            if len(passes) == 6:
+                _, model = teachers.models[""]
+                with torch.no_grad():
+                    model.get_input_embeddings().weight[VOCAB_SIZE - 1, 0] += 0.01
+        return distribution_of(teachers, batch)
+
+    monkeypatch.setattr(LocalTeachers, "distribution_of", watched)
+    assert train(tiny_pair, out, estimator="full", max_staleness=0, token_budget=4096) == 0
+    assert len(passes) > 6 and passes[0] is not passes[-1]
+    found = expect_proven(out)
+    copies = [each for each in found["replicas"] if "copy" in each["who"]]
+    assert [each["who"] for each in copies] == ["learner's copy of teacher"] * 2
+    assert "embed_tokens.weight changed" in copies[0]["quarantine"]["why"]
+    assert copies[1]["quarantine"] is None and copies[1]["groups"] > 0
+    assert sum(each["groups"] for each in copies) == 40 and found["limits"] == []
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
+    [rewind] = events(out, "rewind")
+    assert f"weights of step {rewind['step'] + 1} and later" in finding["text"]
+
+
+@pytest.mark.slow
+def test_the_base_of_an_adapter_is_watched_where_it_is_the_reference(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    steps: list[LearnerWorker] = []
+    step = LearnerWorker.step
+
+    def watched(worker: LearnerWorker, micro_batches: Any) -> Any:
+        steps.append(worker)
+        if len(steps) == 5:
+            with torch.no_grad():
+                next(p for p in worker.model.parameters() if not p.requires_grad).mul_(1.01)
+        return step(worker, micro_batches)
+
+    monkeypatch.setattr(LearnerWorker, "step", watched)
+    settings = {"lora_rank": 2, "reference_kl_coef": 0.1, "max_staleness": 0}
+    assert train(tiny_pair, out, checkpoint_every=1, **settings) == 0
+    assert len(steps) > 10 and steps[0] is not steps[-1]
+    bases = [each for each in expect_proven(out)["replicas"] if each["who"] == "learner's base"]
+    assert len(bases) == 2 and "changed" in bases[0]["quarantine"]["why"]
+    assert bases[0]["groups_in_gaps"] == 0 and bases[1]["quarantine"] is None

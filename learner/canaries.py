@@ -1,0 +1,214 @@
+"""Canaries of the frozen models that a learner's workers hold: copies of teachers, adapters' bases.
+
+    checksums   of every weight, as the worker holds it: of a frozen model they never change, so one
+                number that does is found, whatever it does to any row, and its tensor is named
+    answers     fixed rows through the very pass that the loss takes: a wrong T, or a pass that
+                computes otherwise than it did, leaves the weights as they were
+
+A copy of a teacher is whole on each worker. Of a base that is sharded each has checksums of its
+share, and all run the rows together. Who asks, and when, is for cluster/runtime/canaries.py to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from transformers.modeling_utils import PreTrainedModel
+
+from distill.engine import EngineInfo, Score, ScoreRequest
+from distill.handshake.canary import Answer, CanaryRows
+from distill.models.loading import context_length, vocab_size
+from distill.objective.batching import TrainingRow, split_by_token_budget
+from distill.types import FloatArray, TopLogprobs
+from distill.weights.digests import tensor_checksum
+from learner.sharding import local, stored
+from learner.teachers import LocalTeachers
+
+# Tokens whose log-probs are compared at each position, beside its own: of a whole distribution, as
+# estimator=full reads it.
+_LISTED = 16
+# Of rows at T, with the listed tokens behind them; or their own tokens' log-probs alone.
+Run = Callable[[Sequence[TrainingRow], CanaryRows], Mapping[int, tuple[FloatArray, FloatArray]]]
+# log p_T of batches' trained tokens, an array a row.
+BaseLogprobs = Callable[[Sequence[list[TrainingRow]]], list[list[FloatArray]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyQuestion:
+    """What every worker is asked.
+
+    Attributes:
+        company: an answer is given for each, with so many other rows beside the canaries.
+        base: the model without its adapter is watched as well: it is the reference.
+    """
+
+    temperature: float
+    company: tuple[int, ...] = (0,)
+    base: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CopyAnswer:
+    """What a worker says of one frozen model.
+
+    Attributes:
+        teacher: its name; None: it is the base of the adapter.
+        digest: of all its weights on this worker.
+        changed: names of tensors that are not what they were when it was first asked.
+        rows: those that were answered.
+    """
+
+    teacher: str | None
+    info: EngineInfo
+    digest: str
+    changed: tuple[str, ...]
+    rows: CanaryRows
+    answers: list[Answer]
+
+
+class FrozenModel:
+    """A frozen model, watched; it remembers the checksums that it had at first."""
+
+    def __init__(
+        self,
+        teacher: str | None,
+        path: str,
+        model: PreTrainedModel,
+        *,
+        dtype: str,
+        run: Run,
+        listed: int,
+    ) -> None:
+        self._teacher, self._model, self._run, self._listed = teacher, model, run, listed
+        self._info = EngineInfo(
+            kind="in the learner",
+            model=path,
+            vocab_size=vocab_size(model.config),
+            context_length=context_length(model.config),
+            weight_version=0,
+            dtype=dtype,
+            eos_token_ids=None,
+            tokenizer=None,
+            temperature_scaling="in the learner",
+        )
+        self._first: dict[str, str] | None = None
+
+    def answer(self, question: CopyQuestion) -> CopyAnswer:
+        """Its checksums, and an answer for each company."""
+        sums = self._checksums()
+        if self._first is None:
+            self._first = sums
+        rows = CanaryRows.of(self._info, question.temperature, given=self._listed)
+        return CopyAnswer(
+            teacher=self._teacher,
+            info=self._info,
+            digest=hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16],
+            changed=tuple(name for name, value in sums.items() if self._first.get(name) != value),
+            rows=rows,
+            answers=[self._answered(rows, company) for company in question.company],
+        )
+
+    def _checksums(self) -> dict[str, str]:
+        return {
+            name: tensor_checksum(local(weight))
+            for name, weight in stored(self._model)
+            if not weight.requires_grad
+        }
+
+    def _answered(self, rows: CanaryRows, company: int) -> Answer:
+        asked = rows.with_company(company)
+        by_request = [_training_rows(request, self._teacher or "") for request in asked]
+        found = self._run([row for made in by_request for row in made], rows)
+        scores = []
+        for request, made in zip(asked[: len(rows.requests)], by_request, strict=False):
+            parts = [found[id(row)] for row in made]
+            top = None
+            if request.given_NK is not None:
+                top = TopLogprobs(ids_NK=request.given_NK, logprobs_NK=parts[0][1])
+            scores.append(
+                Score(logprobs_by_temperature=tuple(own_N for own_N, _ in parts), top=top)
+            )
+        return rows.answer(scores)
+
+
+class Base(NamedTuple):
+    """A model without its adapter; `dtype`: what it computes in."""
+
+    model: PreTrainedModel
+    path: str
+    dtype: str
+    logprobs: BaseLogprobs
+
+
+def watched(
+    teachers: LocalTeachers | None, base: Base | None, token_budget: int
+) -> list[FrozenModel]:
+    """The frozen models of a worker: its copies of teachers, and the base of its adapter."""
+    found = []
+    if teachers is not None:
+        run = partial(_by_copy, teachers, token_budget)
+        found += [
+            FrozenModel(
+                name,
+                path,
+                model,
+                dtype=str(model.dtype).removeprefix("torch."),
+                run=run,
+                listed=_LISTED,
+            )
+            for name, (path, model) in teachers.models.items()
+        ]
+    if base is not None:
+        run = partial(_by_base, base.logprobs, token_budget)
+        found.append(FrozenModel(None, base.path, base.model, dtype=base.dtype, run=run, listed=0))
+    return found
+
+
+def _training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
+    """A row at each of the request's temperatures, every token from `start` on trained."""
+    nothing_T = np.zeros(len(request.tokens_T), np.float32)
+    return [
+        TrainingRow(
+            tokens_T=request.tokens_T,
+            loss_mask_T=np.arange(len(request.tokens_T)) >= request.start,
+            advantages_T=nothing_T,
+            behaviour_logprobs_T=nothing_T,
+            temperature=temperature,
+            source="a canary",
+            teacher=teacher,
+        )
+        for temperature in request.temperatures
+    ]
+
+
+def _by_copy(
+    teachers: LocalTeachers, token_budget: int, rows_D: Sequence[TrainingRow], asked: CanaryRows
+) -> dict[int, tuple[FloatArray, FloatArray]]:
+    ids_K = np.empty(0, np.int32)
+    if (given_NK := asked.requests[0].given_NK) is not None:
+        ids_K = given_NK[0]
+    found = {}
+    for rows_B in split_by_token_budget(rows_D, token_budget):
+        read = teachers.read(rows_B, ids_K)
+        found |= {id(row): values for row, values in zip(rows_B, read, strict=True)}
+    return found
+
+
+def _by_base(
+    logprobs: BaseLogprobs,
+    token_budget: int,
+    rows_D: Sequence[TrainingRow],
+    _asked: CanaryRows,
+) -> dict[int, tuple[FloatArray, FloatArray]]:
+    batches = list(split_by_token_budget(rows_D, token_budget))
+    nothing = np.empty(0, np.float32)
+    return {
+        id(row): (logprobs_N, nothing)
+        for rows_B, made in zip(batches, logprobs(batches), strict=True)
+        for row, logprobs_N in zip(rows_B, made, strict=True)
+    }
