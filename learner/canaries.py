@@ -122,7 +122,7 @@ class FrozenModel:
 
     def _answered(self, rows: CanaryRows, company: int) -> Answer:
         asked = rows.with_company(company)
-        by_request = [_training_rows(request, self._teacher or "") for request in asked]
+        by_request = [training_rows(request, self._teacher or "") for request in asked]
         found = self._run([row for made in by_request for row in made], rows)
         scores = []
         for request, made in zip(asked[: len(rows.requests)], by_request, strict=False):
@@ -169,7 +169,7 @@ def watched(
     return found
 
 
-def _training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
+def training_rows(request: ScoreRequest, teacher: str) -> list[TrainingRow]:
     """A row at each of the request's temperatures, every token from `start` on trained."""
     nothing_T = np.zeros(len(request.tokens_T), np.float32)
     return [

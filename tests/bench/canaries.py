@@ -4,7 +4,8 @@
 
 One embedded teacher of 5.8 M parameters scores a step of random rows in calls of a group each; in
 half of the steps, one of the calls carries the canaries. The share is that of canary_every=1, and
-of the default. A step has other work besides, so of a step's time it is less.
+of the default. A step has other work besides, so of a step's time it is less. Then the same of a
+copy of that teacher in the learner (estimator=full): its pass over the rows, and its canary.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import chz
 import numpy as np
+import torch
 from rich.console import Console
 
 from actors.embedded.engine import EmbeddedEngine
@@ -25,6 +27,8 @@ from cluster.config.pools import CanarySettings
 from distill.engine import ScoreRequest
 from distill.handshake.canary import CanaryRows
 from distill.sampling import UNSCALED
+from learner.canaries import CopyQuestion, training_rows, watched
+from learner.teachers import LocalTeachers
 from tests.bench.pair import make_pair
 
 T = 0.7
@@ -80,10 +84,31 @@ async def measure(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
     return median(seconds[False]), median(seconds[True])
 
 
+def measure_copy(config: CanaryBenchConfig, model: str) -> tuple[float, float]:
+    """Median seconds that a copy of the teacher takes for a step's distributions, and a canary."""
+    teachers = LocalTeachers({"": model}, dtype=torch.float32, device="cpu")
+    [copy] = watched(teachers, None, token_budget=4096)
+    rows = CanaryRows.of(copy.answer(CopyQuestion(temperature=T)).info, T)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for seed in range(config.rounds + 1):
+        calls = step_of_rows(config, rows.vocab_size, seed)
+        groups = [[row for r in call for row in training_rows(r, "")[:1]] for call in calls]
+        began = time.perf_counter()
+        for rows_B in groups:
+            teachers.read(rows_B, np.empty(0, np.int32))
+        passed = time.perf_counter()
+        copy.answer(CopyQuestion(temperature=T))
+        if seed:
+            seconds[0].append(passed - began)
+            seconds[1].append(time.perf_counter() - passed)
+    return median(seconds[0]), median(seconds[1])
+
+
 def print_measured(config: CanaryBenchConfig, console: Console) -> None:
     with TemporaryDirectory() as directory:
         pair = make_pair(Path(directory), num_prompts=1)
         without, with_them = asyncio.run(measure(config, pair.teacher))
+        passes, canary = measure_copy(config, pair.teacher)
     every = chz.chz_fields(CanarySettings)["canary_every"]._default
     added = with_them - without
     console.print(
@@ -91,6 +116,11 @@ def print_measured(config: CanaryBenchConfig, console: Console) -> None:
         f"{config.prompt_tokens + config.new_tokens} tokens: {without:.3f} s of the teacher; "
         f"canaries add {1e3 * added:.1f} ms, {added / without:.2%} of each step that has them and "
         f"{added / without / every:.2%} with canary_every={every}",
+        highlight=False,
+    )
+    console.print(
+        f"a copy in the learner: {passes:.3f} s for the same step's distributions; a canary takes "
+        f"{1e3 * canary:.1f} ms, {canary / passes / every:.2%} of that with canary_every={every}",
         highlight=False,
     )
 

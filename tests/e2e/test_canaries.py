@@ -181,7 +181,7 @@ def test_one_number_that_changes_in_the_learner_s_copy_of_the_teacher(
             if len(passes) == 6:
                 _, model = teachers.models[""]
                 with torch.no_grad():
-                    model.get_input_embeddings().weight[VOCAB_SIZE - 1, 0] += 0.01
+                    next(model.parameters())[VOCAB_SIZE - 1, 0] += 0.01
         return distribution_of(teachers, batch)
 
     monkeypatch.setattr(LocalTeachers, "distribution_of", watched)
