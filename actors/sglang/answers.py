@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from actors.sglang.plugin.hooks import LISTED_KEY, TEMPERATURE_KEY, UNSCALED_KEY
-from actors.sglang.plugin.row_temperatures import read_listed
+from actors.sglang.plugin.row_temperatures import decoded, read_listed
 from actors.sglang.requests import merged
 from distill.engine import Sample, ScoreRequest
 from distill.errors import DataError, EngineError
@@ -67,7 +66,7 @@ def read_experts(
         return None
     shape = (tokens, mixture.layers, mixture.top_k)
     try:
-        experts_NLK = np.frombuffer(base64.b64decode(text or ""), "<i4").reshape(shape)
+        experts_NLK = np.frombuffer(decoded(text or ""), "<i4").reshape(shape)
     except (TypeError, ValueError) as error:
         raise EngineError(
             f"the server returned no experts of {tokens} tokens in {mixture.layers} layers, "
@@ -94,7 +93,7 @@ def _output_top_ids(
     try:
         if "output_top_logprobs_idx_flat_b64" in meta:
             flat = [
-                np.frombuffer(base64.b64decode(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype)
+                np.frombuffer(decoded(meta[f"output_top_logprobs_{name}_flat_b64"]), dtype)
                 for name, dtype in (("idx", "<i4"), ("val", "<f4"))
             ]
             ids_TK, logprobs_TK = (values.reshape(length, asked) for values in flat)
@@ -306,7 +305,7 @@ def _top_blocks(meta: Mapping[str, Any], expected: int) -> tuple[TokenArray, Flo
 
 def _block(meta: Mapping[str, Any], name: str) -> np.ndarray:
     """Numbers, from base64 of their little-endian bytes."""
-    content = base64.b64decode(meta[f"{_TOP}_{name}_flat_b64"], validate=True)
+    content = decoded(meta[f"{_TOP}_{name}_flat_b64"])
     dtype = np.dtype(meta[f"{_TOP}_{name}_flat_b64_dtype"])
     return np.frombuffer(content, dtype.newbyteorder("<"))
 

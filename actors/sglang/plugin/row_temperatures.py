@@ -12,6 +12,7 @@ log-prob is asked for), K listed tokens, V vocabulary.
 from __future__ import annotations
 
 import base64
+import binascii
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from torch import Tensor
 
 # Most logits a logsumexp takes at once: its scratch may come from memory that SGLang has counted.
 _BLOCK_ELEMENTS = 1 << 22
+# Characters of base64 that are read in one call, a multiple of four: half a millisecond.
+_BASE64_PIECE = 1 << 18
 
 
 class UnknownPassError(RuntimeError):
@@ -292,10 +295,22 @@ def read_listed(text: str, given: int, others: int) -> tuple[np.ndarray, np.ndar
     Raises:
         ValueError: not base64, or of another size.
     """
-    found = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    found = np.frombuffer(decoded(text), "<f4")
     found_NK = found.reshape(-1, given + 2 * others)
     ids_NK = np.ascontiguousarray(found_NK[:, given + others :]).view("<i4")
     return found_NK[:, :given], found_NK[:, given : given + others], ids_NK
+
+
+def decoded(text: str) -> bytes:
+    """Bytes of base64. In pieces: one call would hold the interpreter from first byte to last.
+
+    Raises:
+        ValueError: not base64.
+    """
+    pieces = range(0, len(text), _BASE64_PIECE)
+    return b"".join(
+        binascii.a2b_base64(text[i : i + _BASE64_PIECE], strict_mode=True) for i in pieces
+    )
 
 
 def _blocks(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
