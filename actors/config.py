@@ -13,6 +13,7 @@ from actors.sglang.flags import InFlight, parse_flags
 from actors.sglang.installed import require_sglang, sglang_installed
 from actors.sglang.parallelism import parallelism
 from distill.errors import ConfigError
+from distill.pace import LOADED_A_S, loading_s
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, ThreadSettings
 from distill.stops import StopTokens
 
@@ -29,9 +30,8 @@ DtypeChoice = Literal["auto", "float32", "bfloat16"]
 LocalEngine: TypeAlias = "EmbeddedEngine | HostedSglangEngine | ExternalSglangEngine"
 
 
-# Longest a start takes, but for the weights; and their bytes a second from a slow shared disk.
+# Longest a start takes, but for the weights.
 START_S = 600.0
-LOADED_A_S = 100_000_000
 
 
 def choose_dtype(choice: DtypeChoice, device: str) -> Dtype:
@@ -154,7 +154,7 @@ class ServerSettings:
         """Longest an actor that loads this model may take to start; None: it loads none."""
         if self.start_deadline_s is not None:
             return self.start_deadline_s
-        return START_S + (0 if model is None else checkpoint_bytes(model) / LOADED_A_S)
+        return START_S + (0 if model is None else loading_s(checkpoint_bytes(model)))
 
 
 @chz.chz

@@ -1,4 +1,5 @@
-"""Deadlines by work: the seconds that a number of tokens may take, by what was measured."""
+"""Deadlines by work: the seconds that a number of tokens may take, by what was measured; and the
+count of work by which others see that a part gets on."""
 
 from __future__ import annotations
 
@@ -6,10 +7,17 @@ from __future__ import annotations
 SLOWEST_TOKEN_S = 0.25
 # And this much of a prompt is computed in a second where many wait: 500 tokens.
 SLOWEST_PREFILL_S = 0.002
+# So many bytes a second are read from a slow shared disk.
+LOADED_A_S = 100_000_000
 # A request may take so many times as long for each token as the slowest lately did.
 _MARGIN = 4.0
 # How much of the slowest is left after each other request.
 _MEMORY = 0.95
+
+
+def loading_s(nbytes: int) -> float:
+    """What so many bytes of weights may take on their way into an engine or a learner."""
+    return nbytes / LOADED_A_S
 
 
 class Pace:
@@ -30,3 +38,14 @@ class Pace:
     def allowance_s(self, tokens: int) -> float:
         """What so many tokens, one after the other, may take."""
         return tokens * max(self._granted_s, _MARGIN * self._measured_s)
+
+
+class Progress:
+    """Count of work done. Whoever looks at it again and finds it moved lets its owner be."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def mark(self) -> None:
+        """A piece of work is done, or a wait under a deadline of its own goes on."""
+        self.count += 1

@@ -30,6 +30,7 @@ from distill.objective.batching import (
 from distill.objective.losses import StepCounts, add_metrics, finish_metrics
 from distill.objective.rows import RowOutline
 from distill.outlines import RowPlace, TrajectorySource
+from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
@@ -110,6 +111,11 @@ class Learner:
     @property
     def workers(self) -> int:
         return self._group.size
+
+    @property
+    def progress(self) -> Progress:
+        """Of the worker in this process."""
+        return self._worker.progress
 
     @property
     def model(self) -> PreTrainedModel:
@@ -268,7 +274,7 @@ class Learner:
     def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         """Every worker's answer to the order, by rank; each has an argument of its own."""
         self._group.send([Order(method, argument) for argument in arguments])
-        return self._group.collect(getattr(self._worker, method)(arguments[0]))
+        return self._group.collect(self._worker.carry_out(method, arguments[0]))
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
         """The same, all with one argument."""

@@ -28,6 +28,7 @@ from distill.objective.batching import Batch, TrainingRow, collate, split_by_tok
 from distill.objective.losses import OWN_SHARE, Metrics, StepCounts, add_metrics
 from distill.objective.metrics import TokenTable
 from distill.outlines import RowPlace, TrajectorySource
+from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
@@ -169,6 +170,7 @@ class LearnerWorker:
     ) -> None:
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed + group.rank)
+        self.progress = Progress()  # by forward passes, backward passes and orders
         self.device = resolve_device(config.device)
         self.losses = list(losses)
         self._rollout_share: RolloutShare | None = None
@@ -275,6 +277,12 @@ class LearnerWorker:
         """True if rows run packed, as `distill.objective.batching.BatchShape` takes it."""
         return self._forward.packs
 
+    def carry_out(self, method: str, argument: Any) -> Any:
+        """The answer to an order."""
+        answer = getattr(self, method)(argument)
+        self.progress.mark()
+        return answer
+
     def _load(self) -> Any:
         """The model; with several workers its values are the leader's alone, in main memory."""
         path, padding = self._config.model, self._config.reward_padding
@@ -326,8 +334,10 @@ class LearnerWorker:
                 loss = loss * (micro.coef if micro.counted else 0.0)
             if non_finite is None and not math.isfinite(loss.item()):
                 non_finite = (i, loss.item())
+            self.progress.mark()
             with self._stages("backward"):
                 loss.backward()
+            self.progress.mark()
             if micro.counted:
                 metrics["train/loss"] = loss.detach()
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
@@ -409,6 +419,7 @@ class LearnerWorker:
         for micro in micro_batches:
             batch = collate(self.made_rows(micro.rows_B), self.device)
             loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+            self.progress.mark()
             if micro.counted:
                 metrics["train/loss"] = loss
                 add_metrics(made, {name: value.item() for name, value in metrics.items()})
@@ -423,6 +434,7 @@ class LearnerWorker:
         made = []
         for rows_B in batches:
             logprobs_N = self._forward(collate(rows_B, self.device)).logprobs_N.cpu().numpy()
+            self.progress.mark()
             ends = np.cumsum([row.num_trained for row in rows_B])[:-1]
             made.append(np.split(logprobs_N, ends))
         self._forward.training_mode()
@@ -592,4 +604,4 @@ def follow(worker: LearnerWorker, group: WorkerGroup) -> None:
     """Loop of a worker that is not rank 0: receives an order, carries it out, answers."""
     while True:
         order = group.receive()
-        group.answer(getattr(worker, order.method)(order.argument))
+        group.answer(worker.carry_out(order.method, order.argument))

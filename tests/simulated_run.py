@@ -27,10 +27,11 @@ from cluster.queue.queue_actor import GroupQueueActor
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Signals
 from cluster.runtime.fleet import Fleet
-from cluster.supervision.supervise import Member, State
+from cluster.supervision.supervise import Member, State, WorkDone
 from distill.delivery import TrainedGroups
 from distill.engine import EngineInfo, GenerateRequest, Sample, Score, ScoreRequest
 from distill.handshake.comparison import CalibrationReport
+from distill.pace import Progress
 from distill.tokenizer import TokenizerProbe, probe_tokenizer
 from distill.types import FloatArray, StopReason
 from tests.simulation import SimulatedActor, SimulatedLoop
@@ -116,6 +117,7 @@ class SimulatedLearner:
         self._push_s = push_s
         self.pushes: list[list[str]] = []
         self.forwards = 0
+        self.work = Progress()
 
     async def admit(self, engines: Mapping[str, Any]) -> None:
         self.pushes.append(list(engines))
@@ -124,6 +126,16 @@ class SimulatedLearner:
     async def join(self, engines: Mapping[str, Any]) -> int | None:
         """Its pushes leave no copy, as those by a group do."""
         return None
+
+    async def progress(self) -> WorkDone:
+        return WorkDone(self.work.count)
+
+    async def step(self, passes: Sequence[float]) -> str:
+        """Takes so many seconds for each pass, and says so after each."""
+        for seconds in passes:
+            await asyncio.sleep(seconds)
+            self.work.mark()
+        return "trained"
 
     async def pushed(self, wait: bool) -> None:
         """No push goes on beside a step."""
@@ -163,7 +175,7 @@ class SimulatedRun:
         prompts.write_text("\n".join(lines))
         self.config = RlConfig(
             student=student, prompts=str(prompts), out=str(out / "out"), temperature=0.7,
-            local=True, engine="embedded", eval_every=0, try_first=False, **settings,
+            local=True, engine="embedded", try_first=False, **({"eval_every": 0} | settings),
         )  # fmt: skip
         self.inputs = check_rollout(self.config)
         directory = RunDirectory("rl", self.config)
@@ -188,7 +200,7 @@ class SimulatedRun:
         self.fleet.work()
 
     def _make(self, plain: type, options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
-        if plain is GroupQueueActor or plain.__name__ in ("RolloutActor", "Evaluator"):
+        if plain is GroupQueueActor or plain.__name__ in ("RolloutActor", "EvaluatorActor"):
             return SimulatedActor(self.loop, plain, *given, **named)
         role, *numbers = options["name"].split("/")[-1].split("-")
         index, attempt = int(numbers[0]), int(numbers[-1]) if len(numbers) > 1 else 0

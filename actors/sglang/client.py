@@ -60,6 +60,10 @@ class SglangClient:
         self._obituary = obituary
         self._session: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sglang answers")
+        # One at a time. The members of a group arrive together, and each piece of a body that the
+        # event loop takes off a socket may wait for the reader to let go of the interpreter: a turn
+        # of the loop would wait so often as there are sockets with something on them.
+        self._receiving = asyncio.Lock()
 
     async def get(self, path: str) -> Any:
         """JSON of a GET, repeated where it fails on the way."""
@@ -71,7 +75,7 @@ class SglangClient:
         """JSON of a POST.
 
         Args:
-            allowance_s: for its tokens: lengthens the deadline.
+            allowance_s: for its tokens or bytes: lengthens the deadline.
 
         Raises:
             DataError: the server refuses the request as such (status 400 or 422).
@@ -104,9 +108,11 @@ class SglangClient:
     async def _aside(self, function: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function)
 
-    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
-        """JSON of an administrative POST. Raises as `post` does."""
-        return await self._request("POST", path, body, key=self._admin_api_key, repeatable=False)
+    async def admin(self, path: str, body: Body, *, allowance_s: float = 0) -> Any:
+        """JSON of an administrative POST. Takes and raises what `post` does."""
+        return await self._request(
+            "POST", path, body, key=self._admin_api_key, repeatable=False, allowance_s=allowance_s
+        )
 
     async def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -176,9 +182,10 @@ class SglangClient:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         session = self._open_session()
-        async with session.request(
-            method, self._url() + path, data=payload, headers=headers
-        ) as response:
+        async with (
+            session.request(method, self._url() + path, data=payload, headers=headers) as response,
+            self._receiving,
+        ):
             return response.status, await response.read()
 
     def _open_session(self) -> aiohttp.ClientSession:

@@ -60,6 +60,8 @@ from actors.sglang.weight_group import NOT_RECEIVED, ServerGroup
 from distill.engine import CheckpointDirectory, CollectiveBroadcast, Sample, WeightSource
 from distill.errors import CheckpointError, DataError, EngineError, EngineLost
 from distill.models.checkpoint_names import pushed_shapes
+from distill.models.loading import weight_files
+from distill.pace import loading_s
 from distill.types import StopReason
 from distill.weights.delta import ReceivedWeights, WeightDelta
 from distill.weights.model_weights import BUCKET_BYTES, HeldWeights
@@ -347,7 +349,8 @@ class WeightSession:
             "flush_cache": self._flushes,
         }
         with self._writing(version):
-            await self._order("/update_weights_from_disk", body)
+            nbytes = sum(file.stat().st_size for file in weight_files(weights.path))
+            await self._order("/update_weights_from_disk", body, allowance_s=loading_s(nbytes))
 
     async def _from_memory(self, shared: SharedTensors, version: int) -> None:
         facts = await self._facts()
@@ -412,10 +415,10 @@ class WeightSession:
                 raise EngineError(f"{error}; {self._torn}") from error
             raise
 
-    async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _order(self, path: str, body: Mapping[str, Any], *, allowance_s: float = 0) -> Any:
         """Answer to an administrative request. Raises EngineError if the server refuses it."""
         try:
-            answer = await self._client.admin(path, body)
+            answer = await self._client.admin(path, body, allowance_s=allowance_s)
         except DataError as error:  # status 400: a refusal with its reason
             raise EngineError(str(error)) from error
         if isinstance(answer, dict) and answer.get("success") is False:

@@ -135,7 +135,7 @@ class SupervisionSettings:
 
     deadline_s: float = chz.field(
         default=1800.0,
-        doc="longest any part waits for another before the run fails, seconds",
+        doc="longest any part waits for another that does not get on before the run fails, seconds",
         metadata=MAY_CHANGE,
     )
     hang_after_s: float = chz.field(

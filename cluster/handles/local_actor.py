@@ -15,7 +15,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -106,7 +106,12 @@ class LocalActor:
     def _call_aside(self, function: Callable[[], Any]) -> Future[Any]:
         if self._aside is None:
             return self._call(function)
-        return self._refusal() or self._aside.submit(self._run, function)
+
+        def once_made() -> Any:
+            wait([self._made])
+            return function()
+
+        return self._refusal() or self._aside.submit(self._run, once_made)
 
     def _refusal(self) -> Future[Any] | None:
         if not self._ended:

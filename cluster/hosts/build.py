@@ -14,7 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
 from actors.config import (
-    LOADED_A_S,
     START_S,
     EngineConfig,
     checkpoint_bytes,
@@ -22,7 +21,6 @@ from actors.config import (
     choose_engine,
 )
 from actors.embedded.reward_model import EmbeddedRewardModel
-from actors.rollout.evaluator import Evaluator
 from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
@@ -31,6 +29,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import SupervisedConfig
 from cluster.handles.local_actor import LocalActor
+from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,
@@ -71,6 +70,7 @@ from cluster.supervision.supervise import (
     ActorSpec,
     aside_whereabouts_call,
     health_call,
+    progress_call,
     ready_call,
     whereabouts_call,
 )
@@ -79,6 +79,7 @@ from cluster.weights.publisher import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from distill.outlines import TrajectorySource
+from distill.pace import loading_s
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
@@ -174,7 +175,7 @@ class RolloutCast:
 
         def create(_index: int, attempt: int) -> Any:
             options = self._here() | _ASIDE | {"name": self._name(EVALUATOR, 0, attempt)}
-            return self._make(Evaluator, options, inputs.held_out, inputs.tokenizer, inside)
+            return self._make(EvaluatorActor, options, inputs.held_out, inputs.tokenizer, inside)
 
         def last_words() -> str:
             lines = [inputs.held_out.label(p) for p in problems_inside(inside)]
@@ -183,7 +184,13 @@ class RolloutCast:
             named = f"{noun} {', '.join(lines[:_SHOWN])}{more} of {title}"
             return f", in the code of {named}" if lines else ""
 
-        return self._role(EVALUATOR, lambda _: EVALUATOR, create, last_words=last_words)
+        return self._role(
+            EVALUATOR,
+            lambda _: EVALUATOR,
+            create,
+            heartbeat=progress_call,
+            last_words=last_words,
+        )
 
     def worker_spec(self, queue: GroupQueue, max_groups: Callable[[], int]) -> ActorSpec:
         """Rollout workers. They get their engines by `update`, before they `run`."""
@@ -333,12 +340,13 @@ class RolloutCast:
         model: str | None = None,
         **changes: Any,
     ) -> ActorSpec:
+        aside = heartbeat in (ready_call, progress_call)
         return ActorSpec(
             name=name,
             title=title,
             create=create,
             heartbeat=heartbeat,
-            introduction=aside_whereabouts_call if heartbeat is ready_call else whereabouts_call,
+            introduction=aside_whereabouts_call if aside else whereabouts_call,
             start_deadline_s=self._config.start_deadline_of(model),
             **changes,
         )
@@ -544,10 +552,10 @@ def learner_spec(config: CommonConfig) -> ActorSpec:
         name=LEARNER,
         title=learner_title,
         create=None,
-        heartbeat=ready_call,
+        heartbeat=progress_call,
         introduction=aside_whereabouts_call,
         critical=True,
-        start_deadline_s=max(config.deadline_s, START_S + _learner_bytes(config) / LOADED_A_S),
+        start_deadline_s=max(config.deadline_s, START_S + loading_s(_learner_bytes(config))),
     )
 
 

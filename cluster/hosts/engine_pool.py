@@ -127,6 +127,7 @@ class EnginePool:
         self._name, self._patience_s = name, patience_s
         self._members: dict[str, _Member] = {}
         self._left: list[tuple[str, _Member]] = []  # with requests that were under way
+        self.answers = 0  # so many there have been
         self._homes: dict[str, _Member] = {}  # of sessions, the latest last
         self.update(members)
 
@@ -250,7 +251,9 @@ class EnginePool:
             member = await self._pick(tried, deadline, error, session)
             try:
                 with member.carrying(weight):
-                    return await member.ask(method, *arguments)
+                    answer = await member.ask(method, *arguments)
+                self.answers += 1
+                return answer
             except (RayError, EngineError) as raised:
                 error = raised
                 if not _is_loss(raised):

@@ -18,6 +18,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
+from cluster.supervision.supervise import WorkDone
 from cluster.weights.publisher import Publisher, PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
@@ -80,6 +81,10 @@ class LearnerFollower:
         if source is not None:
             self._worker.take_rollouts_from(source, policy_loss_of(losses))
 
+    def progress(self) -> WorkDone:
+        """See `LearnerActor.progress`."""
+        return WorkDone(self._worker.progress.count)
+
     def serve(self) -> None:
         """Ends when the leader does, with an error."""
         follow(self._worker, self._group)
@@ -90,6 +95,10 @@ class LearnerActor:
 
     def __init__(self, build: Callable[[], TrainingLoop]) -> None:
         self._loop = build()
+
+    def progress(self) -> WorkDone:
+        """A heartbeat: call it in `HEALTH_GROUP`."""
+        return WorkDone(self._loop.learner.progress.count)
 
     def step(self, waited_s: float) -> dict[str, float]:
         return self._loop.step(waited_s)
@@ -209,7 +218,8 @@ def publisher_to(
     learner: Learner,
 ) -> Publisher:
     """The publisher of a run with engines; `overlaps`: pushes may go on beside the next step."""
-    return Publisher(policies, queue, push, learner.logprobs, queue.push if overlaps else None)
+    goes_on = queue.push if overlaps else None
+    return Publisher(policies, queue, push, learner.logprobs, goes_on, learner.progress)
 
 
 def publish_nowhere(_learner: Learner) -> Publish:

@@ -232,9 +232,12 @@ class WorkerEnd:
 
         Waits for credit while every group is leased, since one may have to be leased again.
 
+        How long a step, an evaluation or another worker's group may take is for the driver to say:
+        while that looks at the queue, the wait goes on.
+
         Raises:
-            QueueTimeout: groups of the run have yet to start, and no weights were published for
-                `timeout_s`.
+            QueueTimeout: groups of the run have yet to start, and for `timeout_s` no weights were
+                published and no driver looked.
         """
         timeout_s = self._queue.timeout_s
         deadline, progress = time.monotonic() + timeout_s, None
@@ -258,7 +261,8 @@ class WorkerEnd:
             progress = answer.progress
             if time.monotonic() >= deadline:
                 raise QueueTimeout(
-                    f"waited {timeout_s:.0f} s for the learner to publish and free slots"
+                    f"waited {timeout_s:.0f} s for the learner to publish and free slots, and no "
+                    "driver looked at the queue"
                 )
 
     async def _give_back(self, asked: Any) -> None:

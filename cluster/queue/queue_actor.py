@@ -24,7 +24,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """`progress` changes whenever weights are published or lost; see `WorkerEnd.lease`.
+    """`progress` changes whenever weights are published or lost, and whenever the driver looks at
+    the queue; see `WorkerEnd.lease`.
 
     `sampled`: of these, groups that are there and are to be scored again.
     """
@@ -33,7 +34,7 @@ class LeaseAnswer:
     sampled: dict[int, Parcel]
     closed: bool
     all_started: bool
-    progress: tuple[int, int]
+    progress: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class GroupQueueActor:
         # Leases become possible, or a step ready: two crowds, woken apart.
         self._may_start, self._may_train = asyncio.Condition(), asyncio.Condition()
         self._looked_over = time.monotonic()
+        self._looks = 0  # of the driver
 
     # the workers' end
 
@@ -105,7 +107,7 @@ class GroupQueueActor:
             sampled={i: self._to_score[i] for i in ids if i in self._to_score},
             closed=self._closed,
             all_started=self._ledger.all_started,
-            progress=(self._ledger.epoch, len(self._ledger.published)),
+            progress=(self._ledger.epoch, len(self._ledger.published), self._looks),
         )
 
     async def deliver(
@@ -240,6 +242,7 @@ class GroupQueueActor:
         self._journal.sync()
 
     async def status(self) -> QueueStatus:
+        self._looks += 1
         await self._expire()
         return self._ledger.status()
 

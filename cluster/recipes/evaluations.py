@@ -8,7 +8,6 @@ beside    the weights of the step go to engines of their own, which hold them un
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from cluster.runtime.background_evaluation import EvaluationSchedule, Fate, Ques
 from cluster.runtime.evaluator_calls import Ask
 from cluster.runtime.fleet import Fleet
 from cluster.supervision.supervise import LearnerLost
-from distill.pace import SLOWEST_TOKEN_S, Pace
 from distill.rewards.model_reward import REWARD_MODEL
 
 # Problems of an evaluation whose responses are kept, by keep_rollouts=; None: all of them.
@@ -51,7 +49,7 @@ class Evaluations:
         self, config: RolloutConfig, running: RunSession, fleet: Fleet, *, problems: int
     ) -> None:
         self._config, self._running, self._fleet = config, running, fleet
-        self._problems, self._has_problems = problems, problems > 0
+        self._has_problems = problems > 0
         self._schedule = EvaluationSchedule(config.eval_every if problems else 0, config.steps)
         self._began_now = False
         self._learner_lost = False
@@ -252,7 +250,6 @@ class Evaluations:
                     self._config.train_sampling(),
                     models=self._models(),
                 ),
-                self._allowance_s(self._config.max_new_tokens, responses=1),
             )
         metrics["time/eval"] = time.perf_counter() - started
         if version is not None:
@@ -267,16 +264,8 @@ class Evaluations:
             lambda: self._fleet.evaluator.evaluate.remote(
                 engines(), sampling, self._models(), keep
             ),
-            self._allowance_s(sampling.max_new_tokens, responses=sampling.num_samples),
         )
         return Measured(evaluation.metrics, evaluation.responses)
-
-    def _allowance_s(self, tokens: int, *, responses: int) -> float:
-        """For the longest responses, so many to each problem, that engines decode in rounds."""
-        config = self._config
-        at_a_time = config.max_running_requests * (config.eval_engines or config.policy_engines)
-        rounds = math.ceil(self._problems * responses / at_a_time)
-        return rounds * Pace(SLOWEST_TOKEN_S).allowance_s(tokens)
 
     def _models(self) -> dict[str, EnginePool]:
         """What environments may ask in an evaluation, besides the policy."""

@@ -34,6 +34,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.handles import calls
+from cluster.placement.roles import LEARNER
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, Overdue, State, Supervisor
 from distill.errors import EngineLost, IsothermError, NonFiniteError
@@ -113,20 +114,24 @@ class Driver:
         self._idle()
 
     def ask_learner(self, what: str, reference: Any) -> Any:
-        """The value of a call of the learner; if it dies or hangs, that is LearnerLost."""
-        return self.call(what, reference, lost=LearnerLost)
+        """The value of a call of the learner; if it dies or hangs, that is LearnerLost.
+
+        It hangs if it has not got on for the deadline: its work may take as long as it does.
+        """
+        return self.call(what, reference, lost=LearnerLost, worker=LEARNER)
 
     def call(
         self,
         what: str,
         reference: Any,
         lost: type[ActorLost] = ActorLost,
-        allowance_s: float = 0.0,
+        worker: str | None = None,
     ) -> Any:
         """The value of an actor call.
 
         Args:
-            allowance_s: for its work, beyond the deadline that every call has.
+            worker: the role of whoever carries it out: while that gets on, by its heartbeat, so
+                does the call. None: it has the deadline and no more.
 
         Raises:
             Interrupted: a signal came in while waiting. The call goes on.
@@ -134,16 +139,26 @@ class Driver:
             LearnerLost: a learner worker died meanwhile.
             RunFailed: anything else. Errors a user can act on (IsothermError) come as they are.
         """
-        deadline_s = self._deadline_s + allowance_s
-        deadline = time.monotonic() + deadline_s
+        began = time.monotonic()
         while True:
             self.poll()
             ready, _ = calls.wait([reference], timeout=_POLL_S)
             if ready:
                 return self.value(what, reference, lost=lost)
-            if time.monotonic() > deadline:
+            if why := self.overdue(began, worker):
                 late = Overdue if lost is ActorLost else lost
-                raise late(f"{what} did not end within {deadline_s:.0f} s")
+                raise late(f"{what} {why}")
+
+    def overdue(self, began: float, worker: str | None = None) -> str | None:
+        """Why a call that began then is waited for no longer; None: it may go on. See `call`."""
+        seconds = time.monotonic() - began
+        if seconds <= self._deadline_s:
+            return None
+        if worker is None:
+            return f"did not end within {self._deadline_s:.0f} s"
+        if time.monotonic() - self._supervisor.got_on(worker) <= self._deadline_s:
+            return None
+        return f"has not got on for {self._deadline_s:.0f} s"
 
     def until(self, what: str, ready: Callable[[], bool], deadline_s: float) -> None:
         """Waits until `ready`; raises RunFailed at the deadline, and as `call` does."""

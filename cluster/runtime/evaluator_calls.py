@@ -2,8 +2,9 @@
 
 an engine dies meanwhile              the call is tried again, up to 5 times
 the evaluator dies                    the same, of the one that is made in its place
-it does not end within deadline_s,    it is ended and replaced, and the same
-    and what its tokens may take
+it does not get on for deadline_s:    it is ended and replaced, and the same
+    no engine that it waits for does,
+    and it gets no answer
 ... in an environment or a reward     the second time ends the run, with the problems' names
 """
 
@@ -38,11 +39,10 @@ PENDING = object()
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of the evaluator: its name in messages, how to make it, and seconds for its tokens."""
+    """A call of the evaluator: its name in messages, and how to make it."""
 
     what: str
     make: Callable[[], Any]
-    allowance_s: float = 0.0
 
 
 class EvaluatorCalls:
@@ -50,7 +50,7 @@ class EvaluatorCalls:
 
     Args:
         prepare: is called before each try.
-        deadline_s: longest it waits for one that serves; a call is the driver's to end.
+        deadline_s: longest it waits for one that serves; how long a call may take is the driver's.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EvaluatorCalls:
             self._prepare()
             member = self._serving(ask.what)
             try:
-                return self._driver.call(ask.what, ask.make(), allowance_s=ask.allowance_s)
+                return self._driver.call(ask.what, ask.make(), worker=EVALUATOR)
             except LearnerLost:
                 raise
             except ActorLost as lost:
@@ -94,11 +94,11 @@ class EvaluatorCalls:
         self._last_words.clear()
         return PendingCall(ask, self._members, self._value, self._failed)
 
-    def _value(self, ask: Ask, reference: Any, age_s: float) -> Any:
+    def _value(self, ask: Ask, reference: Any, began: float) -> Any:
         if not calls.wait([reference], timeout=0)[0]:
-            if age_s <= (deadline_s := self._deadline_s + ask.allowance_s):
-                return PENDING
-            raise Overdue(f"{ask.what} did not end within {deadline_s:.0f} s")
+            if why := self._driver.overdue(began, EVALUATOR):
+                raise Overdue(f"{ask.what} {why}")
+            return PENDING
         try:
             return self._driver.value(ask.what, reference)
         except LearnerLost as lost:  # a dead learner is for the supervisor to report
@@ -134,7 +134,7 @@ class EvaluatorCalls:
             f"{what} failed: its actor died or hung {len(self._last_words)} times"
             f"{self._last_words[-1]}. Make that code end, and raise instead of ending or holding "
             f"up its process, or take the problem out; deadline_s={self._deadline_s:g} is the "
-            "longest an evaluation may take, beside what its tokens take"
+            "longest that an evaluation may not get on"
         )
 
 
@@ -143,7 +143,7 @@ class PendingCall:
 
     Args:
         members: the evaluators that serve.
-        value: of a call, with its reference and its age in seconds; or `PENDING`.
+        value: of a call, with its reference and when it began; or `PENDING`.
         failed: told of a try that was lost and of how many are left; raises if it was the last.
     """
 
@@ -169,7 +169,7 @@ class PendingCall:
             self._running = members[0], self._ask.make(), now
         member, reference, began = self._running
         try:
-            return self._value(self._ask, reference, now - began)
+            return self._value(self._ask, reference, began)
         except ActorLost as lost:
             self._running, self._not_before = None, now + _PAUSE_S
             self._failed(self._ask.what, member, lost, self._left)

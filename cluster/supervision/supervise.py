@@ -15,6 +15,7 @@ one is the loss of all, and is raised as `LearnerLost` for the driver to go back
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -60,6 +61,15 @@ class LearnerLost(ActorLost):
     """
 
     before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDone:
+    """A heartbeat's answer: a count that moves while the actor gets on, and the names of engines
+    that it waits for."""
+
+    count: int
+    waits_for: frozenset[str] = frozenset()
 
 
 class State(Enum):
@@ -217,6 +227,16 @@ class Supervisor:
         """Seconds since each one's heartbeat last reported progress, by name."""
         now = time.monotonic()
         return {member.name: now - member.moved for member in self._members}
+
+    def got_on(self, role: str) -> float:
+        """When an actor of the role, or an engine that one of them waits for, last got on."""
+        now = time.monotonic()
+        still_s = self.still_s()
+        names = {member.name for member in self.members(role)}
+        for member in self.members(role):
+            if isinstance(member.said, WorkDone):
+                names |= member.said.waits_for & still_s.keys()
+        return now - min((still_s[name] for name in names), default=math.inf)
 
     def waiting(self) -> list[Member]:
         """Members that could serve and have not been admitted."""
@@ -454,6 +474,11 @@ class Supervisor:
 def ready_call(actor: Any) -> Any:
     """A heartbeat of an actor that was created with the concurrency group `HEALTH_GROUP`."""
     return actor.__ray_ready__.options(concurrency_group=HEALTH_GROUP).remote()
+
+
+def progress_call(actor: Any) -> Any:
+    """A heartbeat of such an actor that says how far it has got: a `WorkDone`."""
+    return actor.progress.options(concurrency_group=HEALTH_GROUP).remote()
 
 
 def whereabouts_call(actor: Any) -> Any:

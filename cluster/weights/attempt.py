@@ -6,14 +6,15 @@ weights no more, and may go on while these change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.weights.gather import GatherResult, collect
 from cluster.weights.transport import Transport
 from distill.errors import EngineError
-from distill.weights.model_weights import Weights
+from distill.pace import loading_s
+from distill.weights.model_weights import Weights, total_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,26 @@ class Attempt:
     Attributes:
         started: transports, and what their engines were asked, by engine.
         failures: why a transport could not begin, by its engines.
+        allowance_s: what engines may take for its bytes, beyond the deadline of any answer.
+        waiting: called now and then while they are waited for.
     """
 
     version: int
     started: list[tuple[Transport, dict[str, Any]]]
     failures: dict[str, str]
+    allowance_s: float
+    waiting: Callable[[], None]
 
     @classmethod
-    def begin(cls, transports: Sequence[Transport], weights: Weights, version: int) -> Attempt:
+    def begin(
+        cls,
+        transports: Sequence[Transport],
+        weights: Weights,
+        version: int,
+        waiting: Callable[[], None],
+    ) -> Attempt:
         """Begins on all of them. A transport by copy has made its copy when this returns."""
-        begun = cls(version, [], {})
+        begun = cls(version, [], {}, loading_s(total_bytes(weights)), waiting)
         for transport in transports:
             try:
                 begun.started.append((transport, transport.start(weights, version)))
@@ -52,10 +63,12 @@ class Attempt:
         for transport, pending in self.started:
             answers = collect(
                 pending,
-                timeout_s,
+                timeout_s + self.allowance_s,
                 linked=transport.linked,
                 problem=transport.problem,
                 give_up=transport.give_up,
+                sent=lambda transport=transport: transport.sent,
+                waiting=self.waiting,
             )
             try:
                 if answers.failures or answers.problem:
@@ -80,7 +93,7 @@ class Attempt:
         for transport, _ in self.started:
             some = {name: engines[name] for name in transport.engines if name in engines}
             pending |= transport.load(some, self.version)
-        return collect(pending, timeout_s)
+        return collect(pending, timeout_s + self.allowance_s, waiting=self.waiting)
 
     def to_others(self, transports: Sequence[Transport], timeout_s: float) -> GatherResult | None:
         """Has other engines load the copies that were made; None: one of them can read none.
@@ -94,4 +107,4 @@ class Attempt:
         pending: dict[str, Any] = {}
         for transport in transports:
             pending |= made[type(transport)].load(transport.engines, self.version)
-        return collect(pending, timeout_s)
+        return collect(pending, timeout_s + self.allowance_s, waiting=self.waiting)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from distill.errors import EngineError
+from distill.pace import Progress
 
 Value = TypeVar("Value")
 
@@ -81,8 +82,12 @@ class Turn:
 class Turns:
     """Turns of several threads, one at a time; whoever waits for its own gives up in the end."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._lock, self._timeout_s = threading.Lock(), timeout_s
+    def __init__(self, timeout_s: float, progress: Progress) -> None:
+        """
+        Args:
+            timeout_s: longest it waits while nothing moves `progress`.
+        """
+        self._lock, self._timeout_s, self._progress = threading.Lock(), timeout_s, progress
 
     @contextmanager
     def next(self) -> Iterator[Turn]:
@@ -91,10 +96,12 @@ class Turns:
         Raises:
             EngineError: one of them does not end.
         """
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise EngineError(
-                f"waited {self._timeout_s:.0f} s for other engines to load their weights"
-            )
+        seen = self._progress.count
+        while not self._lock.acquire(timeout=self._timeout_s):
+            if seen == (seen := self._progress.count):
+                raise EngineError(
+                    f"waited {self._timeout_s:.0f} s for other engines to load their weights"
+                )
         turn = Turn(self._lock)
         try:
             yield turn

@@ -66,7 +66,7 @@ class CollectiveTransport(Transport):
         engines: Ray handles of SGLang engines, by the name to call them.
         address: of this machine, as the engines' machines reach it.
         backend: nccl sends from GPU to GPU, gloo from main memory.
-        timeout_s: longest a push may take.
+        timeout_s: longest that a push may not get on.
     """
 
     linked = True
@@ -119,6 +119,11 @@ class CollectiveTransport(Transport):
     def problem(self) -> str | None:
         """Reason why the broadcast failed on this side, if it did."""
         return None if self._sending is None else self._sending.problem
+
+    @property
+    def sent(self) -> int:
+        """Buckets of this push that every engine has received."""
+        return 0 if self._sending is None else self._sending.sent
 
     def finish(self) -> None:
         """Call when every engine has acknowledged."""
@@ -230,6 +235,7 @@ class _Sending:
         self._version, self._timeout_s = version, orders[0].timeout_s
         self._abandon = threading.Event()
         self.problem: str | None = None
+        self.sent = 0  # buckets
         # A daemon: a learner that gave up ends although a peer keeps this thread waiting.
         self.thread = threading.Thread(target=self._run, name="weight-broadcast", daemon=True)
 
@@ -266,6 +272,7 @@ class _Sending:
             torch.distributed.broadcast(flat, src=0, group=group)
             if flat.is_cuda:  # NCCL only queues it, and the learner's next step changes the weights
                 torch.cuda.synchronize(flat.device)
+            self.sent += 1
             if following is not None:  # while the engines load what they have
                 flat = self._flat(following)
 

@@ -45,20 +45,28 @@ def collect(
     linked: bool = False,
     problem: Callable[[], str | None] = lambda: None,
     give_up: Callable[[], None] = lambda: None,
+    sent: Callable[[], int] = lambda: 0,
+    waiting: Callable[[], None] = lambda: None,
 ) -> GatherResult:
     """Waits for each engine's call and returns answers and failures.
 
     Args:
+        timeout_s: longest that no answer comes, and nothing is sent.
         linked: a failure of one keeps the others from answering, so they are given up soon, and
             are lost.
         give_up: called once when one of the linked has failed; may have the others answer.
         problem: asked now and then; an answer counts as an engine's failure does.
+        sent: a count that moves while this side sends.
+        waiting: called now and then, while there is still time.
     """
     deadline = time.monotonic() + timeout_s
     names = {reference: name for name, reference in pending.items()}
     answers = GatherResult()
     stuck_since: str | None = None  # who of the linked failed first
+    seen = sent()
     while names:
+        if stuck_since is None and seen != (seen := sent()):
+            deadline = time.monotonic() + timeout_s
         left = deadline - time.monotonic()
         if left <= 0:
             for name in names.values():
@@ -69,7 +77,10 @@ def collect(
             break
         # A look at all every so often, not one at each answer: those would be N looks at N.
         ready, _ = calls.wait(list(names), num_returns=len(names), timeout=min(_POLL_S, left))
+        waiting()
         failed_before = bool(answers.failures or answers.problem)
+        if ready and stuck_since is None:
+            deadline = time.monotonic() + timeout_s
         for reference in ready:
             name = names.pop(reference)
             try:

@@ -49,6 +49,7 @@ from cluster.weights.weight_probe import WeightProbe
 from distill.delivery import TrainedGroups
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
+from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.model_weights import BUCKET_BYTES, Weights, total_bytes
 
@@ -73,7 +74,8 @@ class PushSettings:
         probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
         bucket_bytes: most that a collective sends at once.
         deltas: engines on other nodes are sent what changed.
-        timeout_s: longest a push may take.
+        timeout_s: longest that a push may not get on: no engine answers, nothing is sent. Engines
+            that load by themselves have it, and a second for each 100 MB.
     """
 
     choice: WeightsChoice
@@ -104,12 +106,14 @@ class Publisher:
         settings: PushSettings,
         learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """
         Args:
             engines: Ray handles of the policy engines, by the name to call them.
             learner_logprobs: of rows, under the learner's weights.
             goes_on: told of each push that goes on beside the next step; None: none does.
+            progress: the learner's, who gets on while a push waits: that has its own deadlines.
         """
         self._engines = dict(engines)
         self._credit = credit
@@ -123,7 +127,9 @@ class Publisher:
         self._beside = Background[dict[str, float]]()
         self._held_up_s = 0.0  # how long the learner has waited for that one
         self._answers_due = 0.0  # until when probe and proof wait, for all engines together
-        self._turns = Turns(settings.timeout_s)  # a push's, or of engines that join
+        self._progress = progress or Progress()
+        # A push's, or of engines that join.
+        self._turns = Turns(settings.timeout_s, self._progress)
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
         self._proof = PushProof[Any, Any](
             engines=self._engines,
@@ -231,7 +237,7 @@ class Publisher:
         try:
             if known != engines:
                 transports = self._choose(engines)
-            attempt = Attempt.begin(transports, weights, version)
+            attempt = Attempt.begin(transports, weights, version, self._progress.mark)
             failures = attempt.answers(self._settings.timeout_s).failures
         except EngineError as error:  # one died before it was asked where it is
             failures = dict.fromkeys(engines, str(error))
@@ -252,7 +258,7 @@ class Publisher:
         self.wait()
         self._found |= self._settled()  # a scoring that waits for the push would hold it up
         pending = {name: engine.sleep.remote() for name, engine in self._engines.items()}
-        answers = collect(pending, self._settings.timeout_s)
+        answers = collect(pending, self._settings.timeout_s, waiting=self._progress.mark)
         if not answers.failures:
             return
         # What it holds on to, the learner would lack in the middle of a step.
@@ -273,7 +279,7 @@ class Publisher:
         if self._transports is None:
             self._drop(dead_among(self._engines), version)
             self._transports = self._choose(self._engines)
-        return Attempt.begin(self._transports, weights, version)
+        return Attempt.begin(self._transports, weights, version, self._progress.mark)
 
     def _goes_beside(self, attempt: Attempt) -> bool:
         """The push may go on beside the learner: nothing of it needs the present weights."""
@@ -354,7 +360,7 @@ class Publisher:
 
     def _anew(self, weights: Weights, version: int, engines: Mapping[str, Any]) -> GatherResult:
         """A push to some engines, over transports of their own."""
-        attempt = Attempt.begin(self._choose(engines), weights, version)
+        attempt = Attempt.begin(self._choose(engines), weights, version, self._progress.mark)
         return attempt.answers(self._settings.timeout_s)
 
     def _is_probed(self, version: int) -> bool:
@@ -392,6 +398,7 @@ class Publisher:
         return {name: value for name, value in found.items() if value is not None}
 
     def _ask(self, version: int) -> None:
+        self._progress.mark()
         if self._probe is None:
             name, engine = next(iter(self._engines.items()))
             try:
@@ -411,6 +418,7 @@ class Publisher:
 
     def _collect(self, what: str, reference: Any) -> Any:
         """What the engine answered; None if it did not."""
+        self._progress.mark()
         try:
             left_s = max(0.0, self._answers_due - time.monotonic())
             return calls.get(reference, timeout=left_s)

@@ -36,6 +36,11 @@ class Transport(ABC):
         """Failure on this side meanwhile, if any."""
         return None
 
+    @property
+    def sent(self) -> int:
+        """A count that moves while this side sends; 0 where engines fetch by themselves."""
+        return 0
+
     def give_up(self) -> None:  # noqa: B027 - most have nothing under way
         """Called when one of several linked engines has failed: has the others come out."""
 

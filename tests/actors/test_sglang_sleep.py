@@ -37,7 +37,7 @@ class Server:
         self._going = asyncio.Event()
         self._going.set()
 
-    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def admin(self, path: str, body: Mapping[str, Any], **_more: Any) -> Any:
         self.orders.append(path)
         await asyncio.sleep(0)
         if path == self._fails:

@@ -325,11 +325,11 @@ class Sabotage:
     def __init__(self, client: Any, path: str) -> None:
         self._client, self._path, self.orders = client, path, []
 
-    async def admin(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def admin(self, path: str, body: Mapping[str, Any], **more: Any) -> Any:
         self.orders.append(path)
         if path == self._path:
             return {"success": False, "message": "on purpose"}
-        return await self._client.admin(path, body)
+        return await self._client.admin(path, body, **more)
 
     async def get(self, path: str) -> Any:
         return await self._client.get(path)

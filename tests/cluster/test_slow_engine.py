@@ -1,4 +1,6 @@
-"""A long answer of a slow engine is let be; a frozen engine is found. Hours, on a clock that jumps.
+"""What is slow is let be, and what is frozen is found: engines, the learner, pushes, evaluations.
+
+Hours, on a clock that jumps.
 
 Worker, queue, ledger, leases, supervisor, stall detection, engine pool, engine and its client are
 the real ones, at a run's own deadlines; the server is made up.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,18 @@ import pytest
 
 from actors.sglang.client import SglangClient
 from actors.sglang.engine import SglangEngine
+from cluster.placement.roles import EVALUATOR, POLICY
+from cluster.runtime.evaluator_calls import Ask
+from cluster.supervision.supervise import LearnerLost, Overdue
+from cluster.weights.gather import collect
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.errors import EngineError
 from distill.handshake.comparison import CalibrationReport, Comparison
 from distill.pace import Pace
-from distill.sampling import TrainSampling
+from distill.sampling import EvalSampling, TrainSampling
 from tests.conftest import TinyPair
 from tests.simulated_run import VOCAB_SIZE, SimulatedRun
-from tests.simulation import SimulatedLoop, simulated_time
+from tests.simulation import SimulatedActor, SimulatedLoop, simulated_time
 
 TOKENS, SECONDS = 32_000, 1800.0
 AGREES = Comparison(
@@ -109,7 +116,11 @@ def student(tiny_pair: TinyPair, tmp_path: Path) -> str:
 
 
 def run_of(
-    loop: SimulatedLoop, out: Path, student: str, frozen_from: Callable[[int, int], float]
+    loop: SimulatedLoop,
+    out: Path,
+    student: str,
+    frozen_from: Callable[[int, int], float] = lambda _index, _attempt: float("inf"),
+    **settings: Any,
 ) -> SimulatedRun:
     """Two groups a step of one response of 32,000 tokens each, two engines, and one worker."""
 
@@ -122,6 +133,7 @@ def run_of(
     run = SimulatedRun(
         loop, out / "run", student, engine=engine, policy_engines=2, prompts_per_step=2,
         group_size=2, max_new_tokens=TOKENS, steps=10, max_staleness=0,
+        **settings,
     )  # fmt: skip
     run.fleet._admission._examine = agree
     return run
@@ -135,7 +147,7 @@ def events(run: SimulatedRun, *kinds: str) -> list[Mapping[str, Any]]:
 def test_half_an_hour_for_a_group_is_no_hang(
     loop: SimulatedLoop, tmp_path: Path, student: str
 ) -> None:
-    run = run_of(loop, tmp_path, student, lambda _index, _attempt: float("inf"))
+    run = run_of(loop, tmp_path, student)
     assert run.config.stall_after_s * 2 < run.config.lease_s < SECONDS, "each would be too short"
     began = loop.now
     assert sorted(run.step()) == [0, 1]
@@ -203,3 +215,123 @@ def test_a_request_may_take_as_long_as_its_tokens(loop: SimulatedLoop) -> None:
     with pytest.raises(EngineError):  # this server scores nothing
         loop.run_until_complete(engine.score(chains * 16))
     assert max(client.allowed[1:]) == 1800 + 16 * 30_000 * 0.002
+
+
+# --- the learner, pushes, evaluations ------------------------------------------------------------
+
+
+def test_a_step_takes_as_long_as_it_gets_on(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    """Workers that wait for its weights do so, too."""
+    run = run_of(loop, tmp_path, student, deadline_s=100)
+    began = loop.now
+    step = run.fleet.learner.step.remote([90.0] * 8)
+    assert run.fleet.driver.ask_learner("the learner's step", step) == "trained"
+    assert loop.now - began == pytest.approx(720, abs=2)
+    assert not events(run, "death")
+
+
+def test_a_step_that_gets_no_further_is_found(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    run = run_of(loop, tmp_path, student, deadline_s=100)
+    began = loop.now
+    step = run.fleet.learner.step.remote([90.0, 1e6])
+    with pytest.raises(LearnerLost, match="the learner's step has not got on for 100 s"):
+        run.fleet.driver.ask_learner("the learner's step", step)
+    assert loop.now - began == pytest.approx(190, abs=4)
+
+
+def test_a_frozen_learner_is_found_by_its_heartbeat(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    run = run_of(loop, tmp_path, student)
+    run.fleet.driver.pause(10)
+    step = run.fleet.learner.step.remote([100.0] * 100)
+    run.fleet.learner.freeze()
+    began = loop.now
+    with pytest.raises(LearnerLost, match="gave no sign of life within 60 s"):
+        run.fleet.driver.ask_learner("the learner's step", step)
+    assert loop.now - began < run.config.hang_after_s + 10
+
+
+class Receiver:
+    """An engine that has what it was sent after so many seconds."""
+
+    async def load_weights(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return 1.0
+
+
+@pytest.mark.parametrize(("buckets", "engines"), [(10, 1), (0, 10)])
+def test_a_push_may_take_as_long_as_it_gets_on(
+    loop: SimulatedLoop, buckets: int, engines: int
+) -> None:
+    """Ten buckets to one engine, or ten engines one after the other, nine seconds each."""
+    began, waits = loop.now, list[float]()
+    pending = {
+        f"engine {i}": SimulatedActor(loop, Receiver).load_weights.remote(9.0 * (buckets or i + 1))
+        for i in range(engines)
+    }
+    answers = collect(
+        pending,
+        timeout_s=10,
+        linked=buckets > 0,
+        sent=lambda: min(buckets, int((loop.now - began) / 9)),
+        waiting=lambda: waits.append(loop.now),
+    )
+    assert not answers.failures and list(answers.values) == list(pending)
+    assert loop.now - began == pytest.approx(90, abs=1)
+    assert max(b - a for a, b in pairwise(waits)) < 1, "nobody heard of it"
+
+
+def test_a_push_that_gets_no_further_is_given_up(loop: SimulatedLoop) -> None:
+    """What waits for the fourth bucket has no more time than it had for the first."""
+    began = loop.now
+    answers = collect(
+        {"engine": SimulatedActor(loop, Receiver).load_weights.remote(1e9)},
+        timeout_s=10,
+        linked=True,
+        sent=lambda: min(3, int((loop.now - began) / 9)),
+    )
+    assert answers.failures == {"engine": "no answer in 10 s"}
+    assert loop.now - began == pytest.approx(37, abs=1)
+
+
+def evaluation(run: SimulatedRun) -> Ask:
+    sampling = EvalSampling(temperature=0, max_new_tokens=TOKENS)
+
+    def make() -> Any:
+        pool = run.fleet.pool(POLICY, run.config.hang_after_s)
+        return run.fleet.evaluator.evaluate.remote(pool, sampling, {}, 0)
+
+    return Ask("evaluation", make)
+
+
+def test_an_evaluation_may_take_as_long_as_its_engines_get_on(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    run = run_of(loop, tmp_path, student, eval_every=5, deadline_s=300)
+    began = loop.now
+    evaluated = run.fleet.persist(evaluation(run))
+    assert evaluated.metrics["eval/response_length"] == TOKENS
+    assert SECONDS <= loop.now - began < SECONDS + 60
+    assert not events(run, "death")
+
+
+def test_an_evaluation_that_waits_for_no_engine_is_found(
+    loop: SimulatedLoop, tmp_path: Path, student: str
+) -> None:
+    """Whatever engines do for others meanwhile."""
+    run = run_of(loop, tmp_path, student, eval_every=5, deadline_s=300)
+
+    async def never(*_given: Any) -> None:
+        await asyncio.Event().wait()
+
+    run.fleet.evaluator.plain._evaluator.evaluate = never
+    began = loop.now
+    with pytest.raises(Overdue, match="evaluation has not got on for 300 s"):
+        run.fleet.driver.call("evaluation", evaluation(run).make(), worker=EVALUATOR)
+    assert 300 <= loop.now - began < 320
+    assert all(run.fleet.supervisor.still_s()[member.name] < 10 for member in run.members())

@@ -25,6 +25,7 @@ from distill.delivery import TrainedGroups
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest
 from distill.handshake.comparison import CalibrationReport
 from distill.tokenizer import TokenizerProbe
+from distill.weights.model_weights import HeldWeights
 from tests.conftest import TinyPair
 from tests.simulated_run import (
     SimulatedEngine,
@@ -188,7 +189,6 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
 
     monkeypatch.setattr(calls, "wait", count)
     monkeypatch.setattr(publisher, "choose_transports", choose)
-    monkeypatch.setattr(publisher, "total_bytes", lambda _: 0)
     settings = PushSettings(
         choice="auto", served=False, device="cpu", directory="", model="", temperature=0.7,
         learner_dtype="float32", probe_every=1, prove_every=0, timeout_s=60,
@@ -204,7 +204,7 @@ def test_a_push_takes_the_same_calls_and_looks_of_each_engine(
             return [logprobs_V(r.temperature)[r.tokens_T[r.first_trained :]] for r in rows_D]
 
         publish = Publisher(engines, Credited(), settings, learnt)
-        weights: Any = None
+        weights = HeldWeights({})
         publish(weights, 0, TrainedGroups())
         before = sum(engine.asked for engine in engines.values())
         looked.clear()

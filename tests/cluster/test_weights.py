@@ -974,7 +974,7 @@ def test_a_broadcast_that_breaks_off_again_and_again(
 
     monkeypatch.setattr(torch.distributed, "broadcast", break_off)
     learn(learner)
-    answers = Attempt.begin([transport], learner.weights(), 2).answers(TIMEOUT_S)
+    answers = Attempt.begin([transport], learner.weights(), 2, lambda: None).answers(TIMEOUT_S)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     assert "the network is down" in answers.complaint()
     if survives:

@@ -42,6 +42,14 @@ def step(learner: Learner, rows: list[TrainingRow]) -> dict[str, float]:
     return learner.step(Part(rows_D=rows, loss=IMPORTANCE_SAMPLING))
 
 
+def test_each_pass_of_a_step_is_progress(new_learner: NewLearner) -> None:
+    learner = new_learner(token_budget=1)  # a row a micro-batch
+    step(learner, ROWS)
+    assert learner.progress.count == 2 * len(ROWS) + 1, "forward, backward, the step itself"
+    learner.logprobs(ROWS)
+    assert learner.progress.count == 3 * len(ROWS) + 2
+
+
 def groups_of_all_kinds() -> list[TrajectoryGroup]:
     """Different prompts; two segments, and two turns in one; five samples of one long prompt."""
     two_segments = trajectory(segment(seed=7), segment(2, 6, seed=8), reward=2.0)

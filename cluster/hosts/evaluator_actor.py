@@ -1,0 +1,67 @@
+"""The evaluator's actor: hosts the evaluator, and says how far it has got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from actors.rollout.evaluator import Evaluation, Evaluator
+from cluster.hosts.engine_pool import EnginePool
+from cluster.supervision.supervise import WorkDone
+from distill.envs.base import EnvDataset
+from distill.sampling import EvalSampling, TrainSampling
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+Models = Mapping[str, EnginePool]
+
+
+class EvaluatorActor:
+    """Hosts an `Evaluator`, which it is made as, in an actor of its own."""
+
+    def __init__(
+        self, problems: EnvDataset, tokenizer: PreTrainedTokenizerBase, inside: str
+    ) -> None:
+        self._evaluator = Evaluator(problems, tokenizer, inside)
+        self._asked: list[EnginePool] = []  # by calls under way
+        self._answers = 0  # of pools whose calls are over
+
+    async def progress(self) -> WorkDone:
+        """A heartbeat: call it in `HEALTH_GROUP`. It moves with every answer of an engine."""
+        engines = frozenset(name for pool in self._asked for name in pool.under_way)
+        return WorkDone(self._answers + sum(pool.answers for pool in self._asked), engines)
+
+    async def evaluate(
+        self,
+        engines: EnginePool,
+        sampling: EvalSampling,
+        models: Models = MappingProxyType({}),
+        keep: int | None = 0,
+    ) -> Evaluation:
+        """See `Evaluator.evaluate`."""
+        with self._asking([engines, *models.values()]):
+            return await self._evaluator.evaluate(engines, sampling, models, keep)
+
+    async def reverse_kl(
+        self,
+        policy: EnginePool,
+        teachers: Mapping[str, EnginePool],
+        sampling: TrainSampling,
+        models: Models = MappingProxyType({}),
+    ) -> float:
+        """See `Evaluator.reverse_kl`."""
+        with self._asking([policy, *teachers.values(), *models.values()]):
+            return await self._evaluator.reverse_kl(policy, teachers, sampling, models=models)
+
+    @contextmanager
+    def _asking(self, pools: Iterable[EnginePool]) -> Iterator[None]:
+        asked = list(pools)
+        self._asked += asked
+        try:
+            yield
+        finally:
+            self._asked = [pool for pool in self._asked if pool not in asked]
+            self._answers += sum(pool.answers for pool in asked)
