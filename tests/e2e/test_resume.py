@@ -51,9 +51,8 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
     assert summary(out)["status"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_checkpoints_and_exits_with_its_code(
     tiny_pair: TinyPair,
     tmp_path: Path,

@@ -88,16 +88,12 @@ def test_evaluation_on_an_sglang_server(tiny_pair: TinyPair, tmp_path: Path) -> 
     assert reports["sglang"] == reports["embedded"], "greedy answers depend on the engine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, value, diagnosis",
     [
         ("SGLANG_PLUGINS", "none", "plugin"),
-        pytest.param(
-            "SGLANG_RETURN_ORIGINAL_LOGPROB",
-            "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB",
-            marks=pytest.mark.slow,
-        ),
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
     ],
 )
 def test_calibrate_refuses_a_server_that_does_not_scale(
