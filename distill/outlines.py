@@ -45,8 +45,13 @@ class Fetched(NamedTuple):
 class TrajectorySource(Protocol):
     """Where a learner's worker finds the trajectories of groups that were taken."""
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
-        """Raises on a deadline."""
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+        """Raises on a deadline.
+
+        Args:
+            ahead: their groups may be taken later. Until the next call for some that were taken,
+                that included, what is the same trajectory is the same object.
+        """
         ...
 
 

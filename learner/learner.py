@@ -40,6 +40,7 @@ from learner.flops import ModelFlops
 from learner.lora import save_adapter
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import Membership, Order, WorkerGroup
+from learner.rollout_share import Shares
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.worker import (
     LearnerWorker,
@@ -284,6 +285,12 @@ class Learner:
         """Says where the leader, as a worker, finds rollouts; the other workers are told where they
         are built."""
         self._worker.take_rollouts_from(source, loss)
+
+    def fetch_ahead(self, shares: Sequence[Shares]) -> None:
+        """Tells each worker what to fetch beside its orders; returns once the leader has its own.
+        Called in a thread."""
+        self._group.send_ahead(shares)
+        self._worker.fetch_ahead(shares[0])
 
     def logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """log p_T of each row's trained tokens under the present weights, one array per row."""

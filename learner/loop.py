@@ -1,7 +1,8 @@
 """The learner's loop over rollouts (OPD, task reward, or both), one step per call.
 
     take      waits for: the step's groups      unblocked by: the rollout workers' puts
-    hold      waits for: their trajectories     unblocked by: the object stores that have them
+    hold      waits for: their trajectories     unblocked by: the object stores that have them,
+                                                or had, where they were fetched ahead
     sleep     waits for: the engines' GPUs      unblocked by: every policy engine's release
     publish   waits for: acknowledgements       unblocked by: every policy engine's load
 
@@ -33,6 +34,7 @@ from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
+from learner.foresight import Foresee, Foresight
 from learner.forward import Forward
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
@@ -122,6 +124,7 @@ class PolicyLoop:
         keep: Keep | None = None,
         sleep: Callable[[int], None] | None = None,
         record: Record | None = None,
+        foresee: Foresee | None = None,
         resume_from: Checkpoint | None = None,
         background: bool | None = False,
     ) -> None:
@@ -134,6 +137,8 @@ class PolicyLoop:
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: is shown what each step trained on, once it has been; None: nobody is.
             record: is told of each step before it and after it; None: nobody is.
+            foresee: says what the next step would take, to be fetched while this one is trained;
+                None: nothing is fetched ahead.
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
@@ -146,6 +151,13 @@ class PolicyLoop:
         self.writer = CheckpointWriter(learner, tokenizer, store, background=background)
         self.loss = loss
         self.rollouts = Rollouts(learner, source, loss, teacher_weights)
+        self._foresight = None
+        if foresee is not None:
+            # How rows are dealt to several workers, and such advantages, depend on all groups.
+            together = loss.objective.baseline == "global" or bool(loss.objective.advantage)
+            self._foresight = Foresight(
+                foresee, self.rollouts.fetch_ahead, whole=together or learner.workers > 1
+            )
         self._supervised = supervised
         self._trained = TrainedGroups()
         if resume_from:
@@ -189,6 +201,8 @@ class PolicyLoop:
         groups_P = taken.groups_P
         ids = [group.group_id for group in groups_P]
         accounted = self._trained.after(ids, taken.set_aside)  # before the weights change
+        if self._foresight is not None:
+            self._foresight.begin(accounted, self.rollouts.turn)
         if self._sleep is not None:
             with self._stages("sleep"):
                 self._sleep(self.step_count)
@@ -227,8 +241,11 @@ class PolicyLoop:
         """The step's groups, once every worker has those that it trains on."""
         while True:
             taken = self._source.take(self._trained)
+            if self._foresight is not None:
+                self._foresight.end()
             plan = self.rollouts.plan(taken.groups_P)
-            lost: Mapping[int, str] = self.rollouts.hold(plan)
+            with self._stages("rows"):
+                lost: Mapping[int, str] = self.rollouts.hold(plan)
             if not lost and self._record is not None:
                 groups_P, lost = opened(self._source, taken.groups_P)
                 if not lost:
@@ -244,7 +261,8 @@ class PolicyLoop:
         skipped: the weights stay, and the schedule goes on.
         """
         metrics: dict[str, float] = {"train/groups": len(plan.groups_P)}
-        metrics |= self.rollouts.build(plan)
+        with self._stages("rows"):
+            metrics |= self.rollouts.build(plan)
         updates = []
         for i, part in enumerate(plan.updates):
             update = []

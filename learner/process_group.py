@@ -5,7 +5,8 @@
 
 What is computed together (FSDP's gathers and reductions) passes by the default process group;
 orders and answers, which are Python objects, by two groups of their own in main memory; and what
-threads do beside the orders (a checkpoint from a copy), by one more.
+threads do beside the orders by one for each such thread: a checkpoint from a copy, rollouts that
+are fetched ahead.
 """
 
 from __future__ import annotations
@@ -86,18 +87,26 @@ class WorkerGroup:
         self._orders = _in_memory(ORDERS_DEADLINE)
         self.collectives = _in_memory(timeout)
         self.aside = _in_memory(timeout)
+        self._ahead = _in_memory(ORDERS_DEADLINE)
         self.mesh = init_device_mesh(kind, (self.size,))
 
     def send(self, orders: Sequence[Order]) -> None:
         """An order to each worker, by rank; the leader keeps its own."""
         if self.size > 1:
-            dist.scatter_object_list([None], [None, *orders[1:]], src=0, group=self._orders)
+            _scatter(orders, self._orders)
 
     def receive(self) -> Order:
         """The follower's next order."""
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, None, src=0, group=self._orders)
-        return received[0]
+        return _scattered(self._orders)
+
+    def send_ahead(self, shares: Sequence[Any]) -> None:
+        """To each worker, by rank, what it is to fetch beside its orders. One call at a time."""
+        if self.size > 1:
+            _scatter(shares, self._ahead)
+
+    def receive_ahead(self) -> Any:
+        """The next of these, in a thread of a follower."""
+        return _scattered(self._ahead)
 
     def collect(self, own: Any) -> list[Any]:
         """Every worker's answer, by rank, on the leader; its own, large as it may be, as it is."""
@@ -149,6 +158,17 @@ class WorkerGroup:
     def workers_here(self) -> int:
         """Number of workers on this host."""
         return self.gathered(socket.gethostname()).count(socket.gethostname())
+
+
+def _scatter(values: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """One to each worker; the leader's own is not sent."""
+    dist.scatter_object_list([None], [None, *values[1:]], src=0, group=group)
+
+
+def _scattered(group: dist.ProcessGroup) -> Any:
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, None, src=0, group=group)
+    return received[0]
 
 
 def _in_memory(timeout: timedelta) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ workers, and the learner itself is their reference.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,12 +52,45 @@ class TrajectoryShare(NamedTuple):
     shared: bool
 
 
+class Shares(NamedTuple):
+    """A worker's shares of a step, or of what may be the step after it.
+
+    Attributes:
+        turn: counts the steps that were held, and those held again: a step's own, or for what is
+            fetched ahead that of the step which is held meanwhile.
+    """
+
+    turn: int
+    shares: Sequence[TrajectoryShare]
+
+
 class Built(NamedTuple):
-    """Of the rows that a worker has made: their advantages, and the step's mean of log p_T - log
-    ref_T, if there is a reference's term."""
+    """Of the rows that a worker has made: their advantages; the step's mean of log p_T - log
+    ref_T, if there is a reference's term; of how many trajectories; and how many of those had been
+    fetched ahead."""
 
     advantages: AdvantageStats | None
     mean_kl: float | None
+    trajectories: int
+    ahead: int
+
+
+class _Ahead(NamedTuple):
+    """What a worker has of a trajectory before its step; no rows if those need the whole step."""
+
+    share: TrajectoryShare
+    trajectory: Trajectory
+    rows: Sequence[TrainingRow]
+
+    def rows_for(self, share: TrajectoryShare) -> Sequence[TrainingRow]:
+        """The rows, if they were made with these terms."""
+        mine = self.share
+        alike = (mine.teacher, mine.advantage, mine.coef) == (
+            share.teacher,
+            share.advantage,
+            share.coef,
+        )
+        return self.rows if alike else ()
 
 
 class KeptRow(NamedTuple):
@@ -68,7 +102,8 @@ class KeptRow(NamedTuple):
 
 
 class RolloutShare:
-    """One worker's share of the rollouts of a step, from `hold` to the next `hold`."""
+    """One worker's share of the rollouts of a step, from `hold` to the next `hold`; and, beside
+    it, what was fetched ahead for the next, which counts only where it is what is then held."""
 
     def __init__(
         self,
@@ -82,13 +117,46 @@ class RolloutShare:
         self._shares: Sequence[TrajectoryShare] = ()
         self._trajectories: dict[Place, Trajectory] = {}
         self._rows: dict[RowPlace, TrainingRow] = {}
+        self._turn = 0
+        self._held_ahead: Mapping[Place, _Ahead] = {}  # of this step
+        self._ahead: dict[Place, _Ahead] = {}  # of the next
+        self._fetching = threading.Lock()
 
-    def hold(self, shares: Sequence[TrajectoryShare]) -> Mapping[int, str]:
-        """Fetches the trajectories, in place of those of the step before; returns what is lost."""
-        self._shares, self._trajectories, self._rows = shares, {}, {}
-        found, lost = self._source.trajectories([share.place for share in shares])
-        self._trajectories = dict(found)
+    def hold(self, step: Shares) -> Mapping[int, str]:
+        """Fetches the trajectories, in place of those of the step before; returns what is lost.
+
+        Waits for what is being fetched ahead.
+        """
+        with self._fetching:
+            self._turn, self._shares = step.turn, step.shares
+            self._trajectories, self._rows = {}, {}
+            found, lost = self._source.trajectories([share.place for share in step.shares])
+            self._trajectories = dict(found)
+            self._held_ahead = {
+                place: each
+                for place, each in self._ahead.items()
+                if found.get(place) is each.trajectory
+            }
+            self._ahead = {}
         return lost
+
+    def fetch_ahead(self, step: Shares) -> None:
+        """Fetches trajectories that the next step may train on, beside those of earlier calls, and
+        makes their rows. In a thread, beside everything else; nothing if it comes too late."""
+        with self._fetching:
+            if step.turn != self._turn:
+                return
+            found, _ = self._source.trajectories([share.place for share in step.shares], True)
+            for share in step.shares:
+                if (trajectory := found.get(share.place)) is not None:
+                    self._ahead[share.place] = _Ahead(
+                        share, trajectory, self._rows_ahead(share, trajectory)
+                    )
+
+    def _rows_ahead(self, share: TrajectoryShare, trajectory: Trajectory) -> Sequence[TrainingRow]:
+        if self._objective.reference_kl_coef:  # the mean of the whole step is in all of them
+            return ()
+        return self._rows_of(share, trajectory, 0.0)
 
     def row(self, place: RowPlace) -> TrainingRow:
         """A row that was built."""
@@ -122,20 +190,31 @@ class RolloutShare:
             segments = [self._segment(place) for place in self._trained()]
             tokens = self._group.total(float(sum(s.num_actions for s in segments)))
             mean_kl = self._group.total(reference_gap_sum(segments)) / tokens
+        ahead, self._held_ahead = self._held_ahead, {}
         for share in self._shares:
             trajectory = self._trajectories[share.place]
-            terms = trajectory_terms(
-                trajectory,
-                self._objective,
-                advantage=share.advantage,
-                coef=share.coef,
-                mean_kl=mean_kl or 0.0,
-                stop_event=self._stop_event,
-            )
-            rows = trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
-            for number, row in enumerate(rows):
+            made = ahead[share.place].rows_for(share) if share.place in ahead else ()
+            for number, row in enumerate(made or self._rows_of(share, trajectory, mean_kl or 0.0)):
                 self._rows[RowPlace(*share.place, number)] = row
-        return Built(advantage_stats([self._rows[place] for place in self._trained()]), mean_kl)
+        return Built(
+            advantages=advantage_stats([self._rows[place] for place in self._trained()]),
+            mean_kl=mean_kl,
+            trajectories=len(self._shares),
+            ahead=sum(share.place in ahead for share in self._shares),
+        )
+
+    def _rows_of(
+        self, share: TrajectoryShare, trajectory: Trajectory, mean_kl: float
+    ) -> list[TrainingRow]:
+        terms = trajectory_terms(
+            trajectory,
+            self._objective,
+            advantage=share.advantage,
+            coef=share.coef,
+            mean_kl=mean_kl,
+            stop_event=self._stop_event,
+        )
+        return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
 
     def add_proximal(self, score: Score) -> None:
         """Scores its rows by the weights that the step begins with, for the ratios of updates."""

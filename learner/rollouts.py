@@ -28,7 +28,7 @@ from distill.outlines import GroupOutline, Place, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
-from learner.rollout_share import Built, KeptRow, TrajectoryShare
+from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,7 @@ class Rollouts:
     ) -> None:
         self._learner, self._loss, self.teacher_weights = learner, loss, teacher_weights
         self._objective = loss.objective
+        self.turn = 0  # of the step that is held, as `Shares` has it
         learner.take_rollouts_from(source, loss)
 
     def plan(self, groups_P: Sequence[GroupOutline]) -> StepPlan:
@@ -118,10 +119,22 @@ class Rollouts:
 
     def hold(self, plan: StepPlan) -> dict[int, str]:
         """Has each worker fetch its share; returns the groups that are lost, and why."""
+        self.turn += 1
         lost: dict[int, str] = {}
-        for of_worker in self._learner.on_each("hold_rollouts", plan.shares):
+        for of_worker in self._learner.on_each("hold_rollouts", self._by_worker(plan, self.turn)):
             lost |= of_worker
         return lost
+
+    def fetch_ahead(self, groups_P: Sequence[GroupOutline], turn: int) -> None:
+        """Has each worker fetch its share of groups that the step after `turn` may train on, and
+        make rows of it, beside all else. Called in a thread.
+
+        A worker alone may be told of them bit by bit; several are dealt a whole step.
+        """
+        self._learner.fetch_ahead(self._by_worker(self.plan(groups_P), turn))
+
+    def _by_worker(self, plan: StepPlan, turn: int) -> list[Shares]:
+        return [Shares(turn, shares) for shares in plan.shares]
 
     def add_reference(self) -> None:
         """Has them score their segments by the model without its adapter."""
@@ -135,6 +148,8 @@ class Rollouts:
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
             self._learner.on_all("add_proximal")
         metrics = advantage_metrics([each.advantages for each in built])
+        held = sum(each.trajectories for each in built)
+        metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
         if (mean_kl := built[0].mean_kl) is not None:
             metrics["reference/kl"] = mean_kl
         return metrics

@@ -34,6 +34,7 @@ from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
 from learner.config import TOKEN_BUDGET, LearnerConfig
 from learner.export import Exported, Names, StoredWeights, carried_over
+from learner.foresight import listen_ahead
 from learner.forward import Forward
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
@@ -62,12 +63,7 @@ from learner.optimizer import (
 )
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
-from learner.rollout_share import (
-    Built,
-    KeptRow,
-    RolloutShare,
-    TrajectoryShare,
-)
+from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
 from learner.router_balance import RouterBalance
 from learner.routing_replay import RoutingReplay
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
@@ -466,15 +462,21 @@ class LearnerWorker:
     def take_rollouts_from(self, source: TrajectorySource, loss: PolicyObjectiveLoss) -> None:
         """Says where this worker finds rollouts, and what their rows are for."""
         self._rollout_share = RolloutShare(source, loss.objective, loss.stop_event, self._group)
+        if self._group.rank > 0:
+            listen_ahead(self.fetch_ahead, self._group)
 
     @property
     def _rollouts(self) -> RolloutShare:
         assert self._rollout_share is not None, "nobody has said where rollouts come from"
         return self._rollout_share
 
-    def hold_rollouts(self, shares: Sequence[TrajectoryShare]) -> Mapping[int, str]:
+    def hold_rollouts(self, step: Shares) -> Mapping[int, str]:
         """Fetches its share of a step's rollouts; returns the groups that are lost, and why."""
-        return self._rollouts.hold(shares)
+        return self._rollouts.hold(step)
+
+    def fetch_ahead(self, step: Shares) -> None:
+        """Fetches its share of what the next step may train on; beside its orders."""
+        self._rollouts.fetch_ahead(step)
 
     def add_reference(self, _: None) -> None:
         """Scores its share by the model without its adapter."""

@@ -274,6 +274,8 @@ def policy_loop(
         trace=trace,
         keep=keep,
         record=record,
+        # Without staleness the next step's groups begin when this one is over.
+        foresee=source.foresee if isinstance(source, GroupQueue) and config.max_staleness else None,
         base_is_reference=config.base_is_reference,
         resume_from=resume_from,
         background=config.background_checkpoints,

@@ -31,11 +31,20 @@ from ray.exceptions import GetTimeoutError
 
 from cluster.handles import calls
 from cluster.queue.codec import Packed, pack
-from cluster.queue.parcels import Parcel, PartsAnswer, fetched, offer, opened_whole
+from cluster.queue.parcels import (
+    OpenPart,
+    Parcel,
+    PartPlace,
+    PartsAnswer,
+    fetched,
+    offer,
+    open_parts,
+    opened_whole,
+)
 from cluster.queue.queue_actor import LeaseAnswer, TakeAnswer
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
-from distill.outlines import Fetched, Place
+from distill.outlines import Fetched, GroupOutline, Place
 from distill.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -68,6 +77,7 @@ class GroupQueue:
         self.actor, self.timeout_s = actor, timeout_s
         self._epoch: int | None = None
         self._pushing = False
+        self._opened: Mapping[PartPlace, OpenPart] = {}  # ahead, in this process
 
     # the learner's end
 
@@ -101,22 +111,41 @@ class GroupQueue:
                     "rollout workers"
                 )
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
-        """Fetches trajectories of groups that were taken; each of the learner's workers its own.
+    def foresee(
+        self, trained: TrainedGroups, known: Collection[int], whole: bool
+    ) -> list[GroupOutline] | None:
+        """Outlines of groups that the step after `trained` would take if it were taken now.
+
+        Waits a moment for such as are not `known`; if asked for the `whole` step, until that may
+        be taken. None: it is over. Nothing is taken, nor promised. May be called beside all else.
+        """
+        asked = self.actor.foresee.remote(trained, frozenset(known), whole, _POLL_S)
+        outlines: list[bytes] | None = self._get(asked)
+        return None if outlines is None else [pickle.loads(outline) for outline in outlines]
+
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+        """Fetches trajectories of groups that were taken, or will be (`ahead`); each of the
+        learner's workers its own.
 
         Raises:
             QueueTimeout: some node does not answer.
         """
+        before = self._opened
+        if not ahead:
+            self._opened = {}
         if not places:
             return Fetched({}, {})
         answer: PartsAnswer = self._get(self.actor.parts.remote(places))
         try:
-            return fetched(answer, self.timeout_s)
+            opened = open_parts(answer.parts, before, self.timeout_s)
         except GetTimeoutError:
             raise QueueTimeout(
                 f"waited {self.timeout_s:.0f} s for groups from the object store of another node: "
                 "it hangs, or its network does"
             ) from None
+        if ahead:
+            self._opened = {**before, **opened.parts}
+        return fetched(answer, opened)
 
     def lose(self, ids: Collection[int], reason: str) -> None:
         """Trajectories of these groups, which were taken, are lost: the groups are leased again."""

@@ -39,8 +39,8 @@ import heapq
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from cluster.queue.custody import Custody
 from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
@@ -110,6 +110,14 @@ class Step:
     set_aside: dict[int, str]
     overdue: int = 0
     replaced: dict[int, float] = field(default_factory=dict)
+
+
+class Foreseen(NamedTuple):
+    """Finished groups that a later step would take as things are; and whether they are all of it
+    and it may go on with them."""
+
+    group_ids: list[int]
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,6 +580,24 @@ class Ledger:
             return None
         return taken
 
+    def foreseen(self, trained: TrainedGroups) -> Foreseen | None:
+        """Groups of the step that begins with weights which account for `trained`, as far as they
+        are known; None: that is not the next step, nor the one after what was taken.
+
+        Nothing is promised, and nothing remembered: others may finish that go before them.
+        """
+        behind, taken = len(trained) - len(self._trained), self._promised
+        gone: set[int] = set()
+        if behind == 0 and taken is not None:
+            ids = [i for i in taken.group_ids if i in self._delivered]
+            return Foreseen(ids, len(ids) == len(taken.group_ids))
+        if behind:
+            if taken is None or behind != len(taken.group_ids):
+                return None
+            gone = {*taken.group_ids, *taken.replaced}
+        view = self._view(gone)
+        return Foreseen(self._rule.foreseen(view), self._rule.choose(view) is not None)
+
     def take(self, trained: TrainedGroups | None = None, *, pushing: bool = False) -> Step | None:
         """`ready`, remembered: it stays the next step, until it is pushed or published.
 
@@ -737,14 +763,24 @@ class Ledger:
         may_start = self.credit or self._pending
         self._starved = not may_start and len(self._delivered) > len(self._leased)
 
-    def _view(self) -> View:
-        return View(
+    def _view(self, gone: Collection[int] = ()) -> View:
+        """`gone`: those of a step that is taken, if it is a view of the next."""
+        view = View(
             step=self._steps + self.pushing,
             groups_per_step=self._settings.groups_per_step,
             started=self._started,
             finished=self._delivered,
             constant=self._constant.keys(),
             most_replaced=self._settings.most_replaced,
+        )
+        if not gone:
+            return view
+        return replace(
+            view,
+            step=view.step + 1,
+            started={i: at for i, at in view.started.items() if i not in gone},
+            finished=view.finished - set(gone),
+            constant=view.constant - set(gone),
         )
 
     @property

@@ -168,25 +168,63 @@ def parts_of(parcels: Mapping[int, Parcel], places: Sequence[Place]) -> PartsAns
     return PartsAnswer(parts=parts, members=members, gone=sorted(set(gone)))
 
 
-def fetched(answer: PartsAnswer, timeout_s: float) -> Fetched:
-    """The trajectories that are there, and of the groups of those that are not why.
+class OpenPart(NamedTuple):
+    """A part in this process: what the queue has of it, by which it is known again, and its
+    trajectories."""
+
+    held: Any
+    trajectories: Sequence[Trajectory]
+
+
+class OpenParts(NamedTuple):
+    """Parts that are there, and of the groups of others why not."""
+
+    parts: Mapping[PartPlace, OpenPart]
+    lost: Mapping[int, str]
+
+
+def open_parts(
+    parts: Mapping[PartPlace, Any], before: Mapping[PartPlace, OpenPart], timeout_s: float
+) -> OpenParts:
+    """Parts in this process: those opened `before` as they are, and the others from wherever they
+    are.
 
     Raises:
         GetTimeoutError: some node does not answer.
     """
-    references = [part for part in answer.parts.values() if isinstance(part, ray.ObjectRef)]
+    opened = {
+        place: before[place]
+        for place, part in parts.items()
+        if place in before and _is_same(before[place].held, part)
+    }
+    others = {place: part for place, part in parts.items() if place not in opened}
+    references = [part for part in others.values() if isinstance(part, ray.ObjectRef)]
     if references:
         ray.wait(references, num_returns=len(references), timeout=timeout_s)  # all at a time
-    found: dict[Place, Trajectory] = {}
-    lost = dict.fromkeys(answer.gone, "the queue holds it no longer")
-    for place, part in answer.parts.items():
+    lost = {}
+    for place, part in others.items():
         try:
-            trajectories = unpack(_fetched(part, timeout_s))
+            opened[place] = OpenPart(part, unpack(_fetched(part, timeout_s)))
         except (ObjectLostError, RayActorError) as error:
             lost[place.group_id] = str(error).split("\n", 1)[0]
-            continue
-        found |= {asked: trajectories[n] for n, asked in answer.members[place].items()}
-    return Fetched(found, lost)
+    return OpenParts(opened, lost)
+
+
+def _is_same(held: Any, part: Any) -> bool:
+    """True of one object: a group that was made or scored again has others."""
+    return held is part or (isinstance(part, ray.ObjectRef | bytes) and bool(held == part))
+
+
+def fetched(answer: PartsAnswer, opened: OpenParts) -> Fetched:
+    """The trajectories that were asked for."""
+    found = {
+        asked: opened.parts[place].trajectories[n]
+        for place, members in answer.members.items()
+        if place in opened.parts
+        for n, asked in members.items()
+    }
+    gone = dict.fromkeys(answer.gone, "the queue holds it no longer")
+    return Fetched(found, {**gone, **opened.lost})
 
 
 def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
@@ -194,7 +232,7 @@ def opened_whole(parcel: Parcel, timeout_s: float) -> TrajectoryGroup | None:
     outline: GroupOutline = pickle.loads(parcel.outline)
     answer = parts_of({outline.group_id: parcel}, outline.places)
     try:
-        found, lost = fetched(answer, timeout_s)
+        found, lost = fetched(answer, open_parts(answer.parts, {}, timeout_s))
     except GetTimeoutError:
         return None
     return None if lost else outline.filled_from(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -167,6 +167,24 @@ class GroupQueueActor:
             closed=self._closed,
             epoch=self._ledger.epoch,
         )
+
+    async def foresee(
+        self, trained: TrainedGroups, known: Collection[int], whole: bool, poll_s: float
+    ) -> list[bytes] | None:
+        """See `GroupQueue.foresee`; pickled outlines."""
+
+        def news() -> list[int] | None:
+            """None: there will be none."""
+            foreseen = None if self._closed else self._ledger.foreseen(trained)
+            if foreseen is None:
+                return None
+            if whole and not foreseen.whole:
+                return []
+            return [i for i in foreseen.group_ids if i not in known]
+
+        await _until(self._may_train, lambda: news() != [], poll_s)
+        ids = news()
+        return None if ids is None else [self._parcels[i].outline for i in ids]
 
     async def lose(self, ids: Sequence[int], reason: str) -> None:
         """What was taken cannot be fetched."""

@@ -78,6 +78,10 @@ class StepRule(Protocol):
         """Ids of the started groups that the next step waits for, in order."""
         ...
 
+    def foreseen(self, view: View) -> list[int]:
+        """Ids of the finished groups that the next step takes if no other finishes, in order."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
@@ -102,6 +106,9 @@ class InOrder:
 
     def waited_for(self, view: View) -> list[int]:
         return [i for i in _oldest(view.started, view).ids if i not in view.finished]
+
+    def foreseen(self, view: View) -> list[int]:
+        return [i for i in _oldest(view.started, view).ids if i in view.finished]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +157,9 @@ class DueFirst:
         if until is None:
             return []
         return sorted(group_id for group_id in unfinished if view.started[group_id] <= until)
+
+    def foreseen(self, view: View) -> list[int]:
+        return _oldest(view.finished, view).ids
 
     def _late_after(self, view: View, choice: Choice) -> int | None:
         """The first start of which too many groups would be left behind by a step."""

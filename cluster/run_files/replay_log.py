@@ -223,7 +223,7 @@ class KeptGroups:
     def take(self, trained: TrainedGroups) -> Taken:
         return self._kept.taken(self._steps.pop(0), self._here)
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
         while not all(place.group_id in self._here for place in places):
             self._kept.taken(self._steps.pop(0), self._here)
         return self._here.trajectories(places)

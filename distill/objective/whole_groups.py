@@ -33,7 +33,7 @@ class GroupsHere:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
         groups = self._groups
         return Fetched({at: groups[at.group_id].trajectories_G[at.member] for at in places}, {})
 

@@ -38,7 +38,7 @@ from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, Order, WorkerGroup, open_store
-from learner.rollout_share import Built, RolloutShare, TrajectoryShare
+from learner.rollout_share import Built, RolloutShare, Shares, TrajectoryShare
 from learner.rollouts import Rollouts
 from tests.bench.queue import _ray, cpu_seconds
 from tests.queues import queue_on_ray
@@ -116,8 +116,8 @@ class LearnerWorker:
     def __init__(self, source: TrajectorySource, k: int, group: WorkerGroup) -> None:
         self._share = RolloutShare(source, objective(k), (), group)
 
-    def hold_rollouts(self, shares: Sequence[TrajectoryShare]) -> Any:
-        return self._share.hold(shares)
+    def hold_rollouts(self, step: Shares) -> Any:
+        return self._share.hold(step)
 
     def build_rows(self, _: None) -> Built:
         return self._share.build()

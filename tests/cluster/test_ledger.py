@@ -256,6 +256,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.served < self.version:
             self.arrive(again)
         group_ids, skipped = self.taken.group_ids, self.taken.set_aside
+        foreseen = self.ledger.foreseen(self.trained.after(group_ids, skipped))
+        assert foreseen is not None and not set(foreseen.group_ids) & set(group_ids)
         passed, self.taken = self.taken.replaced, None
         for group_id in group_ids if self.rule != "late" else ():
             # it may have been leased again since, by a queue that lost it: the first one counts
@@ -269,6 +271,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.arrive(again)
         self.held -= {*group_ids, *passed}
         self.constant &= self.held
+        ready = self.ledger.ready()  # nothing has arrived meanwhile
+        assert foreseen.whole == (ready is not None)
+        assert ready is None or foreseen.group_ids == ready.group_ids
+        assert foreseen == self.ledger.foreseen(self.trained)
         assert passed.keys() <= self.set_aside().keys()
 
     @precondition(lambda self: self.served < self.version)

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,37 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     assert ids(taken) == [2, 3]  # as it was
     queue.push(2, with_step(trained, taken))
     assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
+
+
+def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
+    queue = new_queue(step_rule="due_first", max_staleness=2)
+    leases = lease(queue, 6)
+    put(queue, *leases[:2], leases[4], leases[5])
+    after = with_step(TrainedGroups(), queue.take(TrainedGroups()))
+
+    def foreseen(known: Collection[int] = (), whole: bool = False) -> list[int]:
+        outlines = queue.foresee(after, known, whole)
+        assert outlines is not None
+        return [each.group_id for each in outlines]
+
+    assert foreseen() == foreseen(whole=True) == [4, 5] and foreseen({4}) == [5]
+    four, five = Place(4, 0), Place(5, 1)
+    ahead = (
+        queue.trajectories([four], ahead=True).found | queue.trajectories([five], ahead=True).found
+    )
+    put(queue, leases[3])
+    assert foreseen({4, 5}) == [3] and foreseen() == [3, 4], "an older one has come meanwhile"
+    queue.publish(1, after)
+    assert foreseen() == [3, 4]
+    taken = queue.take(after)
+    assert ids(taken) == foreseen() == [3, 4], "the step is not what its rule says"
+    held = queue.trajectories([Place(3, 0), four]).found
+    assert held[four] is ahead[four], "it was fetched again"
+    again = queue.trajectories([four, five]).found
+    assert again[four] is not held[four] and again[five] is not ahead[five], "it was kept"
+    assert queue.foresee(with_step(after, taken).after([5, 6], {}), (), False) is None
+    get(queue.close())
+    assert queue.foresee(after, (), False) is None
 
 
 def test_what_is_pushed_is_not_made_again_when_the_queue_dies(
@@ -465,6 +496,8 @@ def test_what_is_lost_after_its_delivery_is_leased_again(new_queue: NewQueue, jo
     assert ids(queue.take(TrainedGroups())) == [0, 1]
     found, lost = queue.trajectories(places)
     assert not found and lost.keys() == {0, 1}
+    ahead = queue.trajectories(places, ahead=True)
+    assert not ahead.found and ahead.lost == lost
     queue.lose(list(lost), lost[0])
     again = lease(queue, 2, "b")
     assert ids(again) == [0, 1] and {one.attempt for one in again} == {2}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from distill.delivery import Taken, TrainedGroups
 from distill.objective.metrics import tokens_by_gap
 from distill.objective.objectives import reference_gap_sum
 from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, with_other_rows
 from distill.objective.settings import ObjectiveConfig
+from distill.objective.tallies import outline
 from distill.objective.whole_groups import GroupsHere
-from distill.outlines import Fetched, Place
+from distill.outlines import Fetched, GroupOutline, Place
 from distill.tokenizer import load_tokenizer
 from distill.types import TrajectoryGroup
 from distill.weights.model_weights import gather_all
+from learner import rollout_share
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
@@ -78,15 +82,29 @@ def groups_of_segments(reference: bool = True) -> list[TrajectoryGroup]:
 
 
 class Noting(World):
-    """Notes which trajectories the leader fetches."""
+    """Notes which trajectories the leader fetches; a step ends when it has some of the next."""
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
         super().__init__(groups, per_step=4)
         self.fetched: list[set[Place]] = []
+        self._ahead = threading.Event()
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
-        self.fetched.append(set(places))
-        return super().trajectories(places)
+    def foresee(
+        self, trained: TrainedGroups, known: Collection[int], whole: bool
+    ) -> list[GroupOutline] | None:
+        return None if known else [outline(made) for made in self.groups[: self.per_step]] or None
+
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+        if not ahead:
+            self.fetched.append(set(places))
+            return super().trajectories(places)
+        there = {made.group_id: made for made in self.groups}
+        self._ahead.set()
+        return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in places}, {})
+
+    def publish(self, *given: Any) -> dict[str, float]:
+        assert self._ahead.wait(60) or not self.groups, "nothing is fetched ahead"
+        return super().publish(*given)
 
 
 class KeepAll:
@@ -110,6 +128,7 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
         tokenizer=load_tokenizer(given["tokenizer"]),
         source=world,
         publish=world.publish,
+        foresee=world.foresee,
         store=CheckpointStore(Path(given["root"]), keep=1),
         loss=given["loss"],
         teacher_weights=TEACHER_WEIGHTS,
@@ -133,7 +152,8 @@ def learner_config(model: str, **changes: Any) -> LearnerConfig:
 def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
     for theirs, ours in zip(alone["metrics"], together["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
-        for name in untimed(ours).keys() - {"train/padding_share"}:  # cut into other batches
+        # Cut into other batches; others may have fetched less.
+        for name in untimed(ours).keys() - {"train/padding_share", "rollout/ahead_share"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
     for name, theirs in alone["weights"].items():
         # As a whole: AdamW makes much of the last bits of gradients that are next to nothing.
@@ -196,6 +216,8 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     for fetched, of_all in zip(together["fetched"], alone["fetched"], strict=True):
         assert fetched < of_all, "the leader fetched what others train"
     assert "reference/kl" in together["metrics"][0]
+    for told in (alone, together):
+        assert [m["rollout/ahead_share"] > 0 for m in told["metrics"]] == [False, True]
 
 
 OBJECTIVES = {
@@ -234,8 +256,8 @@ class Losing(World):
         super().__init__(groups)
         self.lost: list[tuple[list[int], str]] = []
 
-    def trajectories(self, places: Sequence[Place]) -> Fetched:
-        found, _ = super().trajectories(places)
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+        found, _ = super().trajectories(places, ahead)
         if self.lost:
             return Fetched(found, {})
         return Fetched({at: t for at, t in found.items() if at.group_id}, {0: "its node is gone"})
@@ -255,3 +277,96 @@ def test_what_is_lost_before_the_step_is_taken_again(
     assert world.events == ["take [0, 1]", "take [0, 1]", "publish 1"]
     assert metrics["train/tokens"] == sum(made.num_actions for made in again)
     assert loop.save().delivery == {"watermark": 2, "set_aside": {}}
+
+
+class Ahead(World):
+    """Has the next step's groups while one is trained, which ends only once they were fetched.
+
+    Those that are `lost` are not there then; `remade` ones take others' place before the step.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        lost: Collection[int] = (),
+        remade: Sequence[TrajectoryGroup] = (),
+    ) -> None:
+        super().__init__(groups)
+        self.lost, self.remade = set(lost), {made.group_id: made for made in remade}
+        self.ahead: list[int] = []  # groups that were asked for ahead
+        self._told = threading.Event()
+
+    def foresee(
+        self, trained: TrainedGroups, known: Collection[int], whole: bool
+    ) -> list[GroupOutline] | None:
+        if set(known) >= {made.group_id for made in self.groups[:2]}:
+            self._told.set()  # asked again: those are fetched
+            return None
+        told = [made for made in self.groups[:2] if made.group_id not in known]
+        return [outline(made) for made in (told if whole else told[:1])]
+
+    def trajectories(self, places: Sequence[Place], ahead: bool = False) -> Fetched:
+        if not ahead:
+            return super().trajectories(places)
+        self.ahead += sorted({at.group_id for at in places})
+        there = {made.group_id: made for made in self.groups}
+        gone = dict.fromkeys(self.lost & {at.group_id for at in places}, "its node is gone")
+        here = [at for at in places if at.group_id not in gone]
+        return Fetched({at: there[at.group_id].trajectories_G[at.member] for at in here}, gone)
+
+    def take(self, _trained: TrainedGroups) -> Taken:
+        self.groups[:2] = [self.remade.get(made.group_id, made) for made in self.groups[:2]]
+        return super().take(_trained)
+
+    def publish(self, *given: Any) -> dict[str, float]:
+        assert self._told.wait(60) or not self.groups, "the next step's groups are not fetched"
+        self._told.clear()
+        return super().publish(*given)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_the_next_steps_rows_are_made_while_this_one_is_trained(
+    new_loop: NewLoop, objective: ObjectiveConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, str]] = []
+    make = rollout_share.trajectory_rows
+
+    def noted(trajectory: Any, terms: Any, group_id: int, teacher: str) -> Any:
+        made.append((group_id, threading.current_thread().name))
+        return make(trajectory, terms, group_id, teacher)
+
+    monkeypatch.setattr(rollout_share, "trajectory_rows", noted)
+    groups = groups_of_segments()[:4]
+    world, other = Ahead(groups), World(groups)
+    ahead = new_loop(world, objective, teacher_weights=TEACHER_WEIGHTS, foresee=world.foresee)
+    first = ahead.step()
+    by_ahead = {group_id for group_id, thread in made if thread == "ahead"}
+    assert by_ahead == (set() if objective.reference_kl_coef else {2, 3})
+    before = len(made)
+    second = ahead.step()
+    assert len(made) == before + (6 if objective.reference_kl_coef else 0), "rows were made twice"
+    assert (first["rollout/ahead_share"], second["rollout/ahead_share"]) == (0, 1)
+    assert world.ahead == [2, 3] and 0 < second["time/rows"] < second["time/step"]
+    alone = new_loop(other, objective, teacher_weights=TEACHER_WEIGHTS)
+    for metrics in (first, second):
+        expected = untimed(alone.step()) | {"rollout/ahead_share": metrics["rollout/ahead_share"]}
+        assert untimed(metrics) == expected
+    assert weights(ahead.learner) == weights(alone.learner)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_is_made_again_after_it_was_fetched_is_what_is_trained(
+    new_loop: NewLoop, lost: bool
+) -> None:
+    """Group 2: lost when it is fetched ahead, or there, and scored again before it is taken."""
+    groups = groups_of_segments()[:4]
+    remade = replace(groups_of_segments()[6], group_id=2)
+    world = Ahead(groups, lost={2} if lost else (), remade=[remade])
+    loop = new_loop(world, OBJECTIVES["sampled"], foresee=world.foresee)
+    loop.step()
+    assert loop.step()["rollout/ahead_share"] == 0.5
+    other = new_loop(World([*groups[:2], remade, groups[3]]), OBJECTIVES["sampled"])
+    for _ in range(2):
+        other.step()
+    assert weights(loop.learner) == weights(other.learner)
