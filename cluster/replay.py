@@ -39,7 +39,7 @@ _USAGE = f"""{__doc__}
 """
 # What a step measures of itself is the same only on the machine that measured; these are no part of
 # what is computed.
-_MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s")
+_MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s", "rollout/ahead_share")
 # Characters of a text that are shown.
 _SHOWN = 60
 
