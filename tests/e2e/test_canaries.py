@@ -1,6 +1,6 @@
 """Runs whose teacher's weights change in the middle: what it scored is in no weights at the end.
 
-All in this process (local=True), so that a test can reach into a teacher that serves.
+In this process (local=True), so that a test can reach into a teacher that serves; one on SGLang.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
 
 from actors.embedded.engine import EmbeddedEngine
+from actors.sglang.installed import sglang_installed
+from cluster.handles import calls
 from cluster.inspect.audit import audit
 from cluster.run_files.rollouts import read_rollouts
+from cluster.runtime.canaries import Canaries
 from cluster.train import main
 from distill.engine import Score, ScoreRequest
 from distill.objective.batching import Batch
@@ -24,11 +28,19 @@ from learner.teachers import LocalTeachers
 from learner.worker import LearnerWorker
 from tests.conftest import TinyPair
 from tests.e2e.harness import events, metrics, opd_arguments
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import VOCAB_SIZE, tiny_model_dir
 
 pytestmark = pytest.mark.e2e
 
 UNIFORM = -math.log(VOCAB_SIZE)
+
+
+HEARD: list[dict[str, Any]] = []
+
+
+def hear(told: dict[str, Any]) -> None:
+    """What `notify=` is given."""
+    HEARD.append(told)
 
 
 class Planted:
@@ -77,12 +89,11 @@ def train(pair: TinyPair, out: Path, **settings: object) -> int:
     given = opd_arguments(
         pair,
         out,
-        local=True,
         eval_size=0,
         steps=10,
         canary_every=2,
         keep_rollouts="all",
-        **settings,
+        **{"local": True} | settings,
     )
     return main(["recipe=opd", *given])
 
@@ -141,13 +152,18 @@ def test_weights_swapped_in_one_of_three_servers_are_scored_again_by_the_others(
 
 
 @pytest.mark.slow
-def test_a_good_run_raises_no_alarm(tiny_pair: TinyPair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(10))
+def test_good_runs_raise_no_alarm(tiny_pair: TinyPair, tmp_path: Path, seed: int) -> None:
+    """Neither a canary nor a detector; that a random student's samples are cut is true."""
     out = tmp_path / "run"
-    assert train(tiny_pair, out, teacher_engines=2, max_staleness=2) == 0
+    estimator = ("sampled", "full", "top_k")[seed % 3]
+    settings = {"teacher_engines": 2, "max_staleness": 2, "lr": 1e-3, "estimator": estimator}
+    assert train(tiny_pair, out, seed=seed, **settings) == 0
     found = expect_proven(out)
+    assert len(found["replicas"]) == 2 + (estimator == "full")
     assert all(each["quarantine"] is None for each in found["replicas"])
     assert not events(out, "rewind") and not events(out, "death")
-    assert not any(each["name"] == "scorer_moved" for each in events(out, "finding"))
+    assert {each["name"] for each in events(out, "finding")} <= {"responses_are_cut"}
     summary = json.loads((out / "summary.json").read_text())
     assert summary["certificate"] == found["verdict"]
 
@@ -159,8 +175,13 @@ def test_stop_ends_the_run_before_the_weights_that_contain_it(
     """Resumed with a teacher that is well, it goes on from the checkpoint before them."""
     out = tmp_path / "run"
     planted = plant(24, lambda parameter: parameter.zero_())
-    assert train(tiny_pair, out, max_staleness=0, on_bad_teacher="stop") == 1 and planted.done
+    HEARD.clear()
+    settings = {"max_staleness": 0, "notify": f"{__name__}:hear"}
+    assert train(tiny_pair, out, on_bad_teacher="stop", **settings) == 1 and planted.done
     assert "on_bad_teacher=stop" in capsys.readouterr().err
+    *_, finding, end = HEARD
+    assert finding["name"] == "scorer_moved" and end["event"] == "end"
+    assert end["status"] == "failed" and "has moved" in end["reason"]
     assert not certificate(out)["proven"]
     assert train(tiny_pair, out, max_staleness=0) == 0
     expect_proven(out)
@@ -220,3 +241,46 @@ def test_the_base_of_an_adapter_is_watched_where_it_is_the_reference(
     bases = [each for each in expect_proven(out)["replicas"] if each["who"] == "learner's base"]
     assert len(bases) == 2 and "changed" in bases[0]["quarantine"]["why"]
     assert bases[0]["groups_in_gaps"] == 0 and bases[1]["quarantine"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+@pytest.mark.usefixtures("ray_cluster")
+def test_weights_swapped_in_a_running_sglang_server(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the server's own endpoint and the run's key, as a stranger on the node might."""
+    out, other = tmp_path / "run", tiny_model_dir(tmp_path, seed=3)
+    answers: list[Any] = []
+    after_step = Canaries.after_step
+
+    def watched(canaries: Canaries, step: int) -> None:
+        if step == 3 and not answers:
+            [engine] = canaries._supervisor.serving("teacher").values()
+            asked = engine.__ray_call__.remote(
+                lambda held: (held.server.url, held.server.admin_api_key)
+            )
+            url, key = calls.get(asked, timeout=60)
+            request = Request(
+                f"{url}/update_weights_from_disk",
+                json.dumps({"model_path": other, "flush_cache": True}).encode(),
+                {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+            )
+            with urlopen(request, timeout=120) as answer:
+                answers.append(json.loads(answer.read()))
+        after_step(canaries, step)
+
+    monkeypatch.setattr(Canaries, "after_step", watched)
+    settings = {"engine": "sglang", "max_staleness": 0}
+    assert train(tiny_pair, out, local=False, **settings) == 0
+    assert [answer["success"] for answer in answers] == [True]
+    found = expect_proven(out)
+    first, second = found["replicas"]
+    assert "it holds other weights than at first" in first["quarantine"]["why"]
+    assert first["kind"] == second["kind"] == "sglang" and first["groups_in_gaps"] == 0
+    assert second["quarantine"] is None and second["groups"] > 0
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
+    assert "teacher engine 0 has moved" in finding["text"]
+    assert [event["who"] for event in events(out, "restart")].count("teacher engine 0") == 1
+    [rewind] = events(out, "rewind")
+    assert rewind["step"] <= 3, "the weights of step 4 were the first to contain it"
