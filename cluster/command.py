@@ -67,10 +67,12 @@ def complaint(error: BaseException) -> str:
     if isinstance(error, Interrupted) and not error.trained:
         return f"interrupted ({error}) before the first step; the same command starts again"
     if isinstance(error, Interrupted):
-        return (
-            f"interrupted ({error}); every step trained so far is in a checkpoint, and the same "
-            "command resumes"
+        safe = (
+            "kept so far is in out/replay"
+            if error.only_kept
+            else "trained so far is in a checkpoint"
         )
+        return f"interrupted ({error}); every step {safe}, and the same command resumes"
     return f"{error}. {error.remedy}" if isinstance(error, RunFailed) else str(error)
 
 

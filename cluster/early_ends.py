@@ -37,9 +37,11 @@ class Interrupted(Exception):
 
     Attributes:
         trained: whether the run has a step to keep.
+        only_kept: such a step is groups that were kept, and nothing else.
     """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
         self.trained = True
+        self.only_kept = False

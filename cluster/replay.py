@@ -88,6 +88,11 @@ class Replay:
 
         self._step, self._console = step, console
         self.config = _config(str(out), {})
+        if self.config.only_keeps:
+            raise ConfigError(
+                f"out={out} holds groups that no step has trained on (train=False); train on them "
+                f"with rollouts={out}"
+            )
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)
         self._inputs = check_rollout(self.config)

@@ -227,14 +227,7 @@ class PolicyLoop:
             "time/wait": times["time/wait"] + waited_s,
             "time/step": seconds,
             "tokens_per_s": metrics["train/tokens"] / seconds,
-            "groups/first": groups_P[0].group_id,
-            "groups/last": groups_P[-1].group_id,
-            "groups/watermark": self._trained.watermark,
-            "groups/overdue": taken.overdue,
-            "groups/set_aside": sum(
-                reason != CONSTANT_REWARD for reason in self._trained.set_aside.values()
-            ),
-            **_replaced_metrics(taken),
+            **taken_metrics(taken, self._trained),
         }
 
     def _take(self) -> tuple[Taken, StepPlan]:
@@ -294,6 +287,19 @@ class PolicyLoop:
     def begin_save(self) -> Checkpoint | None:
         """Begins one of this very state: see `CheckpointWriter.begin`."""
         return self.writer.begin(self.step_count, self._trained.to_json())
+
+
+def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
+    """Which groups a step took, and what `trained` accounts for with them."""
+    aside = trained.set_aside.values()
+    return {
+        "groups/first": taken.groups_P[0].group_id,
+        "groups/last": taken.groups_P[-1].group_id,
+        "groups/watermark": trained.watermark,
+        "groups/overdue": taken.overdue,
+        "groups/set_aside": sum(reason != CONSTANT_REWARD for reason in aside),
+        **_replaced_metrics(taken),
+    }
 
 
 def _replaced_metrics(taken: Taken) -> dict[str, float]:

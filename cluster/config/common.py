@@ -240,6 +240,11 @@ class OutputSettings:
             )
 
     @property
+    def only_keeps(self) -> bool:
+        """True if groups are made and kept, and nothing is trained (train=False)."""
+        return False
+
+    @property
     def trackers(self) -> list[str]:
         """Names of the trackers, each once."""
         named = [name.strip() for name in self.track.split(",")] if self.track else []

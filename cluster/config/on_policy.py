@@ -260,6 +260,12 @@ class RolloutConfig(
         doc="out= of a run that has kept its steps (replay_keep=): train on their "
         "groups, in order, with no engines; to debug a learner or an objective",
     )
+    train: bool = chz.field(
+        default=True,
+        doc="False: make the groups of `steps` steps and keep them in out/replay, scored, for "
+        "another run's rollouts=; no learner, no push, no model at the end. To debug an "
+        "environment or a reward; the learner's settings are left to who trains",
+    )
 
     def _require_what_is_here(self) -> None:
         """Raises ConfigError for what a run without Ray cannot have."""
@@ -300,6 +306,7 @@ class RolloutConfig(
             )
         self._check_replay()
         self._check_kept()
+        self._check_keeping()
         self._check_rehearsal()
         self._check_env()
         if self.objective().baseline == "global" and self.prompts_per_step * self.group_size < 2:
@@ -397,6 +404,27 @@ class RolloutConfig(
                     "leave it out, and evaluate its checkpoints with python -m cluster.evaluate"
                 )
 
+    def _check_keeping(self) -> None:
+        """Raises ConfigError for what only a run with a learner can do, in one without."""
+        if not self.only_keeps:
+            return
+        remedies = {
+            "rollouts": "it samples groups, and those are there; train on them",
+            "rehearse": "a rehearsal ends and resumes a learner; rehearse the run that trains",
+            "fork_from": "it begins from no checkpoint; give student=DIR/model, that of one",
+            "lora_adapter": "nobody pushes an adapter to the engines; give a student with it "
+            "merged, the final/ of a run with lora_rank",
+            "replay_keep": "every step is kept",
+            "weights_delta": "nothing is pushed",
+            "eval_every": "nothing is evaluated; python -m cluster.evaluate does it",
+            "engines_sleep": "there is no learner that needs their memory",
+            "trace_step": "there is no learner to trace",
+        }
+        fields = chz.chz_fields(type(self))
+        for name, why in remedies.items():
+            if (given := getattr(self, name)) != fields[name]._default:
+                raise ConfigError(f"{name}={given} with train=False: {why}. Leave one of them out")
+
     def _check_env(self) -> None:
         """Raises ConfigError for a setting that the environment does not read."""
         self.env.check_group(self.group_size)
@@ -413,6 +441,10 @@ class RolloutConfig(
             )
         if self.eval_prompts is not None:
             unweighted_sources("eval_prompts", self.eval_prompts)
+
+    @property
+    def only_keeps(self) -> bool:
+        return not self.train
 
     def replays_routing(self) -> bool:
         return bool(self.routing_replay)
@@ -465,12 +497,13 @@ class RolloutConfig(
     @property
     def base_is_reference(self) -> bool:
         """True if the learner's model without its adapter is the reference policy."""
-        return self.reference is None and self.objective().reference_kl_coef > 0
+        referred = self.reference is None and self.objective().reference_kl_coef > 0
+        return referred and not self.only_keeps
 
     @property
     def copies_teachers(self) -> bool:
         """True if each learner worker holds a copy of every teacher."""
-        return self.objective().estimator == "full"
+        return self.objective().estimator == "full" and not self.only_keeps
 
     def reference_engine(
         self, device: str, log_path: str, stops: StopTokens | None = None
@@ -508,6 +541,8 @@ class RolloutConfig(
 
     def engines_sleep_on(self, device: str) -> bool:
         """True if policy engines release their memory while the learner computes."""
+        if self.only_keeps:
+            return False
         if self.engines_sleep is not None:
             return self.engines_sleep
         shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")

@@ -66,6 +66,7 @@ class Setup:
     teacher_engines: int
     rewarded: bool
     local: bool
+    trains: bool = True
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Setup:
@@ -76,4 +77,5 @@ class Setup:
             teacher_engines=config.teacher_engines if isinstance(config, OpdConfig) else 0,
             rewarded=config.objective().reward_coef > 0,
             local=config.local,
+            trains=not config.only_keeps,
         )

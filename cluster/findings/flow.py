@@ -35,7 +35,8 @@ def staleness_at_its_bound(history: History, setup: Setup) -> Finding | None:
 def learner_starves(history: History, setup: Setup) -> Finding | None:
     """The learner of a run that overlaps does little but wait for groups."""
     waits = _wait_share(history)
-    if waits is None or waits < _STARVED or setup.local or setup.max_staleness == 0:
+    alone = setup.local or setup.max_staleness == 0 or not setup.trains
+    if waits is None or waits < _STARVED or alone:
         return None
     return Finding(
         name="learner_starves",

@@ -6,6 +6,9 @@
     teacher  prefill and decode reference, on the probes, as in training
              the learner's own copy of it, where it has one (estimator=full)
 
+A run without a learner (train=False) has the first policy engine's prefill in its place, which that
+engine's own decode path proves.
+
 The probes are what the first policy engine samples: one set, which the learner scores once, however
 many engines there are. The decode of the first is held against the learner; that of every other
 against its own prefill of what it sampled itself, since its prefill is held against the learner.
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -91,7 +95,7 @@ async def handshake(
     *,
     policies: Mapping[str, Engine],
     teachers: Mapping[str, Engine],
-    learner: LearnerLogprobs,
+    learner: LearnerLogprobs | None,
     tokenizer: TokenizerProbe,
     temperature: float,
     learner_dtype: str,
@@ -104,6 +108,7 @@ async def handshake(
         policies: at least one, by the name to call it in the report; all hold the learner's
             weights.
         teachers: none, or more.
+        learner: None: there is none; the first policy engine is what the others must agree with.
         tokenizer: what the run's own tokenizer makes of the known texts.
         learner_dtype: what the learner computes in.
         copies: of teachers, in the learner's process, by the name of the engine that serves the
@@ -127,18 +132,37 @@ async def handshake(
     parts = {n: examine(n, e, plan, probes, infos[n].dtype) for n, e in engines.items()}
     by_themselves = {n: _own_samples(n, policies[n], plan, infos[n].dtype) for n in others}
     learnt, answers, sampled = await asyncio.gather(
-        learner(rows_D), _of_each(parts, deadline_s), _of_each(by_themselves, deadline_s)
+        _nobodys() if learner is None else learner(rows_D),
+        _of_each(parts, deadline_s),
+        _of_each(by_themselves, deadline_s),
     )
+    arbiter = _Arbiter("learner", "learner", learnt, learner_dtype)
+    if learner is None:
+        arbiter = _Arbiter(first, f"{first} prefill", answers[first].prefill, infos[first].dtype)
     comparisons: list[Comparison] = []
     for name, of_one in answers.items():
         comparisons += of_one.comparisons()
         if name in policies:
             own = sampled.get(name, of_one)
-            comparisons += _against_learner(of_one, own, learnt, learner_dtype)
+            comparisons += _against_arbiter(of_one, own, arbiter)
     for name in teachers:
         if copy := (copies or {}).get(name):
             comparisons += _against_copy(answers[name], await copy(rows_D))
     return CalibrationReport(comparisons=tuple(comparisons), parties=infos)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arbiter:
+    """What every policy engine is held against: its log-probs of the probes, in `dtype`."""
+
+    holder: str
+    name: str
+    logprobs: Sequence[FloatArray]
+    dtype: str
+
+
+async def _nobodys() -> list[FloatArray]:
+    return []
 
 
 async def _of_each(
@@ -164,29 +188,30 @@ async def _own_samples(name: str, engine: Engine, plan: Plan, dtype: str) -> Pre
     return await prefill(name, engine, plan, await sample_probes(engine, plan), dtype)
 
 
-def _against_learner(
-    answers: EngineAnswers, own: Prefills, learnt: Sequence[FloatArray], learner_dtype: str
-) -> list[Comparison]:
-    """The learner's forward is the arbiter: what it trains on is held against it.
+def _against_arbiter(answers: EngineAnswers, own: Prefills, arbiter: _Arbiter) -> list[Comparison]:
+    """The learner's forward is the arbiter, where there is one: what it trains on is held against
+    it.
 
     Args:
         own: what the engine sampled itself, and its prefill of that: the probes, or others.
     """
-    name, dtype = answers.name, looser(answers.dtype, learner_dtype)
+    name, dtype = answers.name, looser(answers.dtype, arbiter.dtype)
     lawful = all(law.agrees for law in answers.laws())
     decoded, given = [], []
     for t in answers.temperatures:
         decode_N, prefill_N = own.at(t, own.decode), own.at(t, own.prefill)
         mistakes = own.mistakes(t, f"{name} decode", own.decode, last=None)
         if lawful:  # else both may be wrong in the same way, and the weights right
-            mistakes.append(Suspicion(name, other_weights(name), decode_N, prefill_N))
+            mistakes.append(
+                Suspicion(name, other_weights(name, arbiter.holder), decode_N, prefill_N)
+            )
         comparing = partial(compare, temperature=t, dtype=dtype, suspicions=mistakes)
-        learnt_N = answers.at(t, learnt)
-        arbiter = ("learner", learnt_N) if own is answers else (f"{name} prefill", prefill_N)
-        decoded.append(comparing(f"{name} decode", decode_N, *arbiter))
-        given.append(
-            comparing(f"{name} prefill", answers.at(t, answers.prefill), "learner", learnt_N)
-        )
+        learnt_N = answers.at(t, arbiter.logprobs)
+        held = (arbiter.name, learnt_N) if own is answers else (f"{name} prefill", prefill_N)
+        decoded.append(comparing(f"{name} decode", decode_N, *held))
+        if arbiter.name != f"{name} prefill":
+            given_N = answers.at(t, answers.prefill)
+            given.append(comparing(f"{name} prefill", given_N, arbiter.name, learnt_N))
     return decoded + given
 
 

@@ -30,6 +30,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import SupervisedConfig
 from cluster.handles.local_actor import LocalActor
 from cluster.hosts.evaluator_actor import EvaluatorActor
+from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import (
     LearnerActor,
     LearnerFollower,
@@ -40,12 +41,14 @@ from cluster.hosts.learner_actor import (
     publish_nowhere,
     publisher_to,
     supervised_losses,
+    teacher_weights,
 )
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
+    KEEPER,
     LEARNER,
     POLICY,
     QUEUE,
@@ -166,7 +169,7 @@ class RolloutCast:
 
     @property
     def evaluates(self) -> bool:
-        return len(self._inputs.held_out) > 0
+        return len(self._inputs.held_out) > 0 and not self._config.only_keeps
 
     def evaluator_spec(self) -> ActorSpec:
         config, inputs = self._config, self._inputs
@@ -365,8 +368,11 @@ class RolloutCast:
         policies: Mapping[str, Any],
         attempt: int,
     ) -> LearnerActors:
-        """The learner's workers, from the run's start or from a checkpoint."""
+        """The learner's workers, from the run's start or from a checkpoint; or what keeps groups in
+        its place."""
         config, device = self._config, self._device
+        if config.only_keeps:
+            return self._keeper(resume_from, queue, attempt)
         push = PushSettings(
             choice=config.weights,
             served=choose_engine(config.engine) == "sglang",
@@ -398,6 +404,25 @@ class RolloutCast:
             source=queue,
             publish=partial(publisher_to, policies, queue, push, config.pushes_overlap(device)),
         )
+
+    def _keeper(
+        self, resume_from: Checkpoint | None, queue: GroupQueue, attempt: int
+    ) -> LearnerActors:
+        config, directory = self._config, self._directory
+        keeper = self._make(
+            Keeper,
+            self._here() | _ASIDE | {"name": self._name(KEEPER, 0, attempt)},
+            queue=queue,
+            replay=directory.replay,
+            store=directory.store,
+            rollouts=_rollout_log(config, directory),
+            objective=config.objective(),
+            scored_by_reference=config.scored_by_reference,
+            teacher_weights=teacher_weights(config),
+            stop_event=self._inputs.stops.event,
+            resume_from=resume_from,
+        )
+        return LearnerActors(leader=keeper, followers=[], meeting_point=None)
 
 
 def kept_learners(
@@ -457,7 +482,9 @@ def _policy_learners(
 def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
     every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
     whole = config.keep_rollouts == "all"
-    return RolloutLog(directory.rollouts, every, whole=whole, last=config.steps)
+    return RolloutLog(
+        directory.rollouts, every, whole=whole, last=config.steps, trains=not config.only_keeps
+    )
 
 
 def _replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
@@ -548,14 +575,15 @@ def make_learners(
 
 def learner_spec(config: CommonConfig) -> ActorSpec:
     """Spec of the learner's workers: the loss of one is the loss of all."""
+    read = 0 if config.only_keeps else _learner_bytes(config)
     return ActorSpec(
         name=LEARNER,
-        title=learner_title,
+        title=(lambda _: KEEPER) if config.only_keeps else learner_title,
         create=None,
         heartbeat=progress_call,
         introduction=aside_whereabouts_call,
         critical=True,
-        start_deadline_s=max(config.deadline_s, START_S + loading_s(_learner_bytes(config))),
+        start_deadline_s=max(config.deadline_s, START_S + loading_s(read)),
     )
 
 

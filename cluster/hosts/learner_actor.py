@@ -267,7 +267,7 @@ def policy_loop(
         sleep=sleep,
         store=store,
         loss=loss,
-        teacher_weights={name: teacher.weight for name, teacher in config.teacher_models().items()},
+        teacher_weights=teacher_weights(config),
         supervised=supervised,
         # What an engine holds: rounding to it here is the same, and half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
@@ -280,6 +280,11 @@ def policy_loop(
         resume_from=resume_from,
         background=config.background_checkpoints,
     )
+
+
+def teacher_weights(config: RolloutConfig) -> dict[str, float]:
+    """What each teacher's terms are multiplied by, by its name."""
+    return {name: teacher.weight for name, teacher in config.teacher_models().items()}
 
 
 def policy_losses(

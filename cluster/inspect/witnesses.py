@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from cluster.jsonl_log import read_lines
+from cluster.run_files.replay_log import KEPT
 from distill.delivery import TrainedGroups
 from distill.errors import DataError
 from learner.checkpoint import CheckpointStore
@@ -41,7 +42,11 @@ class Witnesses:
         """
         out = journal.parent
         metrics = read_lines(out / "metrics.jsonl", {"step"})
-        checkpoints = CheckpointStore(out / "checkpoints", keep=1).complete()
+        checkpoints = [
+            each
+            for name in ("checkpoints", KEPT)
+            for each in CheckpointStore(out / name, keep=1).complete()
+        ]
         return cls(
             run_id=_run_id(out / "config.json"),
             ends={m["step"]: _end_of(m) for m in metrics if "groups/last" in m},

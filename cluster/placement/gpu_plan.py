@@ -58,11 +58,11 @@ class GpuPlan:
             first = "memory   of a GPU unknown, no driver answers here: gpu_memory_gib=80, say"
         else:
             first = f"memory   {gib(self._total)} GiB a GPU, in GiB:"
-        roles = {"learner": self._learner()}
+        roles = {} if self._config.only_keeps else {"learner": self._learner()}
         for role, engine in self._engines.items():
             if engine.kind == "sglang":
                 roles[role] = self._server(role, engine)
-        width = max(map(len, roles))
+        width = max(map(len, roles), default=0)
         return [first, *(f"  {role.ljust(width)}  {line}" for role, line in roles.items())]
 
     def _server(self, role: str, engine: EngineConfig) -> str:

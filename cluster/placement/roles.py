@@ -29,6 +29,7 @@ from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
+KEEPER = "keeper"  # in the learner's place, where groups are kept and not trained
 EVALUATION = "evaluation"  # policy engines that evaluations have to themselves
 
 
@@ -63,6 +64,8 @@ def placed_roles(config: CommonConfig, device: str) -> list[ResourceDemand]:
     roles = [ResourceDemand(name=LEARNER, count=config.learner_workers, resources=compute)]
     if not isinstance(config, RolloutConfig) or config.rollouts is not None:
         return roles
+    if config.only_keeps:
+        roles = []  # what keeps groups takes nothing
     bounds = pool_bounds(config)
     for role, engine in _engines(config, device).items():
         count = bounds[role][0] if role in bounds else 1
@@ -95,7 +98,7 @@ def _engines(config: RolloutConfig, device: str) -> dict[str, EngineConfig]:
 
 def colocated(config: CommonConfig) -> tuple[str, ...]:
     """The roles whose members share places one by one."""
-    shares = isinstance(config, RolloutConfig) and config.colocate
+    shares = isinstance(config, RolloutConfig) and config.colocate and not config.only_keeps
     return (LEARNER, POLICY) if shares else ()
 
 
@@ -157,7 +160,7 @@ def _require_gpus_of_their_own(config: CommonConfig) -> None:
     Halves of GPUs are safe where each worker's bundle is a whole one, with a policy engine in it.
     """
     workers, share = config.learner_workers, config.gpus_per_actor
-    if workers == 1 or share >= 1:
+    if workers == 1 or share >= 1 or config.only_keeps:
         return
     if isinstance(config, RolloutConfig) and config.colocate:
         if share == 0.5 and config.policy_engines == workers:
@@ -218,7 +221,7 @@ def describe_layout(config: CommonConfig) -> str:
             )
         )
     push = ""
-    if isinstance(config, RolloutConfig) and config.rollouts is None:
+    if isinstance(config, RolloutConfig) and config.rollouts is None and config.train:
         dtype = choose_dtype(config.dtype, device)
         push = push_line(
             estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
@@ -256,7 +259,8 @@ def model_paths(config: CommonConfig) -> dict[str, dict[str, str]]:
     reference = {REFERENCE: {"reference": config.reference}} if config.reference else {}
     reward = {REWARD: {"reward": config.reward_model}} if config.reward_model else {}
     evaluation = {EVALUATION: student} if config.eval_engines else {}
-    return {LEARNER: learner, POLICY: student} | teachers | reference | reward | evaluation
+    trained = {} if config.only_keeps else {LEARNER: learner}
+    return trained | {POLICY: student} | teachers | reference | reward | evaluation
 
 
 def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, str]:

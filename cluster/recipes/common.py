@@ -115,26 +115,39 @@ class RunSession:
     def complete(self, checkpoint: Checkpoint) -> None:
         """Exports `final/` and writes a summary with status `finished`."""
         self.directory.finish(checkpoint)
-        steps = self.directory.read_steps()
-        seconds = [step["time/step"] for step in steps]
         best = self.directory.store.best()
-        self.summary = (
-            {"status": "finished"}
-            | self.summary
-            | {
+        self._finished(
+            "train",
+            {
                 "steps": checkpoint.step,
                 "checkpoint": {"path": str(checkpoint.path), "seal": checkpoint.seal},
                 "final": str(self.directory.final),
                 **({} if best is None else {"best": asdict(best)}),
-                "train_tokens": int(sum(step["train/tokens"] for step in steps)),
-                "tokens_per_s": sum(step["train/tokens"] for step in steps) / sum(seconds),
-                "time/step": fmean(seconds),
-            }
+            },
         )
-        self.directory.write_json("summary.json", self.summary)
         self.console.print(
             f"finished {checkpoint.step} steps; the model is in {self.directory.final}"
         )
+
+    def kept(self, steps: int) -> None:
+        """The same where groups were kept and nothing was trained."""
+        self._finished("rollout", {"steps": steps, "kept": str(self.directory.replay)})
+        self.console.print(
+            f"kept the groups of {steps} steps in {self.directory.replay}; train on them with "
+            f"rollouts={self.directory.path}"
+        )
+
+    def _finished(self, whose: str, made: Mapping[str, Any]) -> None:
+        steps = self.directory.read_steps()
+        seconds = [step["time/step"] for step in steps]
+        tokens = sum(step[f"{whose}/tokens"] for step in steps)
+        pace = {
+            f"{whose}_tokens": int(tokens),
+            "tokens_per_s": tokens / sum(seconds),
+            "time/step": fmean(seconds),
+        }
+        self.summary = {"status": "finished"} | self.summary | dict(made) | pace
+        self.directory.write_json("summary.json", self.summary)
 
 
 def connected(config: CommonConfig) -> AbstractContextManager[None]:
@@ -203,6 +216,7 @@ def session(
             interrupted = isinstance(error, Interrupted)
             if isinstance(error, Interrupted):
                 error.trained = running.under_way or first_step > 0
+                error.only_kept = config.only_keeps
             if isinstance(error, IsothermError) and error.exit_code == ConfigError.exit_code:
                 error.exit_code = 1  # 2 promises that nothing was started
             running.summary = {
@@ -262,11 +276,12 @@ def placed(config: CommonConfig, running: RunSession) -> Iterator[tuple[str, Pla
 def _require_visible(config: CommonConfig, placement: Placement, running: RunSession) -> None:
     """Raises ConfigError if a node lacks a model that its actors load, or has another `out/`."""
     models = model_paths(config)
-    pushes_by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
+    by_disk = isinstance(config, RolloutConfig) and config.weights == "disk"
+    reads_out = not config.only_keeps and (running.resume_from is not None or by_disk)
     for role in {LEARNER, *models}:
         if others := [node for node in placement.nodes(role) if node != this_node()]:
             require_visible(models.get(role, {}), others)
-            if role == LEARNER or running.resume_from or pushes_by_disk:
+            if role == LEARNER or reads_out:
                 require_same_directory("out", str(running.directory.path), others)
 
 
@@ -285,6 +300,8 @@ def already_complete(
 
 def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) -> str:
     """The learner's line of the resource plan."""
+    if config.only_keeps:
+        return "none (train=False): groups are kept, for rollouts="
     holding = FROZEN if config.trains_adapter else TRAINED
     estimate = estimate_memory(model, holding) or "memory unknown"
     if config.learner_workers > 1:

@@ -197,6 +197,8 @@ class _Run:
         self._stops = inputs.stops
         self._tokenizer_probe = probe_tokenizer(inputs.tokenizer)
         self._device = device
+        if config.only_keeps:
+            running.progress.hidden = {"staleness/max"}  # nothing is ever stale
         if not inputs.judged:
             running.progress.hidden.add("reward/mean")
         self._watch = Watch(
@@ -215,10 +217,15 @@ class _Run:
             examine=self._examine,
             say=running.progress.note,
             trained=trained_in(running.resume_from),
-            start_model=resume_from.model_dir if resume_from else config.student,
+            start_model=(
+                config.student
+                if config.only_keeps or resume_from is None
+                else resume_from.model_dir
+            ),
             found=running.found,
         )
-        self._evaluations = Evaluations(config, running, self.fleet, problems=len(inputs.held_out))
+        problems = 0 if config.only_keeps else len(inputs.held_out)
+        self._evaluations = Evaluations(config, running, self.fleet, problems=problems)
 
     @property
     def learner(self) -> Any:
@@ -243,7 +250,7 @@ class _Run:
                 fleet.driver,
                 first_step=running.first_step,
                 steps=config.steps,
-                checkpoint_every=config.checkpoint_every,
+                checkpoint_every=1 if config.only_keeps else config.checkpoint_every,
                 wanted=lambda: running.best.due or self._evaluations.wants_checkpoint,
             )
             self._evaluations.finish()
@@ -256,7 +263,10 @@ class _Run:
         self._settle()
         self._evaluations.after_steps(checkpoint.step)
         self._certify()
-        running.complete(checkpoint)
+        if config.only_keeps:
+            running.kept(checkpoint.step)
+        else:
+            running.complete(checkpoint)
 
     def _certify(self) -> None:
         """Writes certificate.json, and says its one line."""
@@ -339,19 +349,22 @@ class _Run:
         self._running.directory.write_json(
             "calibration.json",
             report.to_json()
-            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()},
+            | {"tokenizer": asdict(self._fingerprint), "stop_tokens": self._stops.to_json()}
+            | ({"learner": "none: train=False"} if self._config.only_keeps else {}),
         )
         if report.agrees:
+            without = ", without a learner" if self._config.only_keeps else ""
             self._running.progress.note(
                 f"handshake: all parties agree to {report.largest_gap:.1e} nats "
-                f"at T={self._config.temperature:g}"
+                f"at T={self._config.temperature:g}{without}"
             )
             return
         self._running.console.print(agreement_table(report))
         if self._config.require_handshake:
             report.require_agreement()
+        doing = "keeping groups" if self._config.only_keeps else "training"
         self._running.console.print(
-            f"[bold red]WARNING: training although the handshake failed (require_handshake=False); "
+            f"[bold red]WARNING: {doing} although the handshake failed (require_handshake=False); "
             f"the objective is not KL(p_T || q_T)[/]. {escape(report.complaint())}"
         )
 
@@ -368,8 +381,13 @@ class _Run:
         """
         learner = self.learner
 
-        async def learner_logprobs(rows_D: Any) -> Any:
+        async def logprobs(rows_D: Any) -> Any:
             return await learner.logprobs.remote(rows_D)
+
+        learner_logprobs = None if self._config.only_keeps else logprobs
+        if self._config.only_keeps and reference is None:  # one that was proven stands for it
+            proven = self.fleet.pool(POLICY).each()
+            reference = next((proven[name] for name in proven if name not in policies), None)
 
         async def copied_logprobs(teacher: str, rows_D: Any) -> Any:
             return await learner.teacher_logprobs.remote(teacher, rows_D)

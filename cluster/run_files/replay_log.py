@@ -8,6 +8,11 @@
 The newest `keep` steps are there, and for good those that were out of bounds with those in the
 window before them, and a step that never ended: one that was not finite. Fingerprints are those of
 a learner of one worker; the parts of several are not put together for one.
+
+A run that only keeps (train=False) has the groups of all its steps there, and nothing else:
+
+    out/kept/step-000012/            the mark of its newest ones, a checkpoint without weights; what
+                                     is above it was not scored well, or not finished
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of a run that only keeps, the folder that marks what it has kept.
+KEPT = "kept"
 _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
 # (sum of its bits as 32-bit numbers, norm) of a tensor.
 Fingerprint = tuple[int, float]
@@ -92,15 +99,8 @@ class ReplayLog:
                 logger.warning("step %d and others cannot be replayed: %s", step, error)
 
     def _write_taken(self, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
-        self._root.mkdir(exist_ok=True)
         self._path(step, "json").unlink(missing_ok=True)  # of this step as it was done before
-        state = {
-            "groups": list(groups_P),
-            "set_aside": dict(taken.set_aside),
-            "replaced": dict(taken.replaced),
-            "overdue": taken.overdue,
-        }
-        _replace(self._path(step, "groups"), pickle.dumps(state, protocol=5))
+        write_groups(self._root, step, taken, groups_P)
 
     def _write_trained(
         self, step: int, metrics: Mapping[str, float], model: nn.Module | None
@@ -154,7 +154,7 @@ class ReplayLog:
         return bool(json.loads(self._path(step, "json").read_bytes())["stays"])
 
     def _path(self, step: int, kind: str) -> Path:
-        return self._root / f"step-{step:06d}.{kind}"
+        return _path(self._root, step, kind)
 
 
 class KeptSteps:
@@ -167,6 +167,9 @@ class KeptSteps:
             for root in (out / "checkpoints", self._root / "checkpoints")
         ]
         self.steps = steps_in(self._root)
+        if (marks := out / KEPT).is_dir():
+            made = max((each.step for each in CheckpointStore(marks, 1).complete()), default=0)
+            self.steps = [step for step in self.steps if step <= made]
 
     def start_of(self, step: int) -> Checkpoint | None:
         """The newest checkpoint from which `step` can be done again; None: the run's beginning.
@@ -201,11 +204,11 @@ class KeptSteps:
         return source.taken(state.pop("groups"), **state)
 
     def _state(self, step: int) -> dict[str, Any]:
-        return pickle.loads((self._root / f"step-{step:06d}.groups").read_bytes())
+        return pickle.loads(_path(self._root, step, "groups").read_bytes())
 
     def outcome(self, step: int) -> dict[str, Any] | None:
         """Metrics and fingerprints after `step`; None of a step that never ended."""
-        path = self._root / f"step-{step:06d}.json"
+        path = _path(self._root, step, "json")
         return json.loads(path.read_bytes()) if path.exists() else None
 
 
@@ -237,6 +240,29 @@ def push_nowhere(_weights: Weights, _version: int, _trained: TrainedGroups) -> d
     return {}
 
 
+def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[TrajectoryGroup]) -> None:
+    """Keeps what `step` is made of, whole or not at all; `groups_P` are its groups whole.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    root.mkdir(exist_ok=True)
+    state = {
+        "groups": list(groups_P),
+        "set_aside": dict(taken.set_aside),
+        "replaced": dict(taken.replaced),
+        "overdue": taken.overdue,
+    }
+    _replace(_path(root, step, "groups"), pickle.dumps(state, protocol=5))
+
+
+def drop_groups_after(root: Path, step: int) -> None:
+    """Drops the groups of later steps, which are made again."""
+    for later in steps_in(root):
+        if later > step:
+            _path(root, later, "groups").unlink()
+
+
 def steps_in(root: Path) -> list[int]:
     """The steps whose groups are kept, in order."""
     names = (_NAME.match(path.name) for path in root.glob("step-*.groups"))
@@ -254,6 +280,10 @@ def fingerprints(model: nn.Module, *, of_gradient: bool) -> dict[str, Fingerprin
             bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
             found[name] = (int(bits), float(tensor.detach().double().norm()))
     return found
+
+
+def _path(root: Path, step: int, kind: str) -> Path:
+    return root / f"step-{step:06d}.{kind}"
 
 
 def _link(source: str, target: str) -> None:

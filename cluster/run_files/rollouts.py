@@ -52,14 +52,21 @@ class RolloutLog:
     """Keeps groups of the first step, of every `every`th after it, and of the `last`; 0 keeps none.
 
     The first group of such a step, or with `whole` all of them. A step whose groups were all
-    filtered out trained on none, and keeps none.
+    filtered out trained on none, and keeps none. `trains`: each step makes a version of weights.
     """
 
     def __init__(
-        self, path: str | Path, every: int, *, whole: bool = False, last: int | None = None
+        self,
+        path: str | Path,
+        every: int,
+        *,
+        whole: bool = False,
+        last: int | None = None,
+        trains: bool = True,
     ) -> None:
         self._lines = LineFile(path)
         self._every, self._whole, self._last = every, whole, last
+        self._trains = trains
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
         """Those of the groups that `step` trained on which are kept."""
@@ -82,7 +89,9 @@ class RolloutLog:
 
         tokens: list[TokenGap] = tokens_by_gap(tables, STEP_TOKENS)
         for group, rows in rows_by_group(groups_P, rows_D):
-            made = _group(step, group, rows) | ({"step_tokens": tokens} if tokens else {})
+            version = step - 1 if self._trains else 0  # of the weights that the step began with
+            made = _group(step, version, group, rows)
+            made |= {"step_tokens": tokens} if tokens else {}
             tokens, line = [], json.dumps(made, separators=(",", ":"))
             self._lines.append(line.encode(), later=True)
         self._lines.flush()
@@ -119,12 +128,14 @@ def _step_of(line: bytes) -> float:
         return float("inf")
 
 
-def _group(step: int, group: TrajectoryGroup, rows: Sequence[TrainingRow]) -> dict[str, Any]:
+def _group(
+    step: int, version: int, group: TrajectoryGroup, rows: Sequence[TrainingRow]
+) -> dict[str, Any]:
     remaining = iter(rows)
     return {
         "step": step,
         "group_id": group.group_id,
-        "version": step - 1,  # of the weights that the step began with
+        "version": version,
         "teacher": group.teacher,
         "tag": group.tag,
         "source": group.source,

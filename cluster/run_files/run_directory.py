@@ -8,7 +8,8 @@ out/rollouts.jsonl   groups that are kept        (written by the learner;
                      cluster/run_files/rollouts.py)
 out/evaluations.jsonl responses of evaluations that are kept
 out/certificate.json what is proven of the scores (certificate.py)
-out/replay/          steps that can be done again; see replay_log.py
+out/replay/          steps that can be done again, or that were kept alone; see replay_log.py
+out/kept/            with train=False: what was kept, as checkpoints say what was trained
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
+from cluster.run_files.replay_log import KEPT
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.lookup import current_name
 from distill.settings import MAY_CHANGE, flagged
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a run writes into its directory.
-_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay")
+_DIRECTORIES = ("checkpoints", "final", "adapter", "failed", "logs", "replay", KEPT)
 _FILES = (
     "config.json", "summary.json", "calibration.json", "certificate.json", "metrics.jsonl",
     "events.jsonl", "evaluations.jsonl", "ledger.jsonl", "rollouts.jsonl", ".lock",
@@ -77,7 +79,10 @@ class RunDirectory:
         self._data = dict(digests or {})
         window = config.replay_keep if isinstance(config, RolloutConfig) else 0
         self.store = CheckpointStore(
-            self.path / "checkpoints", config.keep_checkpoints, config.keep_every, window
+            self.path / (KEPT if config.only_keeps else "checkpoints"),
+            config.keep_checkpoints,
+            config.keep_every,
+            window,
         )
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
@@ -112,6 +117,10 @@ class RunDirectory:
     @property
     def rollouts(self) -> Path:
         return self.path / "rollouts.jsonl"
+
+    @property
+    def replay(self) -> Path:
+        return self.path / "replay"
 
     @property
     def trace(self) -> Path:
@@ -186,6 +195,8 @@ class RunDirectory:
                 f"out={self.path} holds a run of recipe={recipe}; choose another out="
             )
         now = _settings(self._config)
+        if "train" in now:
+            settings.setdefault("train", True)  # as earlier releases always did
         # The end of a schedule shapes every step of it.
         fixed = {"steps"} if now["lr_schedule"] != "constant" else set()
         may_change = flagged(type(self._config), MAY_CHANGE) - fixed

@@ -18,12 +18,17 @@ _SHOWN = {
     "train/loss": "loss",
     "reward_model/accuracy": "accuracy",
     "reward/mean": "reward",
+    "rollout/response_length": "tokens",
+    "rollout/eos_share": "ended",
     "train/grad_norm": "grad norm",
     "staleness/max": "stale",
     "time/step": "s/step",
     "time/wait": "s wait",
     "tokens_per_s": "tok/s",
 }
+
+# Of these, what only a run shows that has nothing else to show.
+_OF_RESPONSES = ("rollout/response_length", "rollout/eos_share")
 
 # Steps of tiny models come by the dozen a second; metrics.jsonl has every one of them.
 _LINE_INTERVAL_S = 1.0
@@ -37,7 +42,7 @@ class Progression:
     """
 
     def __init__(self, console: Console, first_step: int, steps: int) -> None:
-        self.hidden: set[str] = set()
+        self.hidden: set[str] = set(_OF_RESPONSES)
         self._console = console
         self._steps = steps
         self._printed = -_LINE_INTERVAL_S

@@ -160,7 +160,8 @@ class Fleet:
         )
         self._queue_spec = cast.queue_spec
         # Engines that sleep have left their memory to the learner: none may load beside a step.
-        self._join_beside = not cast.engines_sleep
+        # Nor need they, where no step takes long.
+        self._join_beside = not (cast.engines_sleep or config.only_keeps)
         self._working = False
         self._announcer = Announcer()
         self._announced = -1
@@ -407,7 +408,8 @@ class Fleet:
         self.canaries.join_learner()
         if self._working:
             self._announce()
-        self._say(f"the learner is back at step {checkpoint.step if checkpoint else 0}")
+        who = learner_spec(self._config).title(0)
+        self._say(f"the {who} is back at step {checkpoint.step if checkpoint else 0}")
         self._lifecycle.recovered(time.monotonic() - since)
         return checkpoint
 

@@ -81,7 +81,7 @@ class LearnerLifecycle:
                 "(keep_checkpoints=), and begin another out="
             )
         step = checkpoint.step if checkpoint else 0
-        say(f"{lost}. The learner is restarted, from step {step}")
+        say(f"{lost}. The {self._spec.title(0)} is restarted, from step {step}")
         driver.pause(delay)
         self._directory.rewind_metrics(step)
         self._directory.append_event("rewind", step=step)

@@ -206,10 +206,10 @@ def decode_not_divided(decode: str) -> str:
     )
 
 
-def other_weights(engine: str) -> str:
+def other_weights(engine: str, arbiter: str) -> str:
     return (
-        f"{engine} agrees with itself, so it holds other weights than the learner: a checkpoint of "
-        "another run, or a push that did not arrive"
+        f"{engine} agrees with itself, so it holds other weights than the {arbiter}: a checkpoint "
+        "of another run, or a push that did not arrive"
     )
 
 

@@ -321,6 +321,26 @@ def test_bfloat16_agrees_within_its_own_allowance(parties: Parties, tiny_pair: T
     assert ("policy prefill", ITSELF) in failed(report)
 
 
+def test_engines_prove_one_another_where_there_is_no_learner(parties: Parties) -> None:
+    """train=False: the first policy engine's prefill is in its place, and is proven itself."""
+    pool = named_pool("policy", parties.policy, parties.stale_policy).each()
+    first, second = pool
+    report = parties.shake(policies={first: pool[first]}, learner=None)
+    assert report.agrees and not any("learner" in c.reference for c in report.comparisons)
+    assert (f"{first} decode", f"{first} prefill") in {
+        (c.party, c.reference) for c in report.comparisons
+    }
+    report = parties.shake(policies=pool, learner=None)
+    assert failed(report) == {(f"{second} prefill", f"{first} prefill")}
+    assert f"holds other weights than the {first}" in complaint(report)
+    for prefill, decode in ((ignored, right), (ignored, ignored), (twice, twice), (right, ignored)):
+        spoilt = Spoilt(parties.policy, prefill, decode)
+        assert not parties.shake(policies={"policy": spoilt}, learner=None).agrees
+        teacher = Spoilt(parties.teacher, prefill, decode)
+        said = complaint(parties.shake(teachers={"teacher": teacher}, learner=None))
+        assert said.startswith("teacher ")
+
+
 def test_a_stale_engine_of_a_pool_is_found_and_named(parties: Parties) -> None:
     pool = named_pool("policy", parties.policy, parties.stale_policy)
     report = parties.shake(policies=pool.each(), teachers={})
@@ -463,10 +483,12 @@ def opd_run(
         temperature=T,
         deadline_s=60.0,
         eval_engines=0,
+        only_keeps=False,
         require_handshake=require_handshake,
         learner_dtype="auto",
-        objective=lambda: objective or ObjectiveConfig(),
+        copies_teachers=objective is not None and objective.estimator == "full",
         teacher_models=lambda: {"": None},
+        teacher_moves=False,
     )
     run._device = "cpu"
     run._tokenizer_probe = parties.tokenizer

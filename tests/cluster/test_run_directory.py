@@ -67,7 +67,7 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "fork_from": "other", "rollouts": "other",
+    "fork_from": "other", "rollouts": "other", "train": False, "teacher_feedback": "{prompt}",
     "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
 }  # fmt: skip
 # Never beside a teacher.
@@ -102,6 +102,7 @@ MUST_STAY_BESIDE = {
     "sft_batch_size": ({"sft_data": "rows"}, 3),
     "sft_coef": ({"sft_data": "rows"}, 0.2),
     "overdue": ({}, "late"),
+    "right_from": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
 }
 
 
@@ -215,6 +216,16 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert RunDirectory("opd", opd(local=True)).check() is None
     assert RunDirectory("opd", opd(dry_run=True)).check() is None
     assert RunDirectory("opd", opd(keep_rollouts="all")).check() is None
+
+
+def test_a_run_of_an_earlier_release_did_train(opd: NewOpd) -> None:
+    path = started(opd()).path / "config.json"
+    written = json.loads(path.read_text())
+    del written["settings"]["train"]
+    path.write_text(json.dumps(written))
+    assert RunDirectory("opd", opd()).check() is None
+    with pytest.raises(ConfigError, match="train was True there and is False"):
+        RunDirectory("opd", opd(train=False)).check()
 
 
 def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from actors.embedded.engine import EmbeddedEngine
 from actors.sglang.installed import sglang_installed
 from cluster.handles import calls
 from cluster.inspect.audit import audit
+from cluster.run_files.replay_log import KeptSteps
 from cluster.run_files.rollouts import read_rollouts
 from cluster.runtime.canaries import Canaries
 from cluster.train import main
@@ -135,6 +137,22 @@ def test_a_zeroed_teacher_is_restarted_and_its_steps_are_undone(
         for value in segment.teacher_logprobs_N or ()
     ]
     assert scored and not any(abs(value - UNIFORM) < 1e-5 for value in scored)
+
+
+@pytest.mark.slow
+def test_what_a_zeroed_teacher_scored_is_not_kept(
+    tiny_pair: TinyPair, tmp_path: Path, plant: Any
+) -> None:
+    out = tmp_path / "run"
+    planted = plant(24, lambda parameter: parameter.zero_())
+    assert train(tiny_pair, out, max_staleness=0, train=False) == 0 and planted.done
+    expect_proven(out)
+    assert len(events(out, "rewind")) == 1
+    kept = KeptSteps(out)
+    assert kept.steps == list(range(1, 11))
+    for segment in (s for step in kept.steps for g in kept.groups(step) for s in g.segments()):
+        assert segment.teacher_logprobs_T is not None
+        assert not np.isclose(segment.teacher_logprobs_T, UNIFORM, atol=1e-5).any()
 
 
 @pytest.mark.slow

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from cluster.inspect.audit import audit
+from cluster.run_files.replay_log import KeptSteps
 from cluster.train import main
 from distill.errors import NonFiniteError
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
     evaluations,
+    events,
     finish,
     metrics,
     opd_arguments,
@@ -106,6 +108,32 @@ def test_one_death_more_than_allowed_ends_the_run_and_is_named(
         assert code == 0, output
         assert_whole(out, steps)
     assert audit(out / "ledger.jsonl").problems == []
+
+
+@pytest.mark.slow
+def test_a_run_that_only_keeps_outlives_its_actors(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    changes = {"train": False, "policy_engines": 2, "max_restarts": 3}
+    arguments = opd_arguments(tiny_pair, out, steps=500, **changes)
+    process = start_until_step(arguments, out, 3)
+    for victim in ("keeper", "policy engine 1"):
+        before = len(events(out, "restart"))
+        os.kill(process_of(victim, out), signal.SIGKILL)
+        wait_until(lambda seen=before: len(events(out, "restart")) > seen, process)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert "every step kept so far is in out/replay" in output
+    assert {event["who"] for event in events(out, "restart")} == {"keeper", "policy engine 1"}
+    steps = len(metrics(out)) + 2
+    code, output = run("cluster.train", "recipe=opd", *arguments, f"steps={steps}")
+    assert code == 0, output
+    assert_whole(out, steps)
+    kept = KeptSteps(out)
+    ids = [group.group_id for step in kept.steps for group in kept.groups(step)]
+    assert sorted(ids) == list(range(4 * steps))
+    assert audit(out / "ledger.jsonl", steps=steps).problems == []
+    assert not (out / "checkpoints").exists() and not (out / "final").exists()
 
 
 def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(

@@ -1,0 +1,165 @@
+"""What stands in the learner's place with train=False: it keeps the groups of each step.
+
+    step   waits for: the step's groups    unblocked by: the rollout workers' puts
+
+Queue, leases, scores and step rules are those of a run that trains, and so is the order of things:
+groups are written to out/replay, then published, which frees their slots; then the driver has
+metrics written and the step marked. Engines keep the weights that they have loaded, so that all of
+it is of version 0; steps are numbered for the ledger's sake.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from cluster.queue.group_queue import GroupQueue
+from cluster.run_files.replay_log import drop_groups_after, write_groups
+from cluster.run_files.rollouts import RolloutLog
+from cluster.supervision.supervise import WorkDone
+from distill.delivery import Taken, TrainedGroups
+from distill.errors import CheckpointError
+from distill.objective.batching import TrainingRow
+from distill.objective.metrics import group_metrics, token_table
+from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, rows_by_group
+from distill.objective.settings import ObjectiveConfig
+from distill.objective.whole_groups import opened
+from distill.types import TrajectoryGroup
+from learner.checkpoint import Checkpoint, CheckpointStore
+from learner.digests import disk_remedy
+from learner.loop import taken_metrics
+
+
+class Keeper:
+    """Keeps groups, a step at a time. Has the methods of a `LearnerActor` that a run calls.
+
+    Args:
+        replay: where groups are kept.
+        store: of the marks.
+        objective: what a learner would make of them: its advantages are kept for people to see.
+        resume_from: the mark from which to go on; what was kept after it is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: GroupQueue,
+        replay: Path,
+        store: CheckpointStore,
+        rollouts: RolloutLog,
+        objective: ObjectiveConfig,
+        scored_by_reference: bool,
+        teacher_weights: Mapping[str, float],
+        stop_event: tuple[int, ...],
+        resume_from: Checkpoint | None,
+    ) -> None:
+        self._queue, self._replay, self._store = queue, replay, store
+        self._rollouts = rollouts
+        if not scored_by_reference:  # but by a learner's own, when it trains
+            objective = chz.replace(objective, reference_kl_coef=0.0)
+        self._objective, self._teacher_weights = objective, teacher_weights
+        self._stop_event = stop_event
+        self._step_count = resume_from.step if resume_from else 0
+        self._kept = (
+            TrainedGroups.from_json(resume_from.delivery) if resume_from else TrainedGroups()
+        )
+        drop_groups_after(replay, self._step_count)
+        rollouts.rewind(self._step_count)
+
+    def step(self, waited_s: float) -> dict[str, float]:
+        """Takes a step's groups, keeps them, publishes; returns metrics of what was sampled.
+
+        Raises:
+            CheckpointError: they could not be written.
+        """
+        started = time.perf_counter() - waited_s
+        taken, groups_P = self._take()
+        waited = time.perf_counter() - started
+        step = self._step_count + 1
+        kept = self._kept.after([group.group_id for group in groups_P], taken.set_aside)
+        rows_D = policy_rows(
+            groups_P, self._objective, self._teacher_weights, self._stop_event
+        )  # raises if they lack a score that a learner would need
+        try:
+            write_groups(self._replay, step, taken, groups_P)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot keep the groups of step {step} in {self._replay}: {error}. "
+                f"{disk_remedy(error)}"
+            ) from error
+        self._show(step, groups_P, rows_D)
+        self._kept, self._step_count = kept, step
+        self._queue.publish(step, kept)
+        seconds = time.perf_counter() - started
+        tokens = sum(row.num_trained for row in rows_D)
+        return {
+            **group_metrics(taken.groups_P, version=0),
+            **advantage_metrics([advantage_stats(rows_D)]),
+            "step": step,
+            "weight_version": 0,
+            "rollout/tokens": tokens,
+            "time/wait": waited,
+            "time/step": seconds,
+            "tokens_per_s": tokens / seconds,
+            **taken_metrics(taken, kept),
+        }
+
+    def _take(self) -> tuple[Taken, list[TrajectoryGroup]]:
+        while True:
+            taken = self._queue.take(self._kept)
+            groups_P, lost = opened(self._queue, taken.groups_P)
+            if not lost:
+                return taken, groups_P
+            self._queue.lose(list(lost), "; ".join(sorted(set(lost.values()))))
+
+    def _show(
+        self, step: int, groups_P: Sequence[TrajectoryGroup], rows_D: Sequence[TrainingRow]
+    ) -> None:
+        """Keeps some of the groups for people to look at."""
+        ids = set(self._rollouts.chosen(step, [group.group_id for group in groups_P]))
+        chosen = [pair for pair in rows_by_group(groups_P, rows_D) if pair[0].group_id in ids]
+        if chosen:
+            segments = [segment for group in groups_P for segment in group.segments()]
+            self._rollouts.keep(
+                step,
+                [group for group, _ in chosen],
+                [row for _, rows in chosen for row in rows],
+                [token_table(segments)],
+            )
+
+    def save(self) -> Checkpoint:
+        """Marks the present step, which a resumed run goes on from."""
+        return self._store.save(
+            step=self._step_count, write=_nothing, delivery=self._kept.to_json()
+        )
+
+    def begin_save(self) -> Checkpoint:
+        return self.save()
+
+    def progress(self) -> WorkDone:
+        """A heartbeat: call it in `HEALTH_GROUP`."""
+        return WorkDone(self._step_count)
+
+    def written(self, wait: bool) -> None:
+        """No mark is ever written beside a step."""
+
+    # the engines', who get no weights
+
+    def publish(self) -> str:
+        return "none are pushed: engines keep the student's (train=False)"
+
+    def pushed(self, wait: bool) -> None: ...
+
+    def admit(self, engines: Mapping[str, Any]) -> None: ...
+
+    def dismiss(self, names: Sequence[str]) -> None: ...
+
+    def settle(self) -> None: ...
+
+
+def _nothing(_path: Path) -> None:
+    pass

@@ -1,0 +1,217 @@
+"""train=False: groups are made, scored and kept, and nothing is trained; others train on them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from cluster.command import complaint
+from cluster.config.checks import check_rollout
+from cluster.config.on_policy import OpdConfig
+from cluster.early_ends import Interrupted
+from cluster.hosts.learner_actor import policy_loop, publish_nowhere
+from cluster.inspect.audit import audit
+from cluster.placement.roles import LEARNER, POLICY, model_paths, placed_roles
+from cluster.recipes.observer import Observer, observed_by
+from cluster.recipes.on_policy import run_on_policy
+from cluster.replay import main as replay
+from cluster.run_files.replay_log import KeptSteps
+from cluster.run_files.rollouts import read_rollouts
+from cluster.runtime.driver import Signals
+from distill.delivery import Taken, TrainedGroups
+from distill.errors import ConfigError
+from distill.objective.whole_groups import GroupsHere
+from distill.types import TrajectoryGroup
+from learner.checkpoint import CheckpointStore
+from tests.conftest import TinyPair
+from tests.e2e.harness import metrics
+
+Settings = Callable[..., OpdConfig]
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_pair: TinyPair) -> Settings:
+    """settings(out, **changes): three steps of a tiny run in this process, which keeps."""
+
+    def new(out: Path, **changes: object) -> OpdConfig:
+        return OpdConfig(
+            **{
+                "student": tiny_pair.student, "teacher": tiny_pair.teacher,
+                "prompts": tiny_pair.prompts, "out": str(out), "temperature": 0.7, "steps": 3,
+                "prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "eval_size": 2,
+                "engine": "embedded", "local": True, "lr": 3e-3, "estimator": "top_k",
+                "max_staleness": 0, "train": False, "keep_rollouts": "all", **changes,
+            }
+        )  # fmt: skip
+
+    return new
+
+
+@pytest.fixture(scope="module")
+def out(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keeping") / "run"
+    run(settings(path))
+    return path
+
+
+def run(config: OpdConfig) -> None:
+    run_on_policy(config, Console(quiet=True))
+
+
+def kept(out: Path) -> list[TrajectoryGroup]:
+    steps = KeptSteps(out)
+    return [group for step in steps.steps for group in steps.groups(step)]
+
+
+def test_groups_are_kept_as_a_learner_needs_them_and_nothing_else_is_made(out: Path) -> None:
+    groups = kept(out)
+    assert [group.group_id for group in groups] == list(range(6))
+    for segment in (s for group in groups for s in group.segments()):
+        assert segment.teacher_logprobs_T is not None and segment.teacher_top is not None
+        assert set(segment.versions_T[segment.action_mask_T]) == {0}
+    for name in ("checkpoints", "final", "adapter", "weights", "failed"):
+        assert not (out / name).exists(), name
+    assert not list(out.rglob("*.safetensors")) and not list(out.rglob("*.pt"))
+    steps = metrics(out)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    lengths = [
+        sum(segment.num_actions for segment in member.segments)
+        for group in groups
+        for member in group.trajectories_G
+    ]
+    assert np.mean([s["rollout/response_length"] for s in steps]) == pytest.approx(np.mean(lengths))
+    assert all(s["staleness/max"] == 0 and "reward/mean" in s for s in steps)
+    assert not any(name.startswith(("train/", "push/", "eval/")) for s in steps for name in s)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["kept"] == str(out / "replay")
+    assert summary["rollout_tokens"] == sum(lengths)
+    calibration = json.loads((out / "calibration.json").read_text())
+    assert calibration["agrees"] and calibration["learner"] == "none: train=False"
+    assert not any("learner" in c["reference"] for c in calibration["comparisons"])
+
+
+def test_what_reads_runs_reads_these(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = read_rollouts(out / "rollouts.jsonl")
+    assert [(g.step, g.group_id, g.version) for g in shown] == [
+        (1, 0, 0), (1, 1, 0), (2, 2, 0), (2, 3, 0), (3, 4, 0), (3, 5, 0),
+    ]  # fmt: skip
+    found = audit(out / "ledger.jsonl", steps=3)
+    assert found.problems == [] and found.trained == 6 and found.ended
+    assert replay([f"out={out}", "step=2"]) == 2
+    assert f"rollouts={out}" in capsys.readouterr().err
+
+
+class These:
+    """A `GroupSource` of these groups, `each` a step."""
+
+    def __init__(self, groups: list[TrajectoryGroup], each: int) -> None:
+        self._groups, self._each, self._here = groups, each, GroupsHere()
+        self.trajectories, self.lose = self._here.trajectories, self._here.lose
+
+    def take(self, trained: TrainedGroups) -> Taken:
+        first = len(trained)
+        return self._here.taken(self._groups[first : first + self._each], set_aside={})
+
+
+def test_who_trains_on_them_comes_to_what_a_learner_of_these_groups_does(
+    out: Path, settings: Settings, tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "alone", train=True, rollouts=str(out))
+    run(config)
+    inputs = check_rollout(config)
+    loop = policy_loop(
+        config=config,
+        learner_config=config.policy_learner("cpu", None, inputs.stops),
+        inputs=inputs,
+        source=These(kept(out), 2),
+        publish=publish_nowhere,
+        store=CheckpointStore(tmp_path / "checkpoints", keep=1),
+        resume_from=None,
+        dump_dir=str(tmp_path / "failed"),
+    )
+    for _ in range(3):
+        loop.step()
+    fed = load_file(Path(loop.save().model_dir) / "model.safetensors")
+    alone = load_file(tmp_path / "alone" / "final" / "model.safetensors")
+    assert fed.keys() == alone.keys()
+    assert all(torch.equal(fed[name], alone[name]) for name in fed)
+
+
+def test_the_first_step_is_that_of_a_run_that_trains(
+    out: Path, settings: Settings, tmp_path: Path
+) -> None:
+    trained = tmp_path / "trained"
+    run(settings(trained, train=True, steps=1, replay_keep=10, eval_size=2))
+    for ours, theirs in zip(kept(out), kept(trained), strict=False):
+        for mine, its in zip(ours.segments(), theirs.segments(), strict=True):
+            assert np.array_equal(mine.tokens_T, its.tokens_T)
+            assert mine.teacher_logprobs_T is not None and its.teacher_logprobs_T is not None
+            np.testing.assert_allclose(mine.teacher_logprobs_T, its.teacher_logprobs_T, atol=1e-4)
+
+
+def test_ctrl_c_and_death_lose_nothing_that_is_marked(settings: Settings, tmp_path: Path) -> None:
+    config = settings(tmp_path / "run", steps=5)
+    signals = Signals()
+
+    def after_two(line: object) -> None:
+        if len(metrics(tmp_path / "run")) == 2:
+            signals.received = 2
+
+    with observed_by(Observer(line=after_two, signals=signals)), pytest.raises(Interrupted) as end:
+        run(config)
+    assert end.value.exit_code == 130
+    assert "every step kept so far is in out/replay" in complaint(end.value)
+    before = KeptSteps(tmp_path / "run").steps
+    first = kept(tmp_path / "run")
+    assert before[:2] == [1, 2] and len(before) < 5
+    # As if it had died between a step's groups and its mark.
+    marks = sorted((tmp_path / "run" / "kept").glob("step-*"))
+    shutil.rmtree(marks[-1])
+    assert KeptSteps(tmp_path / "run").steps == before[:-1]
+    run(config)
+    assert KeptSteps(tmp_path / "run").steps == [1, 2, 3, 4, 5]
+    groups = kept(tmp_path / "run")
+    assert [group.group_id for group in groups] == list(range(10))
+    for was, now in zip(first[: 2 * len(before) - 2], groups, strict=False):
+        assert all(
+            np.array_equal(a.behaviour_logprobs_T, b.behaviour_logprobs_T)
+            for a, b in zip(was.segments(), now.segments(), strict=True)
+        ), "what was marked is not made again"
+    found = audit(tmp_path / "run" / "ledger.jsonl", steps=5)
+    assert found.problems == [] and found.jobs == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollouts": "elsewhere"}, "those are there"),
+        ({"rehearse": True}, "rehearse the run that trains"),
+        ({"fork_from": "elsewhere"}, "student=DIR/model"),
+        ({"lora_adapter": "elsewhere"}, "merged"),
+        ({"replay_keep": 10}, "every step is kept"),
+        ({"weights_delta": True, "local": False}, "nothing is pushed"),
+        ({"eval_every": 2}, "cluster.evaluate"),
+        ({"engines_sleep": False}, "no learner"),
+        ({"trace_step": 1}, "no learner to trace"),
+    ],
+)
+def test_what_only_a_learner_can_do_is_refused(
+    settings: Settings, tmp_path: Path, changes: dict, said: str
+) -> None:
+    name = next(iter(changes))
+    with pytest.raises(ConfigError, match=rf"^{name}=.* with train=False: .*{said}"):
+        settings(tmp_path, **changes)
+
+
+def test_no_room_is_taken_for_a_learner(settings: Settings, tmp_path: Path) -> None:
+    config = settings(tmp_path, local=False, learner_workers=2, colocate=True, gpus_per_actor=0.5)
+    assert [role.name for role in placed_roles(config, "cuda")] == [POLICY, "teacher"]
+    assert LEARNER not in model_paths(config) and not config.engines_sleep_on("cuda")
