@@ -173,3 +173,15 @@ def _add_mtp_layer(directory: Path) -> None:
         f"{here}.embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
     }
     save_file(tensors | layer, file, metadata={"format": "pt"})
+
+
+def undecided(directory: str) -> None:
+    """Has the routers weigh all experts nearly alike, which differ much from one another."""
+    file = Path(directory) / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".gate." in name:
+            tensor.mul_(0.005).add_(tensor[:1] / 0.005)
+        elif ".down_proj." in name:
+            tensor.mul_(4)
+    save_file(tensors, file, metadata={"format": "pt"})

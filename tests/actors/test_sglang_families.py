@@ -14,7 +14,7 @@ from actors.sglang.installed import sglang_installed
 from distill.engine import CheckpointDirectory, ScoreRequest
 from distill.models.loading import load_config
 from distill.objective.batching import TrainingRow
-from distill.routing import MixtureShape
+from distill.routing import ExpertArray, MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
 from distill.weights.model_weights import gather_all
@@ -73,6 +73,36 @@ def test_trained_pushed_scored_and_loaded(name: str, tmp_path: Path) -> None:
     if name in LACKS:
         pytest.skip(f"SGLang on a CPU does not run {name}: {LACKS[name]}")
     asyncio.run(story(family_dir(tmp_path, name), tmp_path))
+
+
+@pytest.mark.slow
+def test_two_ranks_name_the_experts_of_one(tmp_path: Path) -> None:
+    """Each of two servers, of one rank and of two, is asked for samples of its own; and the experts
+    of the same tokens, as a prompt, are the same at both."""
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    path = family_dir(tmp_path, "qwen3_moe")
+
+    async def experts(ranks: int) -> ExpertArray:
+        engine = HostedSglangEngine(
+            model_path=path,
+            device="cpu",
+            start_deadline_s=300,
+            request_deadline_s=60,
+            routed_experts=True,
+            flags=f"--tp-size {ranks}",
+        )
+        try:
+            await asyncio.wait_for(engine.info(), timeout=360)
+            await expect_experts(engine, path)
+            [sample] = await engine.generate(ask(prompt(60), new=1))
+            assert sample.experts_NLK is not None
+            return sample.experts_NLK
+        finally:
+            await engine.close()
+
+    one_NLK, two_NLK = (asyncio.run(experts(ranks)) for ranks in (1, 2))
+    np.testing.assert_array_equal(np.sort(one_NLK), np.sort(two_NLK))
 
 
 async def story(path: str, tmp_path: Path) -> None:

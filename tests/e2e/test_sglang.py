@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from tests.e2e.harness import (
     wait_until,
 )
 from tests.e2e.judge import exact_reverse_kl
+from tests.families import family_dir, undecided
 
 pytestmark = [
     pytest.mark.e2e,
@@ -72,6 +74,35 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(
     assert temperatures == {0.7, 1.05}
     assert judged(out / "final", tiny_pair) < 0.8 * judged(tiny_pair.student, tiny_pair)
     assert {path.name for path in (out / "logs").glob("*.log")} == {"policy-0.log", "teacher-0.log"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mixture_is_trained_through_the_experts_that_servers_chose(
+    tiny_pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int
+) -> None:
+    """Policy servers in half precision, of one rank and of two, and routers of two minds at every
+    token: the learner's, in float32, choose others. (Handshake and weight probe compare without
+    replay, and would refuse such a model.)"""
+    pair = replace(
+        tiny_pair,
+        student=family_dir(tmp_path / "student", "qwen3_moe"),
+        teacher=family_dir(tmp_path / "teacher", "qwen3_moe", seed=2),
+    )
+    undecided(pair.student)
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        pair, out, engine="sglang", dtype="bfloat16", learner_dtype="float32", steps=2,
+        group_size=4, max_new_tokens=24, max_staleness=0, eval_size=0, require_handshake=False,
+        policy_server_flags=f"--tp-size {ranks}", lr=1e-5, probe_every=0,
+    )  # fmt: skip
+    assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
+    assert "routing_replay=True" in capsys.readouterr().out, "the default for mixtures"
+    first, second = metrics(out)
+    assert min(first["train/routing_mismatch"], second["train/routing_mismatch"]) > 0.05
+    assert first["train/logprob_gap"] < 0.5 * first["train/logprob_gap_unreplayed"]
+    assert second["train/logprob_gap"] < 0.5 * first["train/logprob_gap_unreplayed"], "after a push"
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from actors.embedded.engine import EmbeddedEngine
 from distill.chat.segments import SegmentBuilder
@@ -28,7 +27,7 @@ from distill.stops import StopTokens
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
 from learner.routing_replay import check_replays
-from tests.families import family_dir
+from tests.families import family_dir, undecided
 from tests.learner.conftest import NewLearner, assert_same, gradients, naive_logprobs
 from tests.learner.routing import other_experts, own_experts
 from tests.samples import training_row
@@ -264,7 +263,7 @@ def test_replay_closes_the_gap_to_an_engine_in_half_precision(
 ) -> None:
     """An engine in bfloat16, and routers that are of two minds at every token."""
     path = family_dir(tmp_path, "qwen3_moe")
-    _undecided(Path(path))
+    undecided(path)
     rows = asyncio.run(_sampled_in_bfloat16(path))
     part = Part(rows_D=rows, loss=PolicyObjectiveLoss(objective=ObjectiveConfig(kl_coef=1.0)))
     plain, replaying = (
@@ -276,18 +275,6 @@ def test_replay_closes_the_gap_to_an_engine_in_half_precision(
     assert made["train/logprob_gap_unreplayed"] == pytest.approx(without["train/logprob_gap"])
     assert not {"train/routing_mismatch", "train/logprob_gap_unreplayed"} & without.keys()
     assert "train/logprob_gap_unreplayed" not in replaying.step(part), "every tenth update only"
-
-
-def _undecided(directory: Path) -> None:
-    """Has the routers weigh all experts nearly alike, which differ much from one another."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if ".gate." in name:
-            tensor.mul_(0.005).add_(tensor[:1] / 0.005)
-        elif ".down_proj." in name:
-            tensor.mul_(4)
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 async def _sampled_in_bfloat16(path: str) -> list[TrainingRow]:
