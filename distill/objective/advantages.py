@@ -8,7 +8,7 @@ import numpy as np
 
 from distill.errors import DataError
 from distill.stops import hits
-from distill.types import FloatArray, Segment
+from distill.types import BoolArray, FloatArray, Segment
 
 if TYPE_CHECKING:  # rollout workers do without torch
     from torch import Tensor
@@ -28,11 +28,8 @@ def discounted_future_sum(values_N: np.ndarray, discount: float) -> np.ndarray:
     return sums_N
 
 
-def outside_top(
-    segment: Segment, values_T: FloatArray, stop_event: tuple[int, ...] = ()
-) -> FloatArray:
-    """The values of those actions that are not among the tokens at which the teacher is known; 0
-    elsewhere.
+def outside_top(segment: Segment, stop_event: tuple[int, ...] = ()) -> BoolArray:
+    """True at those actions that are not among the tokens at which the teacher is known; (T,).
 
     Any token of the event is in its place there under the first one's id.
 
@@ -44,8 +41,13 @@ def outside_top(
     actions_N = segment.tokens_T[segment.action_mask_T]
     if stop_event:
         actions_N = np.where(hits(actions_N, stop_event), stop_event[0], actions_N)
-    in_top_N = (segment.teacher_top.ids_NK == actions_N[:, None]).any(axis=1)
-    return on_actions(segment, np.where(in_top_N, 0, values_T[segment.action_mask_T]))
+    ids_NK = segment.teacher_top.ids_NK
+    outside_N = np.ones(len(actions_N), np.bool_)
+    # At most one in a row: to find those is a fifth of the time of any(axis=1).
+    outside_N[np.flatnonzero(ids_NK == actions_N[:, None]) // ids_NK.shape[1]] = False
+    outside_T = segment.action_mask_T.copy()
+    outside_T[outside_T] = outside_N
+    return outside_T
 
 
 def teacher_gaps(segment: Segment) -> FloatArray:

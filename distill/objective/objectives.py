@@ -228,8 +228,9 @@ def _teacher_terms(
     for segment, advantages_T in zip(segments, sampled, strict=True):
         coefs_T = on_actions(segment, np.full(segment.num_actions, sampled_coef, np.float32))
         if objective.samples_tail:
-            advantages_T = outside_top(segment, advantages_T, stop_event)
-            coefs_T = outside_top(segment, coefs_T, stop_event)
+            outside_T = outside_top(segment, stop_event)
+            advantages_T = np.where(outside_T, advantages_T, 0)
+            coefs_T = np.where(outside_T, coefs_T, 0)
         term = TokenTerms(advantages_T, coefs_T, divergence_coef)
         if clip is not None:
             gaps_T = on_actions(segment, teacher_gaps(segment))

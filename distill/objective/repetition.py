@@ -23,8 +23,8 @@ def repeated_share(parts: Sequence[npt.NDArray[np.integer]]) -> float:
     tokens = sum(len(part_N) for part_N in parts)
     if not hashes or not tokens:
         return 0.0
-    runs_M = np.concatenate(hashes)
-    return (len(runs_M) - len(np.unique(runs_M))) / tokens
+    runs_M = np.sort(np.concatenate(hashes))
+    return np.count_nonzero(runs_M[1:] == runs_M[:-1]) / tokens
 
 
 def _hashes(tokens_N: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:

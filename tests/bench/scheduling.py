@@ -1,6 +1,7 @@
 """A simulator of a run's schedule: step rules and routing judged before they are believed.
 
     python -m tests.bench.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [sigma=0.2]
+        [longest=131072]
 
 Discrete events on an event loop whose clock jumps from one event to the next. The ledger with its
 step rules and the pools of engines are the real ones; engines, learner and lengths are made up:
@@ -92,6 +93,7 @@ class Workload:
 
     Attributes:
         agents: episodes of several turns; else single samples.
+        longest: tokens at which these are cut off.
         tool_sigma: of the log-normal seconds of a tool.
     """
 
@@ -99,6 +101,7 @@ class Workload:
     agents: bool = False
     sigma: float = 0.974
     mean: float = 4000.0
+    longest: int = LONGEST
     tool_sigma: float = 1.66
     seed: int = 0
 
@@ -110,7 +113,7 @@ class Workload:
         of_prompt, of_sample = chance.normal(), chance.normal(size=self.group_size)
         z = (of_prompt + of_sample) / np.sqrt(2)
         lengths = np.exp(np.log(self.mean) - self.sigma**2 / 2 + self.sigma * z)
-        return [[Turn(0, int(min(n, LONGEST)) + 1, 0.0)] for n in lengths]
+        return [[Turn(0, int(min(n, self.longest)) + 1, 0.0)] for n in lengths]
 
     def _episode(self, chance: np.random.Generator) -> list[Turn]:
         return [
@@ -565,6 +568,7 @@ class SchedulingConfig:
         default=False, doc="agents: a group's first turns are one request, as in a run"
     )
     sigma: float = chz.field(default=0.974, doc="of the logarithm of lengths; 0.2: nearly alike")
+    longest: int = chz.field(default=LONGEST, doc="tokens at which single samples are cut off")
 
 
 def table(config: SchedulingConfig, of_slots: int) -> Table:
@@ -587,7 +591,11 @@ def table(config: SchedulingConfig, of_slots: int) -> Table:
 
 def _outcome(config: SchedulingConfig, schedule: Schedule, samples: int, seed: int) -> Outcome:
     workload = Workload(
-        group_size=config.group_size, agents=config.agents, sigma=config.sigma, seed=seed
+        group_size=config.group_size,
+        agents=config.agents,
+        sigma=config.sigma,
+        longest=config.longest,
+        seed=seed,
     )
     return Simulation(
         schedule,

@@ -164,12 +164,12 @@ def test_an_unscored_segment_is_refused() -> None:
     with pytest.raises(DataError, match="was not scored by a teacher"):
         opd_advantages([segment(teacher_logprobs_T=None)], 1.0, 0)
     with pytest.raises(DataError, match="the teacher was not asked for its top_k"):
-        outside_top(segment(), np.zeros(7, np.float32))
+        outside_top(segment())
     with pytest.raises(DataError, match="no reference model scored the segment"):
         reference_gaps(segment())
 
 
-def test_only_actions_outside_the_top_keep_their_advantage() -> None:
+def test_actions_outside_the_top() -> None:
     top = TopLogprobs(
         ids_NK=np.array([[5, 6], [6, 5], [7, 8]], np.int32),
         logprobs_NK=np.full((3, 2), -2, np.float32),
@@ -181,7 +181,7 @@ def test_only_actions_outside_the_top_keep_their_advantage() -> None:
         teacher_top=top,
     )  # fmt: skip
     # rows of the top belong to the actions in order: to tokens 1, 3 and 4
-    assert outside_top(made, np.arange(1, 6, dtype=np.float32)).tolist() == [0, 0, 0, 0, 5]
+    assert outside_top(made).tolist() == [False, False, False, False, True]
 
 
 def two_turn_group() -> TrajectoryGroup:
