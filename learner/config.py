@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import chz
@@ -147,6 +148,29 @@ class OptimizerConfig(OptimizerSettings):
                 raise ConfigError(f"{name}={getattr(self, name)} must be in [0, 1)")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowRule:
+    """How a teacher that moves follows the weights (`learner.shadow`): one of the two is set.
+
+    Attributes:
+        every: it becomes them at each version that this divides.
+        ema: share of itself that it keeps at each step.
+    """
+
+    every: int = 0
+    ema: float | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.every > 0) != (self.ema is not None)
+
+    def version(self, version: int) -> int:
+        """The newest weights in it, once those of `version` are trained."""
+        return version - version % self.every if self.every else version
+
+    def moves_at(self, version: int) -> bool:
+        return self.version(version) == version
+
+
 @chz.chz
 class LearnerSettings(OptimizerSettings, ThreadSettings):
     """Training of the learner, whatever the model and the device."""
@@ -246,6 +270,11 @@ class LearnerConfig(LearnerSettings, OptimizerConfig, DropoutSettings):
         default=0,
         doc="bytes of its GPU that are another process's, a sleeping engine's; 0: what is free is "
         "the learner's",
+    )
+    shadow: ShadowRule | None = chz.field(
+        default=None,
+        doc="how a second set of the weights follows them: a teacher that moves; None: there is "
+        "none",
     )
     reward_padding: int | None = chz.field(
         default=None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from distill.types import FloatArray
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
 from learner.canaries import CopyAnswer, CopyQuestion
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, ShadowRule
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
 from learner.policy_loss import PolicyObjectiveLoss
@@ -321,6 +322,25 @@ class Learner:
         return _LearnerWeights(self, dtype)
 
     @property
+    def own_teacher(self) -> ShadowRule | None:
+        """How a teacher follows these weights (`learner.shadow`); None: there is none."""
+        return self._worker.own_teacher
+
+    def follow(self, version: int) -> None:
+        """Has that teacher follow; call it after each step, with the version that it has made."""
+        if self.own_teacher is not None:
+            self.on_all("follow", version)
+
+    @contextmanager
+    def as_teacher(self) -> Iterator[None]:
+        """Within it the weights, and log-probs, are those of the teacher that follows."""
+        self.on_all("swap_teacher")
+        try:
+            yield
+        finally:
+            self.on_all("swap_teacher")
+
+    @property
     def lost_share(self) -> float | None:
         """Share of an adapter's change that rounding took from the weights that were gathered last
         (`learner.lora.RoundedUpdate`); None without an adapter."""
@@ -417,6 +437,8 @@ class Learner:
             self.on_all("load_optimizer", str(path / "optimizer"))
         if schedule is not None:
             self.on_all("set_schedule", schedule)
+        if schedule is not None and self.own_teacher is not None:  # of a fork: as it begins
+            self.on_all("load_teacher", str(path / "optimizer"))
         # Workers that the checkpoint knows nothing of draw as they began.
         missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(rng))
         self.on_each("set_rng_state", [*rng, *missing][: self._group.size])

@@ -64,6 +64,10 @@ class GroupSource(TrajectorySource, Protocol):
 Publish = Callable[[Weights, int, TrainedGroups], Mapping[str, float]]
 
 
+# Hands the teacher that follows, with the newest version in it, to its engines.
+Teach = Callable[[Weights, int], Mapping[str, float]]
+
+
 class Keep(Protocol):
     """Keeps some of the rollouts for people to look at."""
 
@@ -120,6 +124,7 @@ class PolicyLoop:
         supervised: SupervisedMix | None = None,
         base_is_reference: bool = False,
         push_dtype: torch.dtype | None = None,
+        teach: Teach | None = None,
         trace: Tracing = NO_TRACE,
         keep: Keep | None = None,
         sleep: Callable[[int], None] | None = None,
@@ -134,6 +139,7 @@ class PolicyLoop:
             sleep: has engines that hold this version, and share the learner's GPUs, release them
                 until the next `publish`, before which the learner releases what it can.
             push_dtype: what weights are rounded to for the engines; None: they get all of them.
+            teach: of a learner whose own teacher follows it, where that has engines.
             base_is_reference: the learner's model without its adapter is the reference policy.
             keep: is shown what each step trained on, once it has been; None: nobody is.
             record: is told of each step before it and after it; None: nobody is.
@@ -142,7 +148,7 @@ class PolicyLoop:
         """
         self.step_count = 0
         self._base_is_reference = base_is_reference
-        self._push_dtype = push_dtype
+        self._push_dtype, self._teach = push_dtype, teach
         self._trace, self._stages = trace, Stages()
         self._keep, self._sleep, self._record = keep, sleep, record
         self.learner = learner
@@ -170,16 +176,36 @@ class PolicyLoop:
         """The teachers in this process, if the objective needs any here."""
         return self.loss.teachers
 
-    def publish(self) -> Mapping[str, float]:
-        """Hands the present weights to the engines, as version `step_count`."""
+    def publish(self, *, anew: bool = True) -> Mapping[str, float]:
+        """Hands the present weights to the engines, as version `step_count`.
+
+        First those of the teacher that follows to its own, or what begins with these weights could
+        be scored by older ones.
+
+        Args:
+            anew: its engines may hold anything; False: what was handed to them last.
+        """
         if self._sleep is not None:
             self.learner.rest()
+        taught = self._publish_teacher(anew)
         pushed = self.publisher(
             self.learner.weights(self._push_dtype), self.step_count, self._trained
         )
-        if (lost := self.learner.lost_share) is None:
-            return pushed
-        return {**pushed, "push/lost_share": lost}
+        lost = self.learner.lost_share
+        return {**pushed, **taught, **({} if lost is None else {"push/lost_share": lost})}
+
+    def _publish_teacher(self, anew: bool) -> Mapping[str, float]:
+        rule = self.learner.own_teacher
+        if self._teach is None or rule is None or not (anew or rule.moves_at(self.step_count)):
+            return {}
+        with self.learner.as_teacher():
+            return self._teach(*self.teacher_weights())
+
+    def teacher_weights(self) -> tuple[Weights, int]:
+        """The weights of the teacher that follows, within `Learner.as_teacher`; their version."""
+        rule = self.learner.own_teacher
+        assert rule is not None
+        return self.learner.weights(self._push_dtype), rule.version(self.step_count)
 
     def weights(self) -> tuple[Weights, int]:
         """The present weights as engines get them, and their version."""
@@ -213,11 +239,12 @@ class PolicyLoop:
             metrics = group_metrics(groups_P, version=self.step_count) | self._learn(plan)
         self._trained = accounted
         self.step_count += 1
+        self.learner.follow(self.step_count)
         if self._record is not None:
             model = self.learner.model if self.learner.workers == 1 else None
             self._record.trained(self.step_count, metrics, model)
         with self._stages("push"):
-            metrics |= self.publish()
+            metrics |= self.publish(anew=False)
         seconds = time.perf_counter() - started
         times = self._stages.take()
         return metrics | {

@@ -32,8 +32,18 @@ class Holding(NamedTuple):
 # Of those, AdamW's two moments.
 MOMENTS = 8
 TRAINED = Holding(4 + 4 + MOMENTS, "weights, gradients and AdamW in fp32")
+TRAINED_AND_TEACHER = Holding(
+    TRAINED.bytes_per_parameter + 4, "weights, a teacher that follows, gradients and AdamW in fp32"
+)
 # The base of an adapter, which is small beside it.
 FROZEN = Holding(4, "frozen weights in fp32")
+
+
+def holding_of(*, adapter: bool, followed: bool) -> Holding:
+    """What a learner holds; `followed`: a teacher follows its weights (`learner.shadow`)."""
+    if adapter:
+        return FROZEN
+    return TRAINED_AND_TEACHER if followed else TRAINED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +204,24 @@ class WorkerMemory:
     offloads: bool
 
     @classmethod
-    def of(cls, parameters: int, *, adapter: bool, workers: int, offloads: bool) -> WorkerMemory:
-        """An adapter's gradients and moments are small beside its frozen base."""
+    def of(
+        cls,
+        parameters: int,
+        *,
+        adapter: bool,
+        workers: int,
+        offloads: bool,
+        followed: bool = False,
+    ) -> WorkerMemory:
+        """An adapter's gradients and moments are small beside its frozen base.
+
+        Args:
+            followed: a teacher follows the weights, which is as large as what is trained.
+        """
         share = -(-4 * parameters // workers)
         trained = 0 if adapter else share
-        return cls(weights=share, gradients=trained, moments=2 * trained, offloads=offloads)
+        weights = share + trained * followed
+        return cls(weights=weights, gradients=trained, moments=2 * trained, offloads=offloads)
 
     @property
     def resting(self) -> int:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from distill.errors import CheckpointError
 from learner.config import OptimizerConfig, OptimizerSettings
+from learner.shadow import SUFFIX
 from learner.sharding import local
 
 # What AdamW keeps of a weight that had a gradient.
@@ -208,7 +209,7 @@ def load_moments(
     """
     try:
         reader = FileSystemReader(path)
-        written = reader.read_metadata().state_dict_metadata
+        written = _without_shadow(reader.read_metadata().state_dict_metadata)
     except Exception as error:  # a missing or cut metadata file has many faces
         raise CheckpointError(f"cannot read the optimizer's state in {path}: {error}") from error
     trained = {
@@ -229,6 +230,35 @@ def load_moments(
             )
         for name, parameter in trained.items():
             optimizer.state[parameter] = fresh[name]
+
+
+def load_shadow(
+    path: str, state: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
+) -> None:
+    """Fills `Shadow.state()` with what was written beside the moments.
+
+    Raises:
+        CheckpointError: it is not there, was written for another model, or cannot be read.
+    """
+    what = f"cannot read the teacher's weights in {path}"
+    try:
+        reader = FileSystemReader(path)
+        written = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # a missing or cut metadata file has many faces
+        raise CheckpointError(f"{what}: {error}") from error
+    _check_fits({n: v for n, v in written.items() if n.endswith(SUFFIX)}, state, path)
+    with _plainly(what):
+        load(
+            dict(state),
+            storage_reader=reader,
+            process_group=collectives,
+            no_dist=collectives is None,
+        )
+
+
+def _without_shadow(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a teacher that moves, whose run this one may be a fork of."""
+    return {name: value for name, value in written.items() if not name.endswith(SUFFIX)}
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -32,22 +32,21 @@ from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
-from learner.config import TOKEN_BUDGET, LearnerConfig
+from learner.config import TOKEN_BUDGET, LearnerConfig, ShadowRule
 from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.foresight import listen_ahead
 from learner.forward import Forward
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
-    FROZEN,
     MOMENTS,
-    TRAINED,
     PassPlan,
     check_fits,
     estimate_memory,
     estimate_pass,
     fit_pass,
     free_bytes,
+    holding_of,
     room_bytes,
 )
 from learner.optimizer import (
@@ -56,6 +55,7 @@ from learner.optimizer import (
     build_optimizer,
     build_schedule,
     load_moments,
+    load_shadow,
     moments,
     offload_moments,
     put_away,
@@ -66,6 +66,7 @@ from learner.process_group import WorkerGroup
 from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
 from learner.router_balance import RouterBalance
 from learner.routing_replay import RoutingReplay
+from learner.shadow import Shadow
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.state_copy import CopyCost, MomentsCopy
 from learner.trace import Stages
@@ -175,7 +176,7 @@ class LearnerWorker:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._config, self._group = config, group
         share = _share(group, self.device)
-        holding = FROZEN if config.trains_adapter else TRAINED
+        holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
         self.passes = self._plan_passes(share)
         self.model = self._load()
@@ -215,6 +216,7 @@ class LearnerWorker:
         self.schedule = build_schedule(self.optimizer, config, config.total_steps)
         if config.offload_optimizer:
             offload_moments(self.optimizer)
+        self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
         self.rounded = RoundedUpdate()
         plain = (
             plain_weights(self.model)
@@ -231,7 +233,7 @@ class LearnerWorker:
             config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
             bool(config.gradient_checkpointing),
         )
-        holding = FROZEN if config.trains_adapter else TRAINED
+        holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
         states = estimate_memory(config.model, holding)
         memory = estimate_pass(config.model, dtype=config.dtype, device=device, workers=workers)
         sharers = 1 if device.startswith("cuda") else self._group.workers_here()
@@ -537,6 +539,29 @@ class LearnerWorker:
         tensors = self.model.state_dict().items()
         return first_non_finite({name: local(tensor) for name, tensor in tensors})
 
+    def follow(self, version: int) -> None:
+        """Has the teacher that moves follow the weights, which are of this version now."""
+        self._followed_by.follow(version)
+
+    def swap_teacher(self, _: None) -> None:
+        """Exchanges the weights with those of the teacher that moves, and back the next time."""
+        self._exported.forget()
+        self._followed_by.swap()
+
+    @property
+    def own_teacher(self) -> ShadowRule | None:
+        """How a teacher follows its weights; None: there is none."""
+        return self._config.shadow
+
+    @property
+    def _followed_by(self) -> Shadow:
+        assert self._shadow is not None, "no teacher follows these weights"
+        return self._shadow
+
+    def load_teacher(self, path: str) -> None:
+        """Raises CheckpointError if it was written for another model, or cannot be read."""
+        load_shadow(path, self._followed_by.state(), self._group.collectives)
+
     def gather_adapter(self, _: None) -> dict[str, Tensor]:
         """The adapter, whole, under the names that peft saves; on the leader only."""
         assert self.lora is not None
@@ -544,16 +569,22 @@ class LearnerWorker:
         return made if self._group.rank == 0 else {}
 
     def save_optimizer(self, path: str) -> None:
-        """Writes its share of AdamW's moments."""
-        write_moments(path, moments(self.model, self.optimizer), self._group.collectives)
+        """Writes its share of AdamW's moments, and of the teacher that moves."""
+        write_moments(path, self._state, self._group.collectives)
+
+    @property
+    def _state(self) -> dict[str, Tensor]:
+        """What checkpoints have of this worker besides the weights."""
+        state = moments(self.model, self.optimizer)
+        return state if self._shadow is None else {**state, **self._shadow.state()}
 
     def copy_moments(self, _: None) -> MomentsCopy | None:
-        """Copies its share of AdamW's moments, and returns that on the leader.
+        """Copies what `save_optimizer` writes, and returns that on the leader.
 
         A follower writes it beside its orders. What becomes of that the leader learns, too: they
         are written by all, or by none.
         """
-        copy = MomentsCopy(moments(self.model, self.optimizer), self._group)
+        copy = MomentsCopy(self._state, self._group)
         if self._group.rank == 0:
             return copy
         self._aside.submit(copy.write)
@@ -561,7 +592,7 @@ class LearnerWorker:
 
     def copy_cost(self, _: None) -> CopyCost:
         """What `copy_moments` would take."""
-        shares = map(local, moments(self.model, self.optimizer).values())
+        shares = map(local, self._state.values())
         return CopyCost(socket.gethostname(), sum(s.nbytes for s in shares), free_bytes("cpu"))
 
     def load_optimizer(self, path: str) -> None:

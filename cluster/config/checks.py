@@ -346,13 +346,14 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             config.student
         )
         hinted = any(builder.hinted for builder in its_P)
-        if config.teacher_moves and not hinted:
+        if config.teacher_moves and config.teacher_rule is None and not hinted:
             raise ConfigError(
                 "teacher=policy is the student itself, at every step, and sees what the student "
                 "sees: the KL and its gradient are zero. Show it more (teacher_feedback, or "
                 "`teacher_prompt` or `teacher_messages` with each prompt)"
             )
-        if same and not hinted and objective.reward_coef == 0 and config.fork_from is None:
+        fork = config.fork_from is not None and not config.teacher_moves
+        if same and not hinted and objective.reward_coef == 0 and not fork:
             raise ConfigError(
                 f"teacher={teacher.model} is the student itself and sees what the student sees: "
                 "the KL and its gradient are zero. Give another teacher, or show it more than the "

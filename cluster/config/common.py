@@ -28,7 +28,7 @@ from distill.settings import (
     with_default,
 )
 from distill.stops import StopTokens
-from learner.config import LearnerConfig, LearnerSettings
+from learner.config import LearnerConfig, LearnerSettings, ShadowRule
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
@@ -304,6 +304,11 @@ class CommonConfig(
                 f"({what}): some workers would have nothing to do; use at most {units} workers, or "
                 "larger steps"
             )
+
+    @property
+    def teacher_rule(self) -> ShadowRule | None:
+        """How a teacher follows the trained weights (`learner.shadow`); None: none does."""
+        return None
 
     def learner(
         self,

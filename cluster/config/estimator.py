@@ -17,12 +17,11 @@ from distill.models.loading import load_config, resolve_device, vocab_size
 from distill.objective.settings import AUTO, DEFAULT_TOP_K
 from learner.config import TOKEN_BUDGET
 from learner.memory import (
-    FROZEN,
-    TRAINED,
     Holding,
     estimate_memory,
     estimate_pass,
     free_bytes,
+    holding_of,
     readable,
 )
 
@@ -93,7 +92,8 @@ def _does_not_fit(config: OpdConfig, teachers: list[str]) -> str:
     device = resolve_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     copy = Holding(_BYTES[dtype], f"a teacher's weights in {dtype}")
-    holding = FROZEN if config.trains_adapter else TRAINED
+    followed = config.teacher_rule is not None
+    holding = holding_of(adapter=config.trains_adapter, followed=followed)
     student = estimate_memory(config.student, holding)
     copies = [estimate_memory(model, copy) for model in teachers]
     passes = estimate_pass(

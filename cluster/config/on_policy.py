@@ -10,7 +10,7 @@ import chz
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.sglang.address import is_url
-from actors.sglang.parallelism import check_hosted, parallelism
+from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
@@ -480,6 +480,11 @@ class RolloutConfig(
         """True if the teacher is the student itself, as it trains."""
         return False
 
+    @property
+    def teacher_nodes(self) -> int:
+        """Nodes of each engine of a teacher."""
+        return 1
+
     def feedback_template(self) -> FeedbackTemplate | None:
         """What teachers see of each episode; None: what the problems' rows say."""
         return None
@@ -531,13 +536,14 @@ class RolloutConfig(
         self, device: str, resume_from: Checkpoint | None, stops: StopTokens
     ) -> LearnerConfig:
         """The learner of the student, from the run's start or from a checkpoint."""
-        return self.learner(
+        made = self.learner(
             self.student,
             device,
             resume_from=resume_from,
             updates_per_step=self.objective().num_substeps,
             stops=stops,
         )
+        return chz.replace(made, shadow=self.teacher_rule)
 
     def engines_sleep_on(self, device: str) -> bool:
         """True if policy engines release their memory while the learner computes."""
@@ -570,6 +576,7 @@ class RolloutConfig(
             adapter=self.trains_adapter,
             workers=self.learner_workers,
             offloads=True,
+            followed=self.teacher_rule is not None,
         )
         return memory.resting
 
@@ -679,6 +686,14 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
                 f"estimator=full with teacher={OWN} would need a second model in the learner that "
                 "moves with the first; use estimator=top_k, which asks the engines"
             )
+        if self.teacher_rule is not None and self.only_keeps:
+            raise ConfigError(
+                f"teacher_lag={self.teacher_lag} teacher_ema={self.teacher_ema} with train=False: "
+                "weights that stay are followed by none that move; leave the teacher's setting out"
+            )
+        if self.teacher_rule is not None:
+            check_pushed("teacher_server_flags", self.teacher_server_flags)
+            return
         for name in ("teacher_engines", "teacher_engines_max", "teacher_server_flags"):
             value, default = getattr(self, name), chz.chz_fields(type(self))[name]._default
             if value != default:
@@ -686,6 +701,10 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
                     f"{name}={value} changes nothing: with teacher={OWN} the policy engines score; "
                     "leave it out, and use policy_engines"
                 )
+
+    @property
+    def teacher_nodes(self) -> int:
+        return parallelism(self.teacher_server_flags).nodes
 
     def teacher_engine(
         self, name: str, device: str, log_path: str, stops: StopTokens | None = None

@@ -10,6 +10,7 @@ import chz
 
 from distill.errors import ConfigError
 from distill.settings import ESSENTIAL, Section
+from learner.config import ShadowRule
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
 OWN = "policy"
@@ -36,6 +37,16 @@ class TeacherSettings:
         "it trains, which is shown more than it was (teacher_feedback, or teacher_prompt of rows)",
         metadata=ESSENTIAL,
     )
+    teacher_lag: int = chz.field(
+        default=0,
+        doc="teacher=policy: it becomes the student at each step that this divides, and is 0 to "
+        "teacher_lag - 1 steps older in between, on engines of its own; 0: the live student",
+    )
+    teacher_ema: float | None = chz.field(
+        default=None,
+        doc="teacher=policy: it is a moving average of the student's weights, on engines of its "
+        "own, and keeps this share of itself at each step (0.99, say)",
+    )
     teacher_feedback: str | None = chz.field(
         default=None,
         doc="what the teacher sees in place of the prompt, of each trajectory anew: a text with "
@@ -56,6 +67,7 @@ class TeacherSettings:
                 f"teacher={self.teacher} with {len(self.teachers)} teachers.NAME: give teacher=DIR "
                 "for one, or teachers.NAME.model=DIR for several"
             )
+        self._check_movement()
         for name, teacher in self.teachers.items():
             if teacher.model == OWN:
                 raise ConfigError(
@@ -69,6 +81,38 @@ class TeacherSettings:
                     f"teachers.{name}.weight={teacher.weight} must be above 0, and finite"
                 )
 
+    def _check_movement(self) -> None:
+        for name, default in (("teacher_lag", 0), ("teacher_ema", None)):
+            value = getattr(self, name)
+            if value != default and self.teacher != OWN:
+                raise ConfigError(
+                    f"{name}={value} with teacher={self.teacher}: weights that are not the "
+                    f"student's do not follow it; use teacher={OWN}, or leave {name} out"
+                )
+        lag, ema = self.teacher_lag, self.teacher_ema
+        if lag < 0 or lag == 1:
+            raise ConfigError(
+                f"teacher_lag={lag} must be at least 2; 0, the default, is the live student, which "
+                "a teacher that is renewed at every step would be, too"
+            )
+        if ema is not None and not 0 < ema < 1:
+            raise ConfigError(
+                f"teacher_ema={ema} must lie between 0 and 1: at 0 it is the live student (leave "
+                "it out), at 1 the student's first checkpoint (name that as the teacher)"
+            )
+        if lag and ema is not None:
+            raise ConfigError(
+                f"teacher_lag={lag} with teacher_ema={ema}: a teacher follows in one way; leave "
+                "one of them out"
+            )
+
     @property
     def teacher_moves(self) -> bool:
         return self.teacher == OWN
+
+    @property
+    def teacher_rule(self) -> ShadowRule | None:
+        """How a teacher that moves follows the student; None: it is the live one, or stays."""
+        if not self.teacher_lag and self.teacher_ema is None:
+            return None
+        return ShadowRule(every=self.teacher_lag, ema=self.teacher_ema)

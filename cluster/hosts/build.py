@@ -366,10 +366,15 @@ class RolloutCast:
         resume_from: Checkpoint | None,
         queue: GroupQueue,
         policies: Mapping[str, Any],
+        teachers: Mapping[str, Any],
         attempt: int,
     ) -> LearnerActors:
         """The learner's workers, from the run's start or from a checkpoint; or what keeps groups in
-        its place."""
+        its place.
+
+        Args:
+            policies, teachers: engines that it pushes weights to; of teachers that follow them.
+        """
         config, device = self._config, self._device
         if config.only_keeps:
             return self._keeper(resume_from, queue, attempt)
@@ -387,6 +392,7 @@ class RolloutCast:
             deltas=config.weights_delta,
             timeout_s=config.deadline_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
+            teacher_nodes=config.teacher_nodes,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep_on(device):
@@ -402,7 +408,9 @@ class RolloutCast:
             resume_from,
             attempt,
             source=queue,
-            publish=partial(publisher_to, policies, queue, push, config.pushes_overlap(device)),
+            publish=partial(
+                publisher_to, policies, teachers, queue, push, config.pushes_overlap(device)
+            ),
         )
 
     def _keeper(

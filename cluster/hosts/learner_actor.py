@@ -131,6 +131,13 @@ class LearnerActor:
         assert isinstance(self._loop, PolicyLoop)
         publisher.admit(engines, *self._loop.weights())
 
+    def admit_teachers(self, engines: Mapping[str, Any]) -> None:
+        """The same of the teacher that follows, to engines of its own."""
+        publisher = self._publisher()
+        assert isinstance(self._loop, PolicyLoop)
+        with self._loop.learner.as_teacher():
+            publisher.admit_teachers(engines, *self._loop.teacher_weights())
+
     def join(self, engines: Mapping[str, Any]) -> int | None:
         """`admit` beside whatever else is called: call it in `JOIN_GROUP`.
 
@@ -149,7 +156,7 @@ class LearnerActor:
         return version, publisher.lend(engines, weights, version)
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """Drops policy engines: they get no more weights."""
+        """Drops engines: they get no more weights."""
         self._publisher().dismiss(names)
 
     def settle(self) -> float | None:
@@ -170,8 +177,13 @@ class LearnerActor:
         return self._loop.learner.logprobs(rows_D)
 
     def teacher_logprobs(self, name: str, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
-        """The same by the copy of a teacher that the learner holds (estimator=full)."""
-        assert isinstance(self._loop, PolicyLoop) and self._loop.teachers is not None
+        """The same by the copy of a teacher that the learner holds (estimator=full), or by the one
+        that follows it."""
+        assert isinstance(self._loop, PolicyLoop)
+        if self._loop.learner.own_teacher is not None:
+            with self._loop.learner.as_teacher():
+                return self.logprobs(rows_D)
+        assert self._loop.teachers is not None
         return self._loop.teachers.logprobs(name, rows_D)
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
@@ -212,6 +224,7 @@ def build_policy_loop(
 
 def publisher_to(
     policies: Mapping[str, Any],
+    teachers: Mapping[str, Any],
     queue: GroupQueue,
     push: PushSettings,
     overlaps: bool,
@@ -219,7 +232,7 @@ def publisher_to(
 ) -> Publisher:
     """The publisher of a run with engines; `overlaps`: pushes may go on beside the next step."""
     goes_on = queue.push if overlaps else None
-    return Publisher(policies, queue, push, learner.logprobs, goes_on, learner.progress)
+    return Publisher(policies, queue, push, learner.logprobs, goes_on, learner.progress, teachers)
 
 
 def publish_nowhere(_learner: Learner) -> Publish:
@@ -271,6 +284,7 @@ def policy_loop(
         supervised=supervised,
         # What an engine holds: rounding to it here is the same, and half the bytes.
         push_dtype=getattr(torch, choose_dtype(config.dtype, learner_config.device)),
+        teach=publisher.teach if isinstance(publisher, Publisher) else None,
         trace=trace,
         keep=keep,
         record=record,

@@ -93,6 +93,7 @@ class GpuPlan:
             adapter=config.trains_adapter,
             workers=config.learner_workers,
             offloads=config.offload_optimizer or sleeps,
+            followed=config.teacher_rule is not None,
         )
         line = (
             f"weights {gib(memory.weights)} + gradients {gib(memory.gradients)} + moments "

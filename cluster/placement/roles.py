@@ -25,7 +25,7 @@ from cluster.placement.resources import ResourceDemand
 from distill.errors import ConfigError
 from distill.models.loading import resolve_device as device_here
 from learner.config import TOKEN_BUDGET
-from learner.memory import FROZEN, TRAINED, estimate_memory, estimate_pass
+from learner.memory import estimate_memory, estimate_pass, holding_of
 
 POLICY, REFERENCE, ROLLOUT, REWARD = "policy", "reference", "rollout", "reward model"
 LEARNER, EVALUATOR, QUEUE = "learner", "evaluator", "queue"
@@ -40,7 +40,7 @@ def teacher_role(teacher: str) -> str:
 
 def teacher_roles(config: RolloutConfig) -> dict[str, str]:
     """The role of each teacher, by its name; of one that is the live policy, the policy's."""
-    if config.teacher_moves:
+    if config.teacher_moves and config.teacher_rule is None:
         return {"": POLICY}
     return {name: teacher_role(name) for name in config.teacher_models()}
 
@@ -48,6 +48,11 @@ def teacher_roles(config: RolloutConfig) -> dict[str, str]:
 def served_teachers(config: RolloutConfig) -> dict[str, str]:
     """The roles of teachers with engines of their own, by name."""
     return {name: role for name, role in teacher_roles(config).items() if role != POLICY}
+
+
+def following_role(config: RolloutConfig) -> str | None:
+    """The role of the engines whose teacher follows the policy; None: there are none."""
+    return None if config.teacher_rule is None else teacher_role("")
 
 
 def learner_title(index: int) -> str:
@@ -267,7 +272,9 @@ def _memory(config: CommonConfig, role: str, device: str) -> tuple[int | None, s
     """Bytes of one member, as far as they are known before it starts, and of what."""
     if role == LEARNER:
         model, workers = trained_model(config), config.learner_workers
-        estimate = estimate_memory(model, FROZEN if config.trains_adapter else TRAINED)
+        followed = config.teacher_rule is not None
+        holding = holding_of(adapter=config.trains_adapter, followed=followed)
+        estimate = estimate_memory(model, holding)
         dtype = choose_dtype(config.learner_dtype, device)
         passes = estimate_pass(model, dtype=dtype, device=device, workers=workers)
         budget = config.token_budget or TOKEN_BUDGET[device]

@@ -40,7 +40,7 @@ from cluster.runtime.driver import Signals
 from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
-from learner.memory import FROZEN, TRAINED, estimate_memory
+from learner.memory import estimate_memory, holding_of
 
 
 @dataclass(kw_only=True)
@@ -302,7 +302,7 @@ def learner_line(config: CommonConfig, model: str, updates_per_step: int = 1) ->
     """The learner's line of the resource plan."""
     if config.only_keeps:
         return "none (train=False): groups are kept, for rollouts="
-    holding = FROZEN if config.trains_adapter else TRAINED
+    holding = holding_of(adapter=config.trains_adapter, followed=config.teacher_rule is not None)
     estimate = estimate_memory(model, holding) or "memory unknown"
     if config.learner_workers > 1:
         estimate = f"{config.learner_workers} workers share {estimate}"

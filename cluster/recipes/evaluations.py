@@ -76,6 +76,8 @@ class Evaluations:
 
         Not one that is the policy itself, whose level is the student's.
         """
+        if self._config.teacher_moves:
+            return
         first_step = self._running.first_step
         for name, role in served_teachers(self._config).items():
             measured = self._answered(self._decoded(role, partial(self._pool, role)))

@@ -49,6 +49,7 @@ from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
+from learner.config import ShadowRule
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -123,11 +124,18 @@ def _plan(
 
 def _teachers(config: RolloutConfig) -> str:
     if config.teacher_moves:
-        return "itself as it trains (teacher=policy)"
+        return f"itself{_following(config.teacher_rule)} (teacher=policy)"
     return ", ".join(
         f"{name}={teacher.model} (weight {teacher.weight:g})" if name else teacher.model
         for name, teacher in config.teacher_models().items()
     )
+
+
+def _following(rule: ShadowRule | None) -> str:
+    """How old the teacher is that the student is itself."""
+    if rule is None:
+        return " as it trains"
+    return f", renewed every {rule.every} steps" if rule.every else f", averaged by {rule.ema:g}"
 
 
 def _mode(config: RolloutConfig) -> str:
@@ -234,8 +242,9 @@ class _Run:
     def to_the_end(self) -> None:
         fleet, running, config = self.fleet, self._running, self._config
         fleet.start(running.resume_from)
-        if config.lora_adapter is not None and running.resume_from is None:
-            self._publish()  # the adapter, of which the engines' own checkpoint knows nothing
+        adapter = config.lora_adapter is not None and running.resume_from is None
+        if adapter or config.teacher_rule is not None:
+            self._publish()  # what the engines' own checkpoint knows nothing of
             fleet.pin()
             self._shake_hands()
         else:
@@ -393,10 +402,12 @@ class _Run:
             return await learner.teacher_logprobs.remote(teacher, rows_D)
 
         copies: dict[str, LearnerLogprobs] = {}
-        if self._config.copies_teachers:
+        follows = self._config.teacher_rule is not None
+        if self._config.copies_teachers or follows:
             for name, role in served_teachers(self._config).items():
                 engines = [engine for engine in scorers if engine.startswith(f"{role} engine ")]
-                copies |= dict.fromkeys(engines[:1], partial(copied_logprobs, name))
+                compared = engines if follows else engines[:1]
+                copies |= dict.fromkeys(compared, partial(copied_logprobs, name))
         return await handshake(
             policies=policies,
             teachers=scorers,

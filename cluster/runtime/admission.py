@@ -39,6 +39,7 @@ class Admission:
         roles: of the engines that are admitted; other actors serve without.
         learner: the present learner's leader.
         examine: the handshake of some engines with the learner.
+        following: role of the teacher that follows the policy: the learner hands it weights, too.
         join: has scorers that passed it answer their first canaries; why of those that are refused.
         require_handshake: False admits engines whose handshake fails.
         deadline_s: longest that a handshake beside a step may take.
@@ -55,11 +56,13 @@ class Admission:
         require_handshake: bool,
         say: Callable[[str], None],
         deadline_s: float,
+        following: str | None = None,
         join: Callable[[Sequence[Member]], Mapping[str, str]] = lambda _members: {},
     ) -> None:
         self._supervisor, self._driver, self._roles = supervisor, driver, roles
         self._learner, self._examine, self._say = learner, examine, say
         self._require_handshake, self._join = require_handshake, join
+        self._following = following
         self.joining = Joining(
             supervisor,
             learner=learner,
@@ -195,6 +198,9 @@ class Admission:
             examined = self._examine(pool, {})
         else:
             self._driver.ask_learner("the push", self._learner().pushed.remote(True))
+            if members[0].spec.name == self._following:
+                admitted = self._learner().admit_teachers.remote(joining)
+                self._driver.ask_learner(f"pushing weights to {names}", admitted)
             name, policy = next(iter(self._supervisor.serving(POLICY).items()))
             examined = self._examine(EnginePool(POLICY, {name: policy}).each(), pool)
         return self._driver.run(f"the handshake of {names}", examined)

@@ -92,7 +92,7 @@ class CanarySetup:
 
 
 def canary_setup(config: RolloutConfig, scorers: Sequence[str]) -> CanarySetup:
-    """The setup of a run; `scorers` are the roles of its teachers and its reference."""
+    """The setup of a run; `scorers` are the roles whose weights never change."""
     objective = config.objective()
     asked = objective.asked_of_policy, objective.asked_of_teacher
     return CanarySetup(

@@ -33,6 +33,7 @@ from cluster.placement.roles import (
     POLICY,
     QUEUE,
     ROLLOUT,
+    following_role,
     pool_bounds,
     worker_title,
 )
@@ -116,6 +117,7 @@ class Fleet:
         self.queue: GroupQueue = cast.queue(trained)
         self._poller = StatusPoller(self.supervisor, self.queue, self._on_queue_status)
         self.bounds = pool_bounds(config)
+        self._following = following_role(config)
         self._specs: dict[str, ActorSpec] = {POLICY: cast.policy_spec(start_model)}
         self._specs |= {spec.name: spec for spec in cast.scorer_specs()}
         self._engine_roles = list(self._specs)
@@ -127,7 +129,7 @@ class Fleet:
             self.supervisor,
             self.driver,
             self.queue,
-            canary_setup(config, self.scorers),
+            canary_setup(config, self.frozen),
             learner=lambda: self.learner,
             say=say,
             found=found,
@@ -142,6 +144,7 @@ class Fleet:
             require_handshake=config.require_handshake,
             say=say,
             deadline_s=config.deadline_s,
+            following=self._following,
             join=self.canaries.join,
         )
         self._specs[ROLLOUT] = cast.worker_spec(self.queue, self._groups_a_worker)
@@ -151,7 +154,11 @@ class Fleet:
             self._specs[EVALUATION] = cast.policy_spec(start_model, EVALUATION)
         self._lifecycle = LearnerLifecycle(
             lambda checkpoint, attempt: cast.learners(
-                checkpoint, self.queue, self._policies(), attempt
+                checkpoint,
+                self.queue,
+                self._pushed_to(POLICY),
+                self._pushed_to(self._following),
+                attempt,
             ),
             learner_spec(config),
             self.supervisor,
@@ -202,14 +209,22 @@ class Fleet:
         return [role for role in self._engine_roles if role != POLICY]
 
     @property
+    def frozen(self) -> list[str]:
+        """Those whose weights never change."""
+        return [role for role in self.scorers if role != self._following]
+
+    @property
     def roster(self) -> Roster:
         return {role: self.supervisor.serving(role) for role in self._asked_roles}
 
-    def _policies(self) -> dict[str, Any]:
-        """Policy engines that a new learner pushes weights to; the others are admitted later."""
+    def _pushed_to(self, role: str | None) -> dict[str, Any]:
+        """Engines of the role that a new learner pushes weights to; the others are admitted
+        later."""
+        if role is None:
+            return {}
         if self._working:
-            return self.supervisor.serving(POLICY)
-        return {member.name: member.handle for member in self.supervisor.members(POLICY)}
+            return self.supervisor.serving(role)
+        return {member.name: member.handle for member in self.supervisor.members(role)}
 
     def _size(self, role: str) -> int:
         return self.bounds.get(role, (1, 1))[0]
@@ -234,7 +249,7 @@ class Fleet:
         self._lifecycle.fill(resume_from)
         self.driver.until_started([QUEUE, LEARNER, *self._specs], self._say)
         self.supervisor.under_way = True
-        if resume_from is not None and self._config.canary_every and self.scorers:
+        if resume_from is not None and self._config.canary_every and self.frozen:
             self._trust(resume_from.step)
         # What they hold is for the first handshake to say.
         for role in (*self._engine_roles, EVALUATION):
@@ -388,7 +403,7 @@ class Fleet:
             for member in self.supervisor.members(role, State.DRAINING):
                 if any(status.requests.get(member.name) for status in self.statuses.values()):
                     continue
-                if role != POLICY:
+                if role in self.frozen:
                     self.canaries.ask_last([member])
                 else:
                     left = self.learner.dismiss.remote([member.name])

@@ -6,6 +6,7 @@
               acknowledge with the pause in seconds
     admit     the same to engines that join, with the present weights; no slot is freed
     join      the same while the learner computes, from the copy of the last push
+    teach     the same, of a teacher that follows the policy, to its engines; no slot is freed
     lend      the same to engines that do not join: they hold these weights until they are lent
               others
     sleep     engines that share the learner's GPUs release their memory until the next push
@@ -31,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ray.exceptions import GetTimeoutError, RayError
@@ -91,6 +93,7 @@ class PushSettings:
     bucket_bytes: int = BUCKET_BYTES
     deltas: bool = False
     nodes: int = 1
+    teacher_nodes: int = 1
 
 
 class Publisher:
@@ -107,6 +110,7 @@ class Publisher:
         learner_logprobs: Callable[[Sequence[TrainingRow]], list[FloatArray]],
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
         progress: Progress | None = None,
+        teachers: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         Args:
@@ -114,13 +118,15 @@ class Publisher:
             learner_logprobs: of rows, under the learner's weights.
             goes_on: told of each push that goes on beside the next step; None: none does.
             progress: the learner's, who gets on while a push waits: that has its own deadlines.
+            teachers: engines of the teacher that follows the policy, as `engines`.
         """
-        self._engines = dict(engines)
+        self._engines, self._teachers = dict(engines), dict(teachers)
         self._credit = credit
         self._settings = settings
         self._deltas = DeltaSender() if settings.deltas else None
         self._learner_logprobs, self._goes_on = learner_logprobs, goes_on
         self._transports: list[Transport] | None = None
+        self._ways_to_teachers: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
         self._probe: WeightProbe[Any, Any] | None = None
         self._found: dict[str, float] = {}  # metrics for the next push to return
@@ -131,10 +137,13 @@ class Publisher:
         # A push's, or of engines that join.
         self._turns = Turns(settings.timeout_s, self._progress)
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
-        self._proof = PushProof[Any, Any](
-            engines=self._engines,
-            submit=lambda engine: engine.weight_checksums.remote(),
-            collect=partial(self._collect, "say the checksums of its weights"),
+        self._proof, self._teachers_proof = (
+            PushProof[Any, Any](
+                engines=of,
+                submit=lambda engine: engine.weight_checksums.remote(),
+                collect=partial(self._collect, "say the checksums of its weights"),
+            )
+            for of in (self._engines, self._teachers)
         )
 
     def describe(self) -> str:
@@ -227,6 +236,54 @@ class Publisher:
         self._engines |= engines
         self._transports = None
 
+    def teach(self, weights: Weights, version: int) -> dict[str, float]:
+        """Hands the teacher that follows the policy to its engines; ends those that do not take it.
+
+        Returns `push/teacher_seconds`.
+
+        Raises:
+            CalibrationError: one does not hold what it was handed before.
+        """
+        self.wait()
+        self._answers_due = time.monotonic() + self._settings.timeout_s
+        self._teachers_proof.settle()
+        with self._turns.next():
+            started = time.perf_counter()
+            if self._ways_to_teachers is None:
+                self._end_teachers(dead_among(self._teachers), version)
+                self._ways_to_teachers = self._choose_for_teachers(self._teachers)
+            attempt = Attempt.begin(self._ways_to_teachers, weights, version, self._progress.mark)
+            answers = attempt.answers(self._settings.timeout_s)
+            if answers.failures:
+                logger.warning("teacher version %d: %s", version, answers.complaint())
+                self._end_teachers(list(answers.failures), version)
+            if self._is_proven(version) and self._teachers:
+                self._answers_due = time.monotonic() + self._settings.timeout_s
+                self._teachers_proof.ask(version, weights)
+        return {"push/teacher_seconds": time.perf_counter() - started}
+
+    def _end_teachers(self, names: Sequence[str], version: int) -> None:
+        for name in names:
+            logger.warning("%s did not take the teacher's version %d: it is ended", name, version)
+            calls.kill(self._teachers.pop(name))
+            self._ways_to_teachers = None
+
+    def admit_teachers(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
+        """Hands the teacher to engines of its own that join; they are part of every later push.
+
+        Raises:
+            EngineError: one of them did not take the weights; none of them joins.
+        """
+        self.wait()
+        with self._turns.next():
+            ways = self._choose_for_teachers(engines)
+            attempt = Attempt.begin(ways, weights, version, self._progress.mark)
+            answers = attempt.answers(self._settings.timeout_s)
+            if answers.failures:
+                raise EngineError(f"teacher version {version} failed: {answers.complaint()}")
+            self._teachers |= engines
+            self._ways_to_teachers = None
+
     def lend(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, str]:
         """Hands the present weights to engines that are part of no later push.
 
@@ -272,7 +329,8 @@ class Publisher:
         with self._turns.next():
             for name in names:
                 self._engines.pop(name, None)
-            self._transports = None
+                self._teachers.pop(name, None)
+            self._transports = self._ways_to_teachers = None
 
     def _begin(self, weights: Weights, version: int) -> Attempt:
         self._last = None  # whose copies are written over, or let go
@@ -394,6 +452,7 @@ class Publisher:
         found = {
             "push/probe_gap": None if self._probe is None else self._probe.settle(),
             "push/proven": self._proof.settle(),
+            "push/teacher_proven": self._teachers_proof.settle(),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -441,6 +500,23 @@ class Publisher:
             bucket_bytes=settings.bucket_bytes,
             deltas=self._deltas,
             nodes=settings.nodes,
+        )
+
+    def _choose_for_teachers(self, engines: Mapping[str, Any]) -> list[Transport]:
+        """Whole weights, and files apart from the policy's, whose version may be the same."""
+        settings = self._settings
+        if not engines:
+            return []
+        return choose_transports(
+            settings.choice,
+            engines,
+            served=settings.served,
+            device=settings.device,
+            directory=f"{settings.directory}-teacher",
+            model=settings.model,
+            timeout_s=settings.timeout_s,
+            bucket_bytes=settings.bucket_bytes,
+            nodes=settings.teacher_nodes,
         )
 
 

@@ -30,7 +30,7 @@ from distill.weights.delta import ReceivedWeights, SentWeights
 from distill.weights.model_weights import gather_all, total_bytes
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, ShadowRule
 from learner.dpo import PreferenceLoss
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
@@ -85,6 +85,7 @@ HALF = 3
 def config(model: str, **changes: Any) -> LearnerConfig:
     optimizer = {"lr": 3e-3, "lr_schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
     settings = {"total_steps": len(STEPS), "token_budget": 400, "device": "cpu"}
+    settings |= {"shadow": ShadowRule(ema=0.5)}
     return LearnerConfig(model=model, max_grad_norm=0.5, **optimizer | settings | changes)
 
 
@@ -98,7 +99,16 @@ def save(learner: Learner, root: str, tokenizer: PreTrainedTokenizerBase) -> Che
 
 
 def train(learner: Learner, steps: list[list[Part]]) -> list[dict[str, float]]:
-    return [learner.step(*parts) for parts in steps]
+    made = []
+    for version, parts in enumerate(steps, 1):
+        made.append(learner.step(*parts))
+        learner.follow(version)
+    return made
+
+
+def teacher(learner: Learner) -> dict[str, np.ndarray]:
+    with learner.as_teacher():
+        return numbers(learner)
 
 
 def accumulated(learner: Learner) -> dict[str, float]:
@@ -115,6 +125,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     """Begins where one worker left off, goes on, fails, saves."""
     learner.load_trainer_state(given["half"])
     told: dict[str, Any] = {"metrics": train(learner, STEPS[HALF:])}
+    told["teacher"] = teacher(learner)
     told["weights"] = numbers(learner)
     told["logprobs"] = learner.logprobs(ROWS)
     told["bytes"] = total_bytes(learner.weights())
@@ -191,6 +202,7 @@ def alone(tiny_pair: TinyPair, scratch: Path) -> Iterator[dict[str, Any]]:
     yield {
         "metrics": metrics,
         "half": half,
+        "teacher": teacher(learner),
         "weights": numbers(learner),
         "logprobs": learner.logprobs(ROWS),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
@@ -215,6 +227,9 @@ def test_two_workers_take_the_steps_of_one(alone: dict[str, Any], together: dict
     assert together["weights"].keys() == alone["weights"].keys()
     for name, theirs in alone["weights"].items():
         np.testing.assert_allclose(together["weights"][name], theirs, atol=1e-5, err_msg=name)
+    for name, theirs in alone["teacher"].items():
+        np.testing.assert_allclose(together["teacher"][name], theirs, atol=1e-5, err_msg=name)
+        assert np.abs(theirs - alone["weights"][name]).max() > 1e-4, name
     for ours, theirs in zip(together["logprobs"], alone["logprobs"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

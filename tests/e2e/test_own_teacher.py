@@ -1,0 +1,218 @@
+"""teacher=policy: who scored what is held against the weights that it should have had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.sglang.installed import sglang_installed
+from cluster.config.on_policy import OpdConfig
+from cluster.inspect.audit import audit
+from cluster.recipes.on_policy import run_on_policy
+from cluster.train import main
+from tests.conftest import TinyPair
+from tests.e2e.harness import (
+    finish,
+    metrics,
+    opd_arguments,
+    process_of,
+    start,
+    trained_groups,
+    wait_until,
+)
+
+pytestmark = pytest.mark.e2e
+
+T = 0.7
+Weights = dict[str, torch.Tensor]
+
+
+def opd(pair: TinyPair, out: Path, **settings: object) -> list[dict[str, float]]:
+    """A synchronous run in this process, which keeps all that it trained on."""
+    given: dict[str, Any] = {
+        "student": pair.student, "teacher": "policy", "out": str(out), "temperature": T,
+        "steps": 12, "prompts_per_step": 8, "group_size": 4, "max_new_tokens": 8, "lr": 1e-3,
+        "eval_size": 2, "checkpoint_every": 100, "engine": "embedded", "max_staleness": 0,
+        "estimator": "sampled", "keep_rollouts_every": 1, "local": True, **settings,
+    }  # fmt: skip
+    run_on_policy(OpdConfig(**given), Console(quiet=True))
+    return metrics(out)
+
+
+def prompts(path: Path, *rows: dict[str, str]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def hinted(path: Path) -> str:
+    return prompts(
+        path,
+        *({"prompt": f"{a} + 1 =", "teacher_prompt": f"{a + 1}! {a} + 1 ="} for a in range(9)),
+    )
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(directory: str | Path) -> Weights:
+    return AutoModelForCausalLM.from_pretrained(directory).state_dict()
+
+
+def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, Any]) -> None:
+    """The kept segment's teacher log-probs are the model's, after what the teacher was told."""
+    [(start, _)] = segment["actions"]
+    said = segment["tokens"][start:]
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([told + said])).logits[0] / T
+    log_q_NV = logits_TV.log_softmax(-1)[len(told) - 1 : -1]
+    expected = log_q_NV.gather(1, torch.tensor(said)[:, None]).flatten().tolist()
+    assert segment["teacher_logprobs"] == pytest.approx(expected, abs=2e-3)
+
+
+def expect_followed(pair: TinyPair, out: Path, rule: dict[str, float]) -> set[int]:
+    """Each kept group of `hinted` prompts is scored by the weights that its teacher's version has
+    by the checkpoints of the run. Returns these versions."""
+    tokenizer = AutoTokenizer.from_pretrained(pair.student)
+    steps = len(list((out / "checkpoints").glob("step-*")))
+    checkpoints = [out / f"checkpoints/step-{step:06d}/model" for step in range(1, steps + 1)]
+    versions = list(map(weights, [pair.student, *checkpoints]))
+    found = set()
+    for group in objects(out / "rollouts.jsonl"):
+        model = AutoModelForCausalLM.from_pretrained(pair.student)
+        [segment] = group["trajectories"][0]["segments"]
+        version: int = segment["teacher_version"]
+        found.add(version)
+        assert version <= group["version"]
+        model.load_state_dict(
+            averaged(versions[: version + 1], rule["teacher_ema"])
+            if "teacher_ema" in rule
+            else versions[version]
+        )
+        prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
+        expect_scored(model, tokenizer.encode(f"{int(prompt.split()[0]) + 1}! {prompt}"), segment)
+    return found
+
+
+def averaged(versions: list[Weights], ema: float) -> Weights:
+    """Written out, from the first weights on."""
+    newest = len(versions) - 1
+    mixed = {name: ema**newest * values for name, values in versions[0].items()}
+    for i in range(1, newest + 1):
+        for name, values in versions[i].items():
+            mixed[name] = mixed[name] + (1 - ema) * ema ** (newest - i) * values
+    return mixed
+
+
+def expect_no_canaries(out: Path) -> None:
+    events = {line["event"] for line in objects(out / "ledger.jsonl")}
+    assert not events & {"scorer", "ask", "canary"}, "a teacher that moves was canaried"
+    found = [e for e in objects(out / "events.jsonl") if e["event"] == "finding"]
+    assert not [each for each in found if each["name"] == "scorer_moved"]
+    certificate = json.loads((out / "certificate.json").read_text())
+    assert not certificate["proven"] and "teacher=policy" in certificate["verdict"]
+
+
+def test_a_policy_teaches_itself_by_what_became_of_each_answer(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """The live policy scores what it sampled, told the right answer and whether its own was."""
+    out, text = tmp_path / "run", "{answer}{outcome}{prompt}"
+    rows = ({"prompt": f"{a} + 1 =", "answer": "e"} for a in range(9))
+    steps = opd(
+        tiny_pair, out, prompts=prompts(tmp_path / "prompts.jsonl", *rows), reward="contains",
+        teacher_feedback=text,
+    )  # fmt: skip
+    kls = [step["opd/reverse_kl"] for step in steps]
+    assert kls[0] > 0.1, "what it was told changed nothing"
+    assert sum(kls[-4:]) < 0.8 * sum(kls[:4])
+    assert all(step["opd/teacher_age"] == 0 for step in steps), "an older policy scored"
+    assert all(step["opd/unhinted_segments"] == 0 for step in steps)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair.student)
+    student = AutoModelForCausalLM.from_pretrained(tiny_pair.student)
+    kept = objects(out / "rollouts.jsonl")
+    for trajectory in kept[0]["trajectories"]:
+        [segment] = trajectory["segments"]
+        prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
+        outcome = "right" if trajectory["reward"] >= 1 else "wrong"
+        expect_scored(student, tokenizer.encode(f"e{outcome}{prompt}"), segment)
+    versions = [group["trajectories"][0]["segments"][0]["teacher_version"] for group in kept]
+    assert versions == list(range(12))
+    expect_no_canaries(out)
+
+
+@pytest.mark.parametrize("rule", [{"teacher_lag": 3}, {"teacher_ema": 0.8}], ids=["lag", "ema"])
+def test_a_teacher_follows_the_policy_across_a_resume(
+    tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    out = tmp_path / "run"
+    settings: dict[str, Any] = {
+        "prompts": hinted(tmp_path / "prompts.jsonl"), "checkpoint_every": 1, "prove_every": 1,
+        "keep_checkpoints": 8, "lr": 3e-3,
+    }  # fmt: skip
+    opd(tiny_pair, out, **settings, **rule, steps=5)
+    steps = opd(tiny_pair, out, **settings, **rule, steps=7)
+    lags = "teacher_lag" in rule
+    assert [s["opd/teacher_age"] for s in steps] == ([0, 1, 2, 0, 1, 2, 0] if lags else [0] * 7)
+    handed = [step for step in range(1, 8) if not lags or step % 3 == 0]
+    assert [s["step"] for s in steps if "push/teacher_seconds" in s] == handed
+    proven = [s["push/teacher_proven"] for s in steps if "push/teacher_proven" in s]
+    assert proven and set(proven) == {1.0}, "not all is proven by checksums"
+    assert expect_followed(tiny_pair, out, rule) == ({0, 3, 6} if lags else set(range(7)))
+    calibration = json.loads((out / "calibration.json").read_text())
+    against = {each["party"]: each["reference"] for each in calibration["comparisons"]}
+    assert against["the learner's copy of teacher engine 0"] == "teacher engine 0 prefill"
+    expect_no_canaries(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [{"teacher_lag": 3}, {"teacher_ema": 0.8}], ids=["lag", "ema"])
+def test_a_teacher_follows_on_ray_across_deaths(
+    tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    """Its engine dies and is handed the teacher's weights again; the learner dies and goes back to
+    its checkpoint, which has them."""
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, teacher="policy", prompts=hinted(tmp_path / "prompts.jsonl"), steps=14,
+        checkpoint_every=1, keep_checkpoints=20, keep_rollouts_every=1, prove_every=1, **rule,
+    )  # fmt: skip
+    process = start("cluster.train", "recipe=opd", *arguments)
+    for step, victim in ((2, "teacher engine 0"), (6, "learner")):
+        wait_until(lambda step=step: len(metrics(out)) >= step, process)
+        os.kill(process_of(victim, out), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert trained_groups(out) == list(range(14 * 4))
+    assert audit(out / "ledger.jsonl", steps=14).problems == []
+    assert len(expect_followed(tiny_pair, out, rule)) > 3
+    expect_no_canaries(out)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sglang_installed(), reason="SGLang is not installed")
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("rule", [{}, {"teacher_ema": 0.8}], ids=["live", "ema"])
+def test_a_policy_teaches_itself_on_sglang_servers(
+    tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(
+        tiny_pair, out, engine="sglang", teacher="policy", max_staleness=0, steps=4,
+        prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_checkpoints=8,
+        keep_rollouts_every=1, prove_every=1, **rule,
+    )  # fmt: skip
+    assert main(["recipe=opd", *arguments]) == 0
+    followed = {"teacher_lag": 1} | rule  # the live one is at each version what the student is
+    assert expect_followed(tiny_pair, out, followed) == {0, 1, 2, 3}
+    logs = {path.name for path in (out / "logs").glob("*.log")}
+    assert logs == {"policy-0.log", *(["teacher-0.log"] if rule else [])}
+    expect_no_canaries(out)
