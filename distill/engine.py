@@ -74,6 +74,7 @@ class Sample:
         experts_NLK: experts of the prompt's tokens from the request's `known` on, and of the new
             ones but the last, which has been through no layer yet; as `distill.routing` has them.
             None: not asked for, or not known of a sample that was aborted.
+        sampled_by: the number of the engine's life where a pool keeps count, as `Score.scored_by`.
     """
 
     tokens_T: TokenArray
@@ -83,6 +84,7 @@ class Sample:
     cached_tokens: int | None = None
     top_ids_TK: TokenArray | None = None
     experts_NLK: ExpertArray | None = None
+    sampled_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -142,6 +142,7 @@ class GroupOutline:
     tag: str | None
     source: str
     answer: str | None
+    by_teacher: bool = False
 
     @property
     def places(self) -> list[Place]:
@@ -172,4 +173,5 @@ class GroupOutline:
             tag=self.tag,
             source=self.source,
             answer=self.answer,
+            by_teacher=self.by_teacher,
         )

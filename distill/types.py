@@ -178,7 +178,7 @@ class Segment:
         teacher_version: weight version of the teacher that gave its log-probs, where it is the
             policy itself as it trains; None: its weights never change.
         scored_by: the engines that gave the teacher's and the reference's log-probs, by the numbers
-            of their lives (`Score.scored_by`).
+            of their lives (`Score.scored_by`); of what a teacher sampled, its own.
 
     Raises:
         DataError: names the field that breaks a rule.
@@ -315,7 +315,9 @@ class TrajectoryGroup:
     measurements of the group as a whole, such as the seconds its rollout took. `teacher` names the
     one that scored it, among several; `tag` is the prompt's own, for metrics by kind of prompt, and
     `source` the name of the prompt's source, where there are several. `answer` is what a right
-    response says, where that is known: for people to judge the reward by.
+    response says, where that is known: for people to judge the reward by. `by_teacher` is True of a
+    group that the teacher sampled instead of the policy: its behaviour log-probs are log q_T, and
+    it is trained on by cross-entropy (`distill.teacher_samples`).
 
     Raises:
         DataError: a negative id, no trajectories, or mixed temperatures.
@@ -328,6 +330,7 @@ class TrajectoryGroup:
     tag: str | None = None
     source: str = ""
     answer: str | None = None
+    by_teacher: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))

@@ -284,9 +284,9 @@ class PolicyLoop:
         with self._stages("rows"):
             metrics |= self.rollouts.build(plan)
         updates = []
-        for i, part in enumerate(plan.updates):
+        for i, parts in enumerate(plan.updates):
             update = []
-            if part is not None:
+            for part in parts:
                 self.rollouts.before_update(part)
                 update.append(part)
             if mix := self._supervised:

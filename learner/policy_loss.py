@@ -1,4 +1,4 @@
-"""The losses of rollouts, supervised rows and scores: a forward pass, and the objective on it."""
+"""Losses of rollouts, supervised rows and scores: a forward pass, and the objective on it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from distill.objective.objectives import (
     bradley_terry,
     cross_entropy,
     policy_loss,
+    teacher_cross_entropy,
     teacher_divergence,
 )
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.settings import Normalisation, ObjectiveConfig
 from learner.forward import Forward
 from learner.teachers import LocalTeachers
 
@@ -44,6 +45,18 @@ class PolicyObjectiveLoss:
             entropy_gradient=how.entropy_coef > 0,
         )
         return policy_loss(stats, batch, counts, how)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSamplesLoss:
+    """The `LossFunction` of groups that the teacher sampled: cross-entropy at their T."""
+
+    normalisation: Normalisation
+
+    def __call__(
+        self, forward: Forward, batch: Batch, counts: StepCounts
+    ) -> tuple[Tensor, Metrics]:
+        return teacher_cross_entropy(forward(batch).logprobs_N, batch, counts, self.normalisation)
 
 
 def cross_entropy_loss(

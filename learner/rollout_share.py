@@ -17,7 +17,7 @@ import numpy as np
 from distill.objective.advantages import on_actions
 from distill.objective.batching import TrainingRow
 from distill.objective.metrics import TokenTable, token_table
-from distill.objective.objectives import reference_gap_sum, trajectory_terms
+from distill.objective.objectives import imitation_terms, reference_gap_sum, trajectory_terms
 from distill.objective.rows import (
     AdvantageStats,
     advantage_stats,
@@ -42,6 +42,7 @@ class TrajectoryShare(NamedTuple):
         advantage, coef: as `trajectory_terms` takes them.
         trained: its segments whose rows count here; the others count on another worker.
         shared: another worker has it as well.
+        by_teacher: the teacher sampled it.
     """
 
     place: Place
@@ -50,6 +51,7 @@ class TrajectoryShare(NamedTuple):
     coef: float
     trained: tuple[int, ...]
     shared: bool
+    by_teacher: bool
 
 
 class Shares(NamedTuple):
@@ -65,9 +67,9 @@ class Shares(NamedTuple):
 
 
 class Built(NamedTuple):
-    """Of the rows that a worker has made: their advantages; the step's mean of log p_T - log
-    ref_T, if there is a reference's term; of how many trajectories; and how many of those had been
-    fetched ahead."""
+    """Of the rows that a worker has made: advantages of what the policy sampled; the step's mean of
+    log p_T - log ref_T, if there is a reference's term; of how many trajectories; and how many of
+    those had been fetched ahead."""
 
     advantages: AdvantageStats | None
     mean_kl: float | None
@@ -168,7 +170,7 @@ class RolloutShare:
         return next(iter(self._rows.values()))
 
     def add_reference(self, score: Score) -> None:
-        """Scores its segments by the reference."""
+        """Scores its segments that the policy sampled by the reference."""
         trained = self._trained()
         rows = [segment_to_score(self._segment(place)) for place in trained]
         scored: dict[RowPlace, FloatArray] = dict(zip(trained, score(rows), strict=True))
@@ -176,7 +178,10 @@ class RolloutShare:
         offered = {place: each for place, each in scored.items() if place.trajectory in shared}
         for of_worker in self._group.gathered(offered):
             scored |= of_worker
-        for place, trajectory in self._trajectories.items():
+        for share in self._shares:
+            if share.by_teacher:
+                continue
+            trajectory = self._trajectories[place := share.place]
             segments = tuple(
                 replace(s, reference_logprobs_T=on_actions(s, scored[RowPlace(*place, number)]))
                 for number, s in enumerate(trajectory.segments)
@@ -189,7 +194,8 @@ class RolloutShare:
         if self._objective.reference_kl_coef:
             segments = [self._segment(place) for place in self._trained()]
             tokens = self._group.total(float(sum(s.num_actions for s in segments)))
-            mean_kl = self._group.total(reference_gap_sum(segments)) / tokens
+            gap = self._group.total(reference_gap_sum(segments))
+            mean_kl = gap / tokens if tokens else None
         ahead, self._held_ahead = self._held_ahead, {}
         for share in self._shares:
             trajectory = self._trajectories[share.place]
@@ -206,13 +212,17 @@ class RolloutShare:
     def _rows_of(
         self, share: TrajectoryShare, trajectory: Trajectory, mean_kl: float
     ) -> list[TrainingRow]:
-        terms = trajectory_terms(
-            trajectory,
-            self._objective,
-            advantage=share.advantage,
-            coef=share.coef,
-            mean_kl=mean_kl,
-            stop_event=self._stop_event,
+        terms = (
+            imitation_terms(trajectory, share.coef)
+            if share.by_teacher
+            else trajectory_terms(
+                trajectory,
+                self._objective,
+                advantage=share.advantage,
+                coef=share.coef,
+                mean_kl=mean_kl,
+                stop_event=self._stop_event,
+            )
         )
         return trajectory_rows(trajectory, terms, share.place.group_id, share.teacher)
 
@@ -245,18 +255,24 @@ class RolloutShare:
             self._rows[place] = with_sums_of_others(row, place.segment, sequence, self._objective)
 
     def kept(self, group_ids: Collection[int]) -> tuple[list[KeptRow], list[TokenTable | None]]:
-        """Its rows of these groups; and a table of the tokens of all its rows, if it has any."""
+        """Its rows of these groups; and a table of the tokens of all that the policy sampled, if it
+        has any."""
         trained = self._trained()
         kept = [
             KeptRow(place, self._segment(place), self._rows[place])
-            for place in trained
+            for place in [*trained, *self._trained(by_teacher=True)]
             if place.group_id in group_ids
         ]
         return kept, [token_table([self._segment(place) for place in trained])] if trained else []
 
-    def _trained(self) -> list[RowPlace]:
-        """The rows that count here, in the step's order."""
-        return [RowPlace(*share.place, n) for share in self._shares for n in share.trained]
+    def _trained(self, by_teacher: bool = False) -> list[RowPlace]:
+        """The rows that count here, of the policy's samples or the teacher's, in order."""
+        return [
+            RowPlace(*share.place, n)
+            for share in self._shares
+            if share.by_teacher == by_teacher
+            for n in share.trained
+        ]
 
     def _segment(self, place: RowPlace) -> Segment:
         return self._trajectories[place.trajectory].segments[place.segment]

@@ -15,19 +15,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from distill.objective.batching import TrainingRow
-from distill.objective.group_rewards import GroupRewards
 from distill.objective.metrics import TokenTable
-from distill.objective.objectives import teacher_coef
-from distill.objective.reward_advantages import sample_advantages
+from distill.objective.objectives import advantages_of, teacher_coef
 from distill.objective.rows import RowOutline, advantage_metrics, joins_tokens, row_outlines
 from distill.outlines import GroupOutline, Place, TrajectorySource
 from distill.types import TrajectoryGroup
 from learner.learner import Learner, Part
-from learner.policy_loss import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.rollout_share import Built, KeptRow, Shares, TrajectoryShare
 
 
@@ -37,12 +36,13 @@ class StepPlan:
 
     Attributes:
         groups_P: those that the step trains on.
-        updates: the part of each optimizer update, dealt; None: no group is left for it.
+        updates: the parts of each optimizer update, dealt: what the policy sampled, and what the
+            teacher did; empty: no group is left for it.
         shares: of the trajectories, by worker.
     """
 
     groups_P: Sequence[GroupOutline]
-    updates: Sequence[Part | None]
+    updates: Sequence[Sequence[Part]]
     shares: Sequence[Sequence[TrajectoryShare]]
 
 
@@ -69,6 +69,7 @@ class Rollouts:
         self._learner, self._loss, self.teacher_weights = learner, loss, teacher_weights
         self._objective = loss.objective
         self.turn = 0  # of the step that is held, as `Shares` has it
+        self._teacher_loss = TeacherSamplesLoss(normalisation=loss.objective.normalisation)
         learner.take_rollouts_from(source, loss)
 
     def plan(self, groups_P: Sequence[GroupOutline]) -> StepPlan:
@@ -78,28 +79,36 @@ class Rollouts:
             groups_P = [group for group in groups_P if group.constant_reward is None]
         updates = []
         for part_M in np.array_split(np.arange(len(groups_P)), objective.num_substeps):
-            rows_D = [row for p in part_M for row in row_outlines(groups_P[p])]
-            part = Part(rows_D=rows_D, loss=self._loss)
-            updates.append(self._learner.dealt(part) if rows_D else None)
+            updates.append(self._parts([groups_P[p] for p in part_M]))
         return StepPlan(groups_P=groups_P, updates=updates, shares=self._shares(groups_P, updates))
 
+    def _parts(self, groups_P: Sequence[GroupOutline]) -> list[Part]:
+        """The parts of one update. Each has its own mean over tokens, and weighs as many of the
+        update as groups of it: long samples of a teacher do not drown the policy's."""
+        losses = (False, self._loss), (True, self._teacher_loss)
+        parts = []
+        for by_teacher, loss in losses:
+            own_P = [group for group in groups_P if group.by_teacher == by_teacher]
+            if own_P:
+                rows_D = [row for group in own_P for row in row_outlines(group)]
+                part = Part(rows_D=rows_D, loss=loss, coef=len(own_P) / len(groups_P))
+                parts.append(self._learner.dealt(part))
+        return parts
+
     def _shares(
-        self, groups_P: Sequence[GroupOutline], updates: Sequence[Part | None]
+        self, groups_P: Sequence[GroupOutline], updates: Sequence[Sequence[Part]]
     ) -> list[list[TrajectoryShare]]:
         trained: list[dict[Place, list[int]]] = [{} for _ in range(self._learner.workers)]
-        for update in updates:
-            if update is None:
-                continue
-            assert update.dealt is not None
-            for own, batches in zip(trained, update.dealt, strict=True):
+        for part in chain.from_iterable(updates):
+            assert part.dealt is not None
+            for own, batches in zip(trained, part.dealt, strict=True):
                 for rows_B, counted in batches:
                     for row in rows_B:
                         segments = own.setdefault(row.place.trajectory, [])
                         segments += [row.place.segment] if counted else []
         holders = Counter(place for own in trained for place in own)
         shares: list[list[TrajectoryShare]] = [[] for _ in trained]
-        rewards_P = [GroupRewards.of(group) for group in groups_P]
-        advantages_P = sample_advantages(rewards_P, self._objective)
+        advantages_P = advantages_of(groups_P, self._objective)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True):
             coef = teacher_coef(group.teacher, self._objective, self.teacher_weights)
             for place, advantage in zip(group.places, advantages_G, strict=True):
@@ -113,6 +122,7 @@ class Rollouts:
                                 coef=coef,
                                 trained=tuple(sorted(own[place])),
                                 shared=holders[place] > 1,
+                                by_teacher=group.by_teacher,
                             )
                         )
         return shares
@@ -154,12 +164,12 @@ class Rollouts:
             metrics["reference/kl"] = mean_kl
         return metrics
 
-    def before_update(self, update: Part) -> None:
+    def before_update(self, part: Part) -> None:
         """Has rows of one sequence told what the loss needs of each other, by the present weights;
         asked only where it joins their tokens."""
-        if not joins_tokens(self._objective):
+        if part.loss is not self._loss or not joins_tokens(self._objective):
             return
-        assert update.dealt is not None
+        assert part.dealt is not None
         places = [
             [
                 row.place
@@ -167,7 +177,7 @@ class Rollouts:
                 for row in rows_B
                 if counted and _has_others(row)
             ]
-            for batches in update.dealt
+            for batches in part.dealt
         ]
         if any(places):
             self._learner.on_each("join_rows", [sorted(mine) for mine in places])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from distill.objective.rows import policy_rows
 from distill.objective.settings import ObjectiveConfig, TopKFrom
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.forward import Forward
-from learner.policy_loss import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from learner.teachers import LocalTeachers
 from tests.samples import trajectory
 
@@ -287,7 +287,34 @@ class World:
             return self.sequence_gradient(T, T)
         return self.state_gradient(T, estimator.per_state)
 
-    def rows(self, objective: ObjectiveConfig, T: float, teacher_T: float) -> list[TrainingRow]:
+    def sequence_forward_kl_gradient(self, T: float) -> Tensor:
+        """Of sum_y q_T(y) (log q_T(y) - log p_T(y)) by the learner's p, response by response."""
+        total = torch.zeros(())
+        for response in responses(self.stops):
+            if set(response) & set(self.stops[1:]):
+                continue  # the same outcomes as with the first of the stops
+            log_p = token_logprobs(self.current, response, T, self.stops).sum()
+            log_q = token_logprobs(self.teacher, response, T, self.stops).sum()
+            total = total + log_q.exp() * (log_q - log_p)
+        return flat_gradient(total, self.current)
+
+    def gradient_of_teacher_samples(self, objective: ObjectiveConfig, T: float) -> Tensor:
+        """What infinitely many samples of the teacher give, by the rows and the loss that train."""
+        loss = TeacherSamplesLoss(normalisation=objective.normalisation)
+        weighted, total = [], 0.0
+        for row in self.rows(objective, T, T, by_teacher=True):
+            response = tuple(row.tokens_T[row.loss_mask_T].tolist())
+            with torch.no_grad():  # as it is sampled: each stop token by itself
+                probability = token_logprobs(self.teacher, response, T).sum().exp().item()
+            weighted.append(replace(row, advantages_T=probability * row.advantages_T))
+            total += probability
+        assert abs(total - 1) < 1e-5
+        made, _ = loss(self._forward, collate(weighted, self._device), StepCounts(1, 1))
+        return flat_gradient(made, self.learning).cpu()
+
+    def rows(
+        self, objective: ObjectiveConfig, T: float, teacher_T: float, *, by_teacher: bool = False
+    ) -> list[TrainingRow]:
         """One row a response, as the learner gets them from a group of samples."""
         support = objective.support
         if (T, teacher_T, support) not in self._segments:
@@ -295,7 +322,9 @@ class World:
                 self._segment(response, T, teacher_T, support) for response in responses(self.stops)
             ]
         segments = self._segments[T, teacher_T, support]
-        group = TrajectoryGroup(group_id=0, trajectories_G=tuple(map(trajectory, segments)))
+        group = TrajectoryGroup(
+            group_id=0, trajectories_G=tuple(map(trajectory, segments)), by_teacher=by_teacher
+        )
         return policy_rows([group], objective, stop_event=self._event)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Scoring of sampled trajectories by other models: their group's teacher, and a reference policy.
+"""What other models do for trajectories: a teacher scores or samples them, a reference scores.
 
     teacher      log q_T of each token, q_1's for the bias meter, and of others at each action: the
                  policy's likeliest where they are known, its own if wanted;
@@ -7,6 +7,7 @@
 
 Each segment is scored at the segment's own temperature; there is no other place to take it from.
 `Scorer` scores a trajectory as soon as it has ended, while others of its group go on.
+`TeacherSampler` is a teacher in the policy's place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from distill.engine import Engine, Score, ScoreRequest
+from distill.engine import Engine, GenerateRequest, Sample, Score, ScoreRequest, check_token_ids
 from distill.errors import ConfigError, EngineError
 from distill.lookup import known_names
 from distill.privileged import in_context
@@ -158,6 +159,48 @@ class Scorer:
         if self._teacher is None and self._reference is None:
             return group
         return _filled(group, [self._fields[id(segment)] for segment in group.segments()])
+
+
+class TeacherSampler:
+    """A teacher that samples one group's episodes, after its privileged context where it has one.
+
+    Args:
+        context_T: what it sees in place of an episode's first observation; None: the same.
+        vocab_size: the student's. A larger teacher's padding may be sampled, if hardly ever.
+    """
+
+    def __init__(self, teacher: Engine, context_T: TokenArray | None, vocab_size: int) -> None:
+        self._teacher, self._context_T, self._vocab_size = teacher, context_T, vocab_size
+        self._firsts: list[TokenArray] = []
+        self._engines: set[int] = set()
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """Raises DataError for a token that the student does not have."""
+        shown = replace(request, prompt_tokens_T=self._shown(request.prompt_tokens_T), known=0)
+        samples = await self._teacher.generate(shown)
+        for sample in samples:
+            check_token_ids(sample.tokens_T, self._vocab_size, "a sample of the teacher")
+            if sample.sampled_by is not None:
+                self._engines.add(sample.sampled_by)
+        return samples
+
+    def _shown(self, prompt_T: TokenArray) -> TokenArray:
+        """What the student would see, with the context in place of the first observation: the one
+        that these tokens begin with, or they are one themselves."""
+        if self._context_T is None:
+            return prompt_T
+        for first_T in self._firsts:
+            if np.array_equal(prompt_T[: len(first_T)], first_T):
+                return in_context(prompt_T, self._context_T, len(first_T))
+        self._firsts.append(prompt_T)
+        return self._context_T
+
+    def signed(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group as what it is, with the engines that sampled it as its scorers: their log-probs
+        are the teacher's, and stand between the same canaries."""
+        engines = tuple(sorted(self._engines))
+        fields = [{"scored_by": engines} for _ in group.segments()]
+        return replace(_filled(group, fields), by_teacher=True)
 
 
 async def _by_teacher(teacher: Engine, segments: Sequence[Segment], top_k: int) -> list[_Fields]:

@@ -6,6 +6,7 @@
                          as soon as it has ended
     put       waits for: room in the queue     unblocked by: the learner's take
 
+A group of `teacher_samples` is sampled by its teacher instead, and scored by nobody.
 Many groups are under way at once; each is a task of its own. A group that fails is reported with
 its reason and leased again, by whoever has room; the worker goes on.
 """
@@ -15,21 +16,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
-from actors.rollout.teacher import Scorer, score_again, teacher_of
+from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
-from distill.envs.base import EnvStream
+from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import described
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
-from distill.types import TrajectoryGroup
+from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
+from distill.types import Segment, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class RolloutWorker:
         teacher_top_k: at how many of the teacher's likeliest (others).
         lengths: what the lengths of episodes do to their rewards.
         routed_experts: the policy is asked for the experts of a mixture as well.
+        teacher_samples: the groups that their teacher samples.
         max_groups: most groups under way at once.
     """
 
@@ -113,6 +116,7 @@ class RolloutWorker:
         teacher_top_k: int = 0,
         lengths: LengthRules | None = None,
         routed_experts: bool = False,
+        teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
@@ -121,6 +125,7 @@ class RolloutWorker:
         self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
         self._lengths = lengths
         self._routed_experts = routed_experts
+        self._teacher_samples = teacher_samples
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -193,30 +198,27 @@ class RolloutWorker:
             self._has_room.set()
 
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
-        if (sampled := await self._sink.sampled(under_way.lease)) is not None:
+        sampled = await self._sink.sampled(under_way.lease)
+        if sampled is not None and not sampled.by_teacher:
             return await self._score_again(under_way, sampled)
-        started = time.perf_counter()
         group_id = under_way.lease.group_id
         under_way.problem = self._dataset.describe(group_id)
         async with self._user_code(under_way):
             builder = self._dataset.builder(group_id)
+        made = self._by_teacher if group_id in self._teacher_samples else self._by_policy
+        return replace(await made(under_way, builder), source=self._dataset.source(group_id))
+
+    async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
+        """The group as the policy samples it, scored."""
+        started = time.perf_counter()
         teacher = teacher_of(self._teachers, builder.teacher) if self._teachers else None
         try:
             async with asyncio.TaskGroup() as tasks:
                 scorer = Scorer(
                     tasks, teacher=teacher, reference=self._reference, top_k=self._teacher_top_k
                 )
-                group = await rollout_group(
-                    _Sampled(self._policy, under_way, self._policy_top_k, self._routed_experts),
-                    builder,
-                    self._sampling,
-                    group_id=group_id,
-                    seed=self._seed,
-                    models=self._models,
-                    user_code=partial(self._user_code, under_way),
-                    ended=scorer.ended,
-                    lengths=self._lengths,
-                )
+                policy = _Asked(self._policy, self._policy_top_k, self._routed_experts)
+                group = await self._rollout(policy, under_way, builder, scorer.ended)
                 sampled = time.perf_counter()
                 under_way.enter("scoring")
                 scorer.no_more()
@@ -225,9 +227,38 @@ class RolloutWorker:
         timings = {"time/rollout": sampled - started}
         if teacher is not None or self._reference is not None:
             timings["time/teacher"] = time.perf_counter() - sampled
-        source = self._dataset.source(group_id)
         scored = scorer.filled(group)
-        return replace(scored, source=source, metrics={**scored.metrics, **timings})
+        return replace(scored, metrics={**scored.metrics, **timings})
+
+    async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
+        """The group as its teacher samples it."""
+        started = time.perf_counter()
+        teacher = TeacherSampler(
+            teacher_of(self._teachers, builder.teacher),
+            builder.teacher_tokens_T,
+            self._teacher_samples.vocab_size,
+        )
+        group = teacher.signed(await self._rollout(teacher, under_way, builder))
+        return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
+
+    async def _rollout(
+        self,
+        sampler: Sampler,
+        under_way: UnderWay,
+        builder: EnvGroupBuilder,
+        ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
+    ) -> TrajectoryGroup:
+        return await rollout_group(
+            _Sampled(sampler, under_way),
+            builder,
+            self._sampling,
+            group_id=under_way.lease.group_id,
+            seed=self._seed,
+            models=self._models,
+            user_code=partial(self._user_code, under_way),
+            ended=ended,
+            lengths=self._lengths,
+        )
 
     async def _score_again(self, under_way: UnderWay, group: TrajectoryGroup) -> TrajectoryGroup:
         """What one scored who has moved since, or holds other weights, by another."""
@@ -260,19 +291,28 @@ class RolloutWorker:
             group.reported = group.inside > 0
 
 
-class _Sampled:
-    """A policy that notes when a group waits for it, and is asked for its likeliest tokens, and for
-    experts, with each sample."""
+class _Asked:
+    """A policy that is asked for its likeliest tokens, and for experts, with each sample."""
 
-    def __init__(self, policy: Engine, group: UnderWay, top_k: int, experts: bool) -> None:
-        self._policy, self._group, self._top_k, self._experts = policy, group, top_k, experts
+    def __init__(self, policy: Engine, top_k: int, experts: bool) -> None:
+        self._policy, self._top_k, self._experts = policy, top_k, experts
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        asked = replace(request, top_k=self._top_k, experts=self._experts)
+        return await self._policy.generate(asked)
+
+
+class _Sampled:
+    """Notes when a group waits for whoever samples it."""
+
+    def __init__(self, sampler: Sampler, group: UnderWay) -> None:
+        self._sampler, self._group = sampler, group
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         self._group.waits_for_policy += 1
         self._group.enter("sampling")
         try:
-            asked = replace(request, top_k=self._top_k, experts=self._experts)
-            return await self._policy.generate(asked)
+            return await self._sampler.generate(request)
         finally:
             self._group.waits_for_policy -= 1
             if not self._group.waits_for_policy:

@@ -16,7 +16,12 @@ from cluster.config.env import EnvSettings
 from cluster.config.evaluation import EvaluationSettings, LengthSettings
 from cluster.config.pools import CanarySettings, GroupSettings, PolicySettings, PoolSettings
 from cluster.config.rows import unweighted_sources
-from cluster.config.teachers import OWN, TeacherConfig, TeacherSettings
+from cluster.config.teachers import (
+    OWN,
+    TeacherConfig,
+    TeacherSampleSettings,
+    TeacherSettings,
+)
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.feedback import FeedbackTemplate
@@ -37,6 +42,7 @@ from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_default
 from distill.stops import StopSettings, StopTokens
+from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
 
 if TYPE_CHECKING:  # torch, which --help does without
@@ -475,6 +481,10 @@ class RolloutConfig(
         """Teachers by name; the name of one that is alone is empty."""
         return {}
 
+    def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
+        """The groups that teachers sample, of tokens that a student of that vocabulary has."""
+        return NO_TEACHER_SAMPLES
+
     @property
     def teacher_moves(self) -> bool:
         """True if the teacher is the student itself, as it trains."""
@@ -608,7 +618,7 @@ class RolloutConfig(
 
 
 @chz.chz
-class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
+class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, ObjectiveConfig):
     """recipe=opd: on-policy distillation. The student samples, the teacher scores, both at T."""
 
     section: ClassVar[Section] = Section.ENGINES
@@ -635,6 +645,7 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
         self.require_bounds("teacher_engines")
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
+        self.check_teacher_samples(self.steps, self.rollouts)
         self._check_feedback()
         if self.teacher_moves:
             self._check_own_teacher()
@@ -686,6 +697,12 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
                 f"estimator=full with teacher={OWN} would need a second model in the learner that "
                 "moves with the first; use estimator=top_k, which asks the engines"
             )
+        for name in ("warmup", "teacher_samples"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} with teacher={OWN}: the student would learn to "
+                    "say what it says; leave one of them out"
+                )
         if self.teacher_rule is not None and self.only_keeps:
             raise ConfigError(
                 f"teacher_lag={self.teacher_lag} teacher_ema={self.teacher_ema} with train=False: "
@@ -705,6 +722,15 @@ class OpdConfig(TeacherSettings, RolloutConfig, ObjectiveConfig):
     @property
     def teacher_nodes(self) -> int:
         return parallelism(self.teacher_server_flags).nodes
+
+    def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
+        return TeacherSamples(
+            warmup_groups=self.warmup * self.prompts_per_step,
+            share=self.teacher_samples,
+            groups_per_step=self.prompts_per_step,
+            seed=self.seed,
+            vocab_size=vocab_size,
+        )
 
     def teacher_engine(
         self, name: str, device: str, log_path: str, stops: StopTokens | None = None

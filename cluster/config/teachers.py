@@ -1,4 +1,4 @@
-"""Settings of the teachers of recipe=opd: who they are, and what they see."""
+"""Settings of the teachers of recipe=opd: who they are, what they see, and what they sample."""
 
 from __future__ import annotations
 
@@ -116,3 +116,52 @@ class TeacherSettings:
         if not self.teacher_lag and self.teacher_ema is None:
             return None
         return ShadowRule(every=self.teacher_lag, ema=self.teacher_ema)
+
+
+@chz.chz
+class TeacherSampleSettings:
+    """What the teacher samples in the student's place."""
+
+    section: ClassVar[Section] = Section.SAMPLING
+
+    warmup: int = chz.field(
+        default=0,
+        doc="steps at the run's start in which the teacher samples the responses and the student "
+        "learns them by cross-entropy (SFT); for a student that says little worth a teacher's "
+        "judgement. Of the learning rate: warmup_steps",
+    )
+    teacher_samples: float = chz.field(
+        default=0.0,
+        doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
+        "as well: 1 - lambda of GKD, whose lambda is the student's share; 0 is on-policy",
+    )
+
+    def check_teacher_samples(self, steps: int, rollouts: str | None) -> None:
+        """Raises ConfigError for what is out of range, or changes nothing."""
+        if not 0 <= self.warmup <= steps:
+            raise ConfigError(
+                f"warmup={self.warmup} must be in [0, steps={steps}]: steps at the run's start in "
+                "which the teacher samples; raise steps, or lower it (the learning rate's is "
+                "warmup_steps)"
+            )
+        if not 0 <= self.teacher_samples <= 1:
+            raise ConfigError(
+                f"teacher_samples={self.teacher_samples} must be in [0, 1]: the share of groups "
+                "that the teacher samples"
+            )
+        if self.warmup and self.teacher_samples == 1:
+            raise ConfigError(
+                f"warmup={self.warmup} changes nothing with teacher_samples=1, by which the "
+                "teacher samples every group; leave one of them out"
+            )
+        if self.teacher_samples and self.warmup == steps:
+            raise ConfigError(
+                f"teacher_samples={self.teacher_samples} changes nothing with warmup=steps="
+                f"{steps}: no step follows; lower warmup, or leave it out"
+            )
+        for name in ("warmup", "teacher_samples"):
+            if rollouts is not None and getattr(self, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} changes nothing with rollouts={rollouts}: the "
+                    "groups are there, and say who sampled them; leave it out"
+                )

@@ -81,6 +81,7 @@ from cluster.weights.collective import own_address
 from cluster.weights.publisher import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
+from distill.models.loading import load_config, vocab_size
 from distill.outlines import TrajectorySource
 from distill.pace import loading_s
 from distill.rewards.model_reward import REWARD_MODEL
@@ -204,6 +205,7 @@ class RolloutCast:
             seed=config.seed,
             title=config.problems_title(config.prompts),
         )
+        teacher_samples = config.teacher_sampled(vocab_size(load_config(config.student)))
 
         def create(index: int, attempt: int) -> Any:
             build = partial(
@@ -216,6 +218,7 @@ class RolloutCast:
                 teacher_top_k=config.objective().asked_of_teacher,
                 lengths=config.length_rules(),
                 routed_experts=config.replays_routing(),
+                teacher_samples=teacher_samples,
                 sink=WorkerEnd(queue, worker_title(index)),
                 dataset=dataset,
                 sampling=config.train_sampling(),

@@ -57,7 +57,7 @@ class _Member:
     """An engine of a pool: what is under way there, and until when it is left alone.
 
     Attributes:
-        life: its number, for `Score.scored_by`; None: nobody counts.
+        life: its number, for `Score.scored_by` and `Sample.sampled_by`; None: nobody counts.
         load: samples under way, as far as they were sent from here; `sent`: since the beginning.
         requests: the same in requests.
     """
@@ -73,7 +73,10 @@ class _Member:
     async def ask(self, method: str, *arguments: Any) -> Any:
         if method == "score":
             return await self._score(*arguments)
-        return await getattr(self.handle, method).remote(*arguments)
+        answer = await getattr(self.handle, method).remote(*arguments)
+        if method == "generate" and self.life is not None:
+            return [replace(sample, sampled_by=self.life) for sample in answer]
+        return answer
 
     async def _score(self, requests: list[ScoreRequest]) -> list[Score]:
         riders, self.riders = self.riders, []

@@ -40,7 +40,12 @@ from learner.loop import (
     SupervisedMix,
     mixed_loss,
 )
-from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss, reward_model_loss
+from learner.policy_loss import (
+    PolicyObjectiveLoss,
+    TeacherSamplesLoss,
+    cross_entropy_loss,
+    reward_model_loss,
+)
 from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
@@ -315,7 +320,7 @@ def policy_losses(
             event=stops.event,
         )
     loss = PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=stops.event)
-    return loss, mixed_loss
+    return loss, TeacherSamplesLoss(normalisation=objective.normalisation), mixed_loss
 
 
 def policy_loss_of(losses: Sequence[LossFunction]) -> PolicyObjectiveLoss:

@@ -110,7 +110,7 @@ def _plan(
         f"{config.recipe}: {config.student} learns from {_teachers(config) or config.judge} at "
         f"T={config.temperature:g}\n"
         f"  {made}\n"
-        f"  objective {_objective_line(objective)}\n"
+        f"  objective {_objective_line(objective)}{_teacher_samples_line(config)}\n"
         f"  stops at  {inputs.stops.described(inputs.tokenizer)}\n"
         f"  problems  {len(inputs.train)} to train on{_sources(inputs.train)}, "
         f"{len(inputs.held_out)} held out for evaluation; env={type(config.env).__name__}\n"
@@ -172,6 +172,19 @@ def _objective_line(objective: ObjectiveConfig) -> str:
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")
     return f"{' + '.join(terms)}, by {objective.loss}"
+
+
+def _teacher_samples_line(config: RolloutConfig) -> str:
+    """What of the run's groups the teacher samples."""
+    if not isinstance(config, OpdConfig):
+        return ""
+    parts = []
+    if config.warmup:
+        parts.append(f"the first {config.warmup} steps of its own samples")
+    if config.teacher_samples:
+        later = "later " if config.warmup else ""
+        parts.append(f"{config.teacher_samples:.0%} of {later}groups")
+    return f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy" if parts else ""
 
 
 @contextmanager
@@ -300,7 +313,7 @@ class _Run:
             "step",
             step=step,
             tokens_per_s=metrics["tokens_per_s"],
-            staleness=metrics["staleness/mean"],
+            staleness=metrics.get("staleness/mean", 0.0),  # a warm-up's samples have no age
         )
         try:
             if self._running.signals.received is None:  # or no checkpoint would be made

@@ -177,8 +177,8 @@ class _Rehearsal:
         if (proven := last.get("push/proven")) is not None:
             told += f", {proven:.0%} of the parameters proved by checksum"
         self._found("push", True, told)
-        rewards = [step["reward/mean"] for step in steps]
-        if self._inputs.judged:
+        rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
+        if self._inputs.judged and rewards:  # without, the teacher sampled everything
             spread = f"{min(rewards):.3g} to {max(rewards):.3g} (of random models)"
             self._found("rewards", True, f"mean of a step {spread}")
 

@@ -21,6 +21,7 @@ _MOST = {
     "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "policy_engines": 2,
     "teacher_engines": 2, "rollout_workers": 2, "eval_engines": 1, "num_substeps": 4,
     "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
+    "warmup": 1,
 }  # fmt: skip
 # What belongs to a GPU, to a cluster of many nodes, to the real models or to who watches.
 _NOT_HERE = (

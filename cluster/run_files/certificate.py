@@ -83,6 +83,9 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
         found |= dict.fromkeys(_limits_of(replica.who, replica.said))
     if config.teacher_moves:
         found[_MOVES] = None
+    if isinstance(config, OpdConfig) and (config.warmup or config.teacher_samples):
+        found["groups that the teacher sampled have no scores: their log-probs are those of its "
+              "decode, and canaries are prefills of the same weights"] = None  # fmt: skip
     return list(found)
 
 

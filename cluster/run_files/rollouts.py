@@ -137,6 +137,7 @@ def _group(
         "group_id": group.group_id,
         "version": version,
         "teacher": group.teacher,
+        "by_teacher": group.by_teacher,
         "tag": group.tag,
         "source": group.source,
         "answer": group.answer,
@@ -257,7 +258,10 @@ class KeptTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptGroup:
-    """A group that `step` trained on, beginning with the weights of `version`."""
+    """A group that `step` trained on, beginning with the weights of `version`.
+
+    `by_teacher`: the teacher sampled it.
+    """
 
     step: int
     group_id: int
@@ -270,6 +274,7 @@ class KeptGroup:
     metrics: Mapping[str, float]
     trajectories_G: Sequence[KeptTrajectory]
     step_tokens: Sequence[TokenGap] = ()
+    by_teacher: bool = False
 
 
 def read_rollouts(path: Path) -> list[KeptGroup]:
@@ -333,6 +338,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         group_id=int(row["group_id"]),
         version=int(row["version"]),
         teacher=str(row["teacher"]),
+        by_teacher=bool(row.get("by_teacher", False)),  # runs of before it was kept have none
         tag=None if row["tag"] is None else str(row["tag"]),
         source=str(row.get("source", "")),  # runs of before it was kept have none
         answer=None if row.get("answer") is None else str(row["answer"]),

@@ -14,6 +14,7 @@ from distill.handshake.comparison import CalibrationReport
 # Shown in progress lines, in this order, where a step has them.
 _SHOWN = {
     "opd/reverse_kl": "reverse KL",
+    "teacher_samples/nll": "teacher's nll",
     "train/nll": "nll",
     "train/loss": "loss",
     "reward_model/accuracy": "accuracy",

@@ -24,7 +24,44 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     `repeated_share`. `opd/teacher_age` is how many versions a teacher that moves was behind these
     weights. Where groups have teachers, tags or sources, reverse KL and reward come once
     more for each of them, and for sources their share of the groups.
+
+    All of that is of what the policy sampled; of the teacher's samples there is
+    `teacher_samples/*`, and nothing else where the step has no others.
     """
+    by_teacher = [group for group in groups_P if group.by_teacher]
+    metrics = _teacher_samples(by_teacher, len(groups_P))
+    if len(by_teacher) == len(groups_P):
+        return metrics
+    return metrics | _policy_metrics([g for g in groups_P if not g.by_teacher], version)
+
+
+def _teacher_samples(groups_P: Sequence[GroupOutline], of: int) -> dict[str, float]:
+    """Of the groups that the teacher sampled, among `of`: their share, rewards and lengths. How far
+    the student is from them the learner measures (`objectives.teacher_cross_entropy`)."""
+    if not groups_P:
+        return {}
+    trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
+    return {
+        "teacher_samples/share": len(groups_P) / of,
+        "teacher_samples/tokens": float(sum(group.tally.tokens for group in groups_P)),
+        "teacher_samples/reward": float(np.mean([t.reward for t in trajectories])),
+        "teacher_samples/response_length": float(np.mean([t.num_actions for t in trajectories])),
+        "teacher_samples/eos_share": float(
+            np.mean([t.stop_reason is StopReason.EOS for t in trajectories])
+        ),
+        **_means([group.metrics for group in groups_P]),
+    }
+
+
+def _means(metrics_P: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each name the mean over those that have it."""
+    return {
+        name: float(np.mean([metrics[name] for metrics in metrics_P if name in metrics]))
+        for name in sorted({name for metrics in metrics_P for name in metrics})
+    }
+
+
+def _policy_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, float]:
     tallies = [group.tally for group in groups_P]
     trajectories = [trajectory for group in groups_P for trajectory in group.trajectories_G]
     tokens = sum(tally.tokens for tally in tallies)
@@ -42,12 +79,9 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
         "rollout/repeated_share": sum(t.repeated for t in tallies) / len(trajectories),
     }
     metrics |= _turn_metrics(groups_P)
-    for name in sorted({name for t in trajectories for name in t.metrics}):
-        values = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[f"env/{name}"] = float(np.mean(values))
-    for name in sorted({name for group in groups_P for name in group.metrics}):
-        values = [group.metrics[name] for group in groups_P if name in group.metrics]
-        metrics[name] = float(np.mean(values))
+    env = _means([trajectory.metrics for trajectory in trajectories])
+    metrics |= {f"env/{name}": value for name, value in env.items()}
+    metrics |= _means([group.metrics for group in groups_P])
     metrics |= _teacher_metrics(groups_P)
     if (versions := _total([tally.teacher_versions for tally in tallies])) is not None:
         metrics["opd/teacher_age"] = version - versions / tokens

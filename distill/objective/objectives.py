@@ -10,7 +10,8 @@ with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, k
     2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
     3  loss over ratios    sum_t  -r A_t  (or a bounded form)  + D_t  - entropy_coef H(p)(y_<t)
 
-    opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`.
+    opd is 1 to 3 with a teacher, rl without one; sft is `cross_entropy`, dpo is `dpo`. Groups that
+    the teacher sampled have neither ratio nor advantage: `teacher_cross_entropy`.
 
 The first part is numpy, made once for a whole step where its groups arrive (`policy_terms`; A_i by
 `reward_advantages`, the only thing that looks at several groups). The
@@ -67,6 +68,7 @@ from distill.objective.settings import (
     ObjectiveConfig,
     PolicyObjective,
 )
+from distill.outlines import GroupOutline
 from distill.types import FloatArray, Segment, Trajectory, TrajectoryGroup
 
 # log q_T of a slice of a batch's trained tokens over the vocabulary: (n, V), without gradient.
@@ -112,11 +114,15 @@ def policy_terms(
     """
     mean_kl = 0.0
     if objective.reference_kl_coef:
-        segments = [segment for group in groups_P for segment in group.segments()]
-        mean_kl = reference_gap_sum(segments) / sum(segment.num_actions for segment in segments)
-    advantages_P = sample_advantages([GroupRewards.of(group) for group in groups_P], objective)
+        segments = [s for group in groups_P if not group.by_teacher for s in group.segments()]
+        mean_kl = reference_gap_sum(segments) / max(1, sum(s.num_actions for s in segments))
+    advantages_P = advantages_of(groups_P, objective)
     for group, advantages_G in zip(groups_P, advantages_P, strict=True):
         coef = teacher_coef(group.teacher, objective, teacher_weights)
+        if group.by_teacher:
+            for trajectory in group.trajectories_G:
+                yield group, trajectory, imitation_terms(trajectory, coef)
+            continue
         for trajectory, advantage in zip(group.trajectories_G, advantages_G, strict=True):
             terms = trajectory_terms(
                 trajectory,
@@ -127,6 +133,27 @@ def policy_terms(
                 stop_event=stop_event,
             )
             yield group, trajectory, terms
+
+
+def advantages_of(
+    groups_P: Sequence[TrajectoryGroup] | Sequence[GroupOutline], objective: PolicyObjective
+) -> list[FloatArray]:
+    """A_i of each group's members, as `sample_advantages` has them; 0 in groups that the teacher
+    sampled, which no other group is compared with."""
+    rewards_P = [GroupRewards.of(group) for group in groups_P if not group.by_teacher]
+    made = iter(sample_advantages(rewards_P, objective) if rewards_P else [])
+    return [
+        np.zeros(len(group.trajectories_G), np.float32) if group.by_teacher else next(made)
+        for group in groups_P
+    ]
+
+
+def imitation_terms(trajectory: Trajectory, coef: float) -> list[TokenTerms]:
+    """The terms of what the teacher sampled: the weight of each token's cross-entropy."""
+    return [
+        TokenTerms(on_actions(s, np.full(s.num_actions, coef, np.float32)), None, 0.0)
+        for s in trajectory.segments
+    ]
 
 
 def teacher_coef(
@@ -406,6 +433,32 @@ def normaliser(batch: Batch, counts: StepCounts, how: Normalisation) -> Tensor:
     if how == "token":
         return torch.ones_like(batch.advantages_N) / counts.tokens
     return 1 / (counts.sequences * batch.sequence_tokens()[batch.row_N])
+
+
+# What the teacher sampled.
+
+
+def teacher_cross_entropy(
+    logprobs_N: Tensor, batch: Batch, counts: StepCounts, how: Normalisation
+) -> tuple[Tensor, Metrics]:
+    """-sum_t w_t log p_T(y_t) of tokens that the teacher sampled at the same T, w = kl_coef.
+
+    Its mean over the teacher's samples is the cross-entropy of whole responses,
+    E_{y ~ q_T} [-log p_T(y)] = KL(q_T || p_T) + H(q_T): the gradient is that of the forward KL of
+    sequences, exactly and whatever the policy has become, for nothing in the expectation depends on
+    it. So there is no ratio. Weighing these tokens by p / q instead, to have the reverse KL, would
+    give a variance that grows with the length without bound.
+
+    Metrics, means over these tokens: `teacher_samples/nll`, and `teacher_samples/forward_kl`, of
+    log q_T - log p_T with the log q_T that the teacher sampled by.
+    """
+    assert logprobs_N.shape == batch.advantages_N.shape and logprobs_N.ndim == 1
+    scale_N = normaliser(batch, counts, how)
+    nll_N = -logprobs_N.detach()
+    return -(scale_N * batch.advantages_N * logprobs_N).sum(), {
+        "teacher_samples/nll": nll_N.sum() / counts.tokens,
+        "teacher_samples/forward_kl": (batch.behaviour_logprobs_N + nll_N).sum() / counts.tokens,
+    }
 
 
 # Without rollouts.

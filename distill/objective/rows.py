@@ -303,7 +303,8 @@ def advantage_stats(rows_D: Sequence[TrainingRow]) -> AdvantageStats | None:
 
 def advantage_metrics(parts: Sequence[AdvantageStats | None]) -> dict[str, float]:
     """Mean, standard deviation and extremes of the advantages of all parts of a step."""
-    present = [part for part in parts if part is not None]
+    if not (present := [part for part in parts if part is not None]):
+        return {}
     weights = [part.tokens for part in present]
     mean = float(np.average([part.mean for part in present], weights=weights))
     second = [part.variance + (part.mean - mean) ** 2 for part in present]

@@ -32,6 +32,7 @@ def outline(group: TrajectoryGroup) -> GroupOutline:
         tag=group.tag,
         source=group.source,
         answer=group.answer,
+        by_teacher=group.by_teacher,
     )
 
 

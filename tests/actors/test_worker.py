@@ -17,9 +17,11 @@ from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, Scor
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
 from distill.sampling import TrainSampling
+from distill.teacher_samples import TeacherSamples
 from distill.types import TokenArray, TrajectoryGroup
 from tests.actors.prefix_engine import PrefixEngine
 from tests.samples import TEMPERATURE, ids
+from tests.tiny import VOCAB_SIZE
 
 SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=5)
 POLICY = PrefixEngine(0)
@@ -193,6 +195,70 @@ def test_segments_carry_the_numbers_of_those_that_scored_them() -> None:
     assert group.scored_by == ()
 
 
+class Sampling(PrefixEngine):
+    """Says who sampled; notes what it was asked."""
+
+    def __init__(self, salt: int) -> None:
+        super().__init__(salt)
+        self.asked: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        self.asked.append(request)
+        return [replace(s, sampled_by=self._salt) for s in await super().generate(request)]
+
+
+def by_teacher(warmup_groups: int, vocab_size: int = VOCAB_SIZE) -> TeacherSamples:
+    return TeacherSamples(
+        warmup_groups=warmup_groups, share=0.0, groups_per_step=1, seed=0, vocab_size=vocab_size
+    )
+
+
+def test_a_teacher_samples_the_groups_of_its_own_and_nobody_scores_them() -> None:
+    teachers = {"even": Sampling(1), "odd": Sampling(2)}
+    settings: dict[str, Any] = {"teacher_samples": by_teacher(2), "reference": PrefixEngine(3)}
+    done = run(Sink(groups=4), teachers=teachers, policy_top_k=2, **settings)
+    assert [done[i].by_teacher for i in range(4)] == [True, True, False, False]
+    for group_id, name in ((0, "even"), (1, "odd")):
+        group = done[group_id]
+        expect_scored_by(teachers[name], group, "behaviour_logprobs_T")
+        assert group.source == "primes" and group.metrics.keys() == {"time/teacher_rollout"}
+        for segment in group.segments():
+            assert segment.teacher_logprobs_T is None and segment.reference_logprobs_T is None
+            assert segment.policy_top_ids_NK is None and segment.teacher_top is None
+            assert segment.scored_by == (teachers[name]._salt,)
+    for group_id in (2, 3):
+        expect_scored_by(POLICY, done[group_id], "behaviour_logprobs_T")
+    # What a scorer that has moved since had sampled is sampled anew.
+    again = Sampling(5)
+    after = run(Sink(groups=1, there=done), teachers={"": again}, teacher_samples=by_teacher(1))
+    expect_scored_by(again, after[0], "behaviour_logprobs_T")
+
+
+def test_a_teacher_samples_after_its_own_context_in_every_turn() -> None:
+    teacher = Sampling(1)
+
+    class Hinted(Dataset):
+        def builder(self, group_id: int) -> EnvGroupBuilder:
+            return LongerTurns(prompt_T=ids(3, 4, 5), teacher_tokens_T=ids(9, 8, 7, 6))
+
+    [group] = run(
+        Sink(groups=1), teachers={"": teacher}, dataset=Hinted(), teacher_samples=by_teacher(1)
+    ).values()
+    [segment] = {s.tokens_T.tobytes(): s for s in group.segments()}.values()
+    assert segment.tokens_T[:3].tolist() == [3, 4, 5], "the hint is trained after"
+    seen_T = np.concatenate([ids(9, 8, 7, 6), segment.tokens_T[3:]])
+    for t in np.flatnonzero(segment.action_mask_T):
+        log_q_V = teacher.distribution_V(seen_T[: t + 1], TEMPERATURE)
+        assert segment.behaviour_logprobs_T[t] == log_q_V[segment.tokens_T[t]]
+    assert [len(request.prompt_tokens_T) for request in teacher.asked] == [4, 4 + 5 + 1]
+
+
+def test_a_token_that_the_student_does_not_have_fails_the_group() -> None:
+    sink = Sink(groups=1)
+    run(sink, teachers={"": PrefixEngine(1)}, teacher_samples=by_teacher(1, vocab_size=3))
+    assert "a sample of the teacher holds token id" in sink.failed[0]
+
+
 def test_without_teachers_nothing_is_scored() -> None:
     [group] = run(Sink(groups=1), teachers={}).values()
     assert "time/rollout" in group.metrics and "time/teacher" not in group.metrics
@@ -227,6 +293,28 @@ class OneAndTwo(Pairs):
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [Turns(self.prompt_T, [0] * turns) for turns in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Further(Env):
+    """Two turns, the second after the first and a token more."""
+
+    prompt_T: TokenArray
+    seen: list[TokenArray] = field(default_factory=list)
+
+    async def initial_observation(self) -> TokenArray:
+        return self.prompt_T
+
+    async def step(self, sample: Sample) -> StepResult:
+        if self.seen:
+            return StepResult(reward=0.0)
+        self.seen.append(np.concatenate([self.prompt_T, sample.tokens_T, ids(11)]))
+        return StepResult(reward=0.0, observation_T=self.seen[0])
+
+
+class LongerTurns(Pairs):
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [Further(self.prompt_T)]
 
 
 def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:

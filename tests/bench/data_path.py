@@ -224,9 +224,9 @@ def _measure(directory: Path, groups: int, tokens: int, k: int, workers: int) ->
     plan = rollouts.plan(taken.groups_P)
     assert not rollouts.hold(plan)
     rollouts.build(plan)
-    [update] = plan.updates
-    assert update is not None and update.dealt is not None
-    places = [[row.place for rows_B, _ in mine for row in rows_B] for mine in update.dealt]
+    [[part]] = plan.updates
+    assert part.dealt is not None
+    places = [[row.place for rows_B, _ in mine for row in rows_B] for mine in part.dealt]
     trained = leader.on_each("step", places)
     ended, spent = time.perf_counter(), cpu_seconds() - cpu
     ray.get(serving)

@@ -243,6 +243,30 @@ def test_temperature_has_one_home() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup": 4}, r"warmup=4 must be in \[0, steps=3\]"),
+        ({"warmup": -1}, r"warmup=-1 must be in .*; raise steps"),
+        ({"teacher_samples": 1.5}, r"teacher_samples=1.5 must be in \[0, 1\]"),
+        ({"teacher_samples": math.nan}, r"teacher_samples=nan must be in \[0, 1\]"),
+        ({"teacher_samples": 1.0, "warmup": 1}, "warmup=1 changes nothing with teacher_samples=1"),
+        ({"teacher_samples": 0.5, "warmup": 3}, "teacher_samples=0.5 changes nothing with warmup"),
+        ({"warmup": 1, "rollouts": "r"}, "warmup=1 changes nothing with rollouts=r"),
+        ({"teacher_samples": 0.5, "teacher": "policy"}, "teacher_samples=0.5 with teacher=policy"),
+    ],
+)
+def test_what_a_teacher_samples_in_range(opd: NewOpd, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opd(**{"steps": 3} | settings)
+
+
+def test_the_groups_of_a_warm_up_are_those_of_its_steps(opd: NewOpd) -> None:
+    chosen = opd(steps=3, warmup=2, prompts_per_step=4).teacher_sampled(vocab_size=9)
+    assert [i in chosen for i in range(12)] == [True] * 8 + [False] * 4
+    assert 0 not in opd(steps=3).teacher_sampled(vocab_size=9)
+
+
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         (-1.0, "dynamic_sampling=-1.0 must be 0"),

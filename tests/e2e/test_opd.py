@@ -15,9 +15,11 @@ from cluster.config.supervised import SftConfig
 from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
+from cluster.run_files.rollouts import read_rollouts
 from tests.conftest import TinyPair
 from tests.e2e.harness import evaluations, metrics, trained_groups
 from tests.e2e.judge import exact_reverse_kl
+from tests.tiny import save_tokenizer, tiny_model_dir
 
 pytestmark = pytest.mark.e2e
 
@@ -67,6 +69,55 @@ def test_opd_lowers_the_exact_kl(tiny_pair: TinyPair, tmp_path: Path, temperatur
         )
         if temperature == 1.0:
             assert step["opd/bias"] == pytest.approx(0, abs=1e-5)
+
+
+def far_apart(pair: TinyPair, root: Path) -> TinyPair:
+    """A student that says anything, and a teacher that is sure of what it says."""
+    student = tiny_model_dir(root, seed=1, hidden_size=32, layers=1, sharpness=1)
+    teacher = tiny_model_dir(root, seed=2, sharpness=30)
+    for directory in (student, teacher):
+        save_tokenizer(directory)
+    return TinyPair(student=student, teacher=teacher, prompts=pair.prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_bad_student_learns_faster_from_the_teacher_s_samples(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """On Ray: 2.6 nats of 13 in ten steps, to 1.1 by its own samples."""
+    pair = far_apart(tiny_pair, tmp_path)
+    before, steps = judged(pair.student, pair, 0.7), 10
+    fallen = {}
+    for warmup in (0, steps):
+        settings: dict[str, Any] = {"steps": steps, "lr": 3e-3, "eval_size": 0, "local": False}
+        out = distil(pair, tmp_path / f"warmup-{warmup}", warmup=warmup, **settings)
+        fallen[warmup] = before - judged(out / "final", pair, 0.7)
+        assert trained_groups(out) == list(range(steps * PROMPTS_PER_STEP))
+    assert fallen[steps] > 1.4 * fallen[0] > 0
+    lines = metrics(out)
+    assert lines[-1]["teacher_samples/forward_kl"] < 0.95 * lines[0]["teacher_samples/forward_kl"]
+
+
+def test_after_a_warm_up_the_student_samples_as_of_its_last_step(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = distil(
+        tiny_pair, tmp_path / "run", warmup=2, teacher_samples=0.25, steps=4, eval_size=0,
+        max_staleness=0, keep_rollouts="all",
+    )  # fmt: skip
+    steps = metrics(out)
+    assert [step["teacher_samples/share"] for step in steps] == [1, 1, 0.25, 0.25]
+    assert ["staleness/max" in step for step in steps] == [False, False, True, True]
+    assert [step["staleness/max"] for step in steps[2:]] == [0, 0]
+    # Nothing that the cold student said: on weights of the step before, the learner agrees.
+    assert all(step["train/logprob_gap"] < 1e-4 for step in steps[2:])
+    assert steps[2]["teacher_samples/forward_kl"] < steps[0]["teacher_samples/forward_kl"]
+    assert audit(out / "ledger.jsonl", steps=4).problems == []
+    proven = json.loads((out / "certificate.json").read_text())
+    assert proven["proven"] is True and proven["groups"]["unwatched"] == 0
+    teacher = {g.group_id: g.by_teacher for g in read_rollouts(out / "rollouts.jsonl")}
+    assert sum(teacher.values()) == 2 * 8 + 2 * 2 and all(teacher[i] for i in range(16))
 
 
 def test_synchronous_runs_are_never_stale(tiny_pair: TinyPair, tmp_path: Path) -> None:

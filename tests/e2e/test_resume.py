@@ -164,6 +164,40 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_warm_up_goes_on_where_it_ended(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit as if it had not: the teacher samples the same groups, in the same way."""
+
+    def arguments(out: Path) -> list[str]:
+        return opd_arguments(
+            tiny_pair, out, steps=4, warmup=3, checkpoint_every=1, max_staleness=0, eval_size=0,
+            local=True, rollout_workers=1, prompts_per_step=1,
+        )  # fmt: skip
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(["recipe=opd", *arguments(whole)]) == 0
+    with monkeypatch.context() as patch:
+        step, calls = Learner.step, count(1)
+
+        def step_that_fails(self: Learner, *parts: Any) -> Any:
+            if next(calls) > 2:
+                raise NonFiniteError("the gradient norm is nan")
+            return step(self, *parts)
+
+        patch.setattr(Learner, "step", step_that_fails)
+        assert main(["recipe=opd", *arguments(cut)]) == 1
+    assert len(metrics(cut)) == 2
+    assert main(["recipe=opd", *arguments(cut)]) == 0
+    assert_whole(cut, 4, prompts_per_step=1)
+    shares = [step.get("teacher_samples/share") for step in metrics(cut)]
+    assert shares == [1, 1, 1, None]
+    for name in ("train/loss", "train/grad_norm"):
+        assert [s[name] for s in metrics(cut)] == [s[name] for s in metrics(whole)]
+    made, expected = (out / "final/model.safetensors" for out in (cut, whole))
+    assert made.read_bytes() == expected.read_bytes()
+
+
 def test_a_run_that_diverges_says_how_to_go_on(
     tiny_pair: TinyPair,
     tmp_path: Path,

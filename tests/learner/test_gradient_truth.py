@@ -208,3 +208,19 @@ def test_off_policy_too(two_ends: World) -> None:
         assert error(made, two_ends.claimed_gradient(estimator, 0.7)) < 3e-5
     finally:
         two_ends.move_learner(0.0)
+
+
+@every_T
+@pytest.mark.parametrize("ends", ["one end", "two ends"])
+def test_teacher_samples_have_the_gradient_of_the_sequences_forward_kl(
+    request: pytest.FixtureRequest, ends: str, T: float
+) -> None:
+    """However far the student has gone, whatever the estimator of its own samples: no ratio."""
+    world = request.getfixturevalue("world" if ends == "one end" else "two_ends")
+    objective = ObjectiveConfig(kl_coef=0.7, loss="ppo", kl_discount_factor=0.5)
+    world.move_learner(0.3)
+    try:
+        made = world.gradient_of_teacher_samples(objective, T)
+        assert error(made, 0.7 * world.sequence_forward_kl_gradient(T)) < 3e-5
+    finally:
+        world.move_learner(0.0)

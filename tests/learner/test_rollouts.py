@@ -11,13 +11,20 @@ from typing import Any
 import chz
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.delivery import Taken, TrainedGroups
 from distill.objective.metrics import tokens_by_gap
 from distill.objective.objectives import reference_gap_sum
-from distill.objective.rows import advantage_metrics, advantage_stats, policy_rows, with_other_rows
-from distill.objective.settings import ObjectiveConfig
+from distill.objective.rows import (
+    advantage_metrics,
+    advantage_stats,
+    policy_rows,
+    segment_to_score,
+    with_other_rows,
+)
+from distill.objective.settings import Normalisation, ObjectiveConfig
 from distill.objective.tallies import outline
 from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, GroupOutline, Place
@@ -29,9 +36,9 @@ from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
-from learner.policy_loss import PolicyObjectiveLoss
+from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
 from tests.conftest import TinyPair
-from tests.learner.conftest import NewLoop, World, untimed, weights
+from tests.learner.conftest import NewLoop, World, naive_logprobs, untimed, weights
 from tests.learner.two_workers import tell
 from tests.samples import group, segment, trajectory
 
@@ -171,6 +178,9 @@ def assert_kept_alike(theirs: Any, ours: Any) -> None:
     for row, other in zip(rows, other_rows, strict=True):
         assert row.tokens_T.tolist() == other.tokens_T.tolist()
         np.testing.assert_allclose(row.advantages_T, other.advantages_T, rtol=1e-5, atol=1e-6)
+        if row.proximal_logprobs_T is None:  # the teacher's sample: there is no ratio
+            assert other.proximal_logprobs_T is None
+            continue
         np.testing.assert_allclose(row.proximal_logprobs_T, other.proximal_logprobs_T, atol=1e-5)
     listed, other_listed = tokens_by_gap(tables, 10**6), tokens_by_gap(other_tables, 10**6)
     assert sum(one.times for one in listed) == sum(one.times for one in other_listed) > 0
@@ -195,20 +205,20 @@ def test_workers_that_make_their_own_rows_are_one_learner(
     workers: int,
 ) -> None:
     groups = groups_of_segments(reference=not base_is_reference)
+    groups = [replace(made, by_teacher=made.group_id in (2, 6)) for made in groups]
     given = {
         "groups": groups,
         "tokenizer": tiny_pair.student,
         "root": str(tmp_path / "checkpoints"),
-        "loss": PolicyObjectiveLoss(objective=objective),
+        "loss": (loss := PolicyObjectiveLoss(objective=objective)),
         "base_is_reference": base_is_reference,
     }
     config = learner_config(tiny_pair.student, **{"lora_rank": 2} if base_is_reference else {})
     alone = steps(Learner(config, str(tmp_path / "failed")), given)
+    losses = loss, TeacherSamplesLoss(normalisation=objective.normalisation)
     everywhere = GroupsHere()
     everywhere.taken(groups, set_aside={})
-    together = tell(
-        steps, config, tmp_path, (given["loss"],), given, source=everywhere, workers=workers
-    )
+    together = tell(steps, config, tmp_path, losses, given, source=everywhere, workers=workers)
     assert_one_learner(alone, together)
     filtered = {1} if objective.remove_constant_reward_groups else set()
     everything = {Place(i, g) for i in set(range(8)) - filtered for g in range(3)}
@@ -247,6 +257,60 @@ def test_one_worker_trains_on_the_rows_of_whole_groups(
         segments = [s for made in groups for s in made.segments()]
         tokens = sum(s.num_actions for s in segments)
         assert metrics["reference/kl"] == reference_gap_sum(segments) / tokens
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+def test_teacher_samples_weigh_as_many_as_their_groups_and_touch_no_other_metric(
+    new_loop: NewLoop, plain_model: PreTrainedModel, normalisation: Normalisation
+) -> None:
+    """By hand: (1/4) of the cross-entropy of one group, and (3/4) of the policy loss of three."""
+    objective = ObjectiveConfig(
+        kl_coef=0.7, reward_coef=1.0, baseline="global", normalisation=normalisation
+    )
+    groups = groups_of_segments()[:4]
+    theirs = replace(groups[2], by_teacher=True)
+    own = [made for made in groups if made.group_id != 2]
+    loop = new_loop(World([*own, theirs], per_step=4), objective, teacher_weights=TEACHER_WEIGHTS)
+    alone = new_loop(World(own, per_step=3), objective, teacher_weights=TEACHER_WEIGHTS)
+    made, expected = untimed(loop.step()), untimed(alone.step())
+
+    nlls, tokens, gap = [], 0, 0.0
+    for member in theirs.trajectories_G:
+        nll_N = []
+        for s in member.segments:
+            row = segment_to_score(s)
+            nll_N += (-naive_logprobs(plain_model, row).detach()).tolist()
+            gap += s.behaviour_logprobs_T.sum()
+        nlls.append(nll_N)
+        tokens += len(nll_N)
+    nll = sum(map(sum, nlls)) / tokens
+    mean = nll if normalisation == "token" else np.mean([np.mean(nll_N) for nll_N in nlls])
+    coef = 0.7 * TEACHER_WEIGHTS["a"]  # of the group's own teacher
+    assert made["train/loss"] == pytest.approx(
+        0.25 * coef * mean + 0.75 * expected["train/loss"], rel=1e-4
+    )
+    assert made["teacher_samples/nll"] == pytest.approx(nll, rel=1e-4)
+    assert made["teacher_samples/forward_kl"] == pytest.approx(nll + gap / tokens, rel=1e-4)
+    assert made["teacher_samples/share"] == 0.25
+    assert made["train/tokens"] == expected["train/tokens"] + tokens
+    changed = {"train/loss", "train/tokens", "train/groups", "train/grad_norm", "groups/last"}
+    changed |= {"groups/watermark", "train/padding_share", "push/bytes"}
+    for name in expected.keys() - changed:
+        assert made[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_a_step_of_teacher_samples_alone_says_nothing_of_the_policy_s(
+    new_loop: NewLoop, plain_model: PreTrainedModel
+) -> None:
+    objective = ObjectiveConfig(reference_kl_coef=0.5, num_substeps=2, correction="truncate")
+    groups = [replace(group(i), by_teacher=True) for i in range(2)]
+    keep = KeepAll()
+    metrics = new_loop(World(groups), objective, keep=keep).step()
+    assert metrics["train/updates"] == 2 and metrics["teacher_samples/share"] == 1
+    prefixes = ("opd/", "staleness/", "reward/", "rollout/", "advantage/", "train/ratio")
+    assert [name for name in metrics if name.startswith(prefixes)] == ["rollout/ahead_share"]
+    [(_, [kept], rows, tables)] = keep.kept
+    assert kept.by_teacher and len(rows) == 2 and tokens_by_gap(tables, 9) == []
 
 
 class Losing(World):

@@ -13,7 +13,8 @@ function showGroup() {
   const facts = [
     ["step", number(group.step, 6)], ["group", String(group.group)],
     ["trained from version", String(group.version)], ["T", number(group.temperature)],
-    ["teacher", group.teacher], ["tag", group.tag], ["source", group.source],
+    ["teacher", group.teacher], ["sampled by", group.by_teacher ? "the teacher" : ""],
+    ["tag", group.tag], ["source", group.source],
     ["answer", group.answer],
     ["mean KL", fixed(summaries[state.chosen].kl)],
     ...Object.entries(group.metrics).map(([name, value]) => [name, number(value)]),
