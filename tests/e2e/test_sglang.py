@@ -153,13 +153,17 @@ def test_calibrate_refuses_a_server_that_does_not_scale(
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_student_s_top_k_is_distilled_from_servers(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    """One server names the tokens as it samples, the other says what it thinks of them."""
+    """One server names the tokens as it samples, the other says what it thinks of them; in the
+    first two steps it samples itself, at its own log q_T."""
     arguments = opd_arguments(
         tiny_pair, tmp_path / "run", engine="sglang", estimator="top_k", teacher_top_k=16,
-        tail="bucket", max_staleness=0,
+        tail="bucket", max_staleness=0, warmup=2,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0
-    for step in metrics(tmp_path / "run"):
+    steps = metrics(tmp_path / "run")
+    assert [step.get("teacher_samples/share") for step in steps] == [1, 1, *[None] * 4]
+    assert all(step["teacher_samples/forward_kl"] > 0.1 for step in steps[:2])
+    for step in steps[2:]:
         # Of a partition, so between zero and the whole KL, of which the other is a sample.
         assert 0 < step["opd/divergence"] < 2 * step["opd/reverse_kl"]
 
@@ -287,7 +291,7 @@ def test_an_external_teacher_goes_away_and_comes_back(
 ) -> None:
     out = tmp_path / "run"
     url = external_teacher.start()
-    arguments = opd_arguments(tiny_pair, out, teacher=url)
+    arguments = opd_arguments(tiny_pair, out, teacher=url, warmup=2)
 
     with monkeypatch.context() as other:
         other.setenv("ISOTHERM_TEACHER_API_KEY", "another")
@@ -306,6 +310,7 @@ def test_an_external_teacher_goes_away_and_comes_back(
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 128 + signal.SIGINT and "teacher engine 0 serves again" in output, output
-    steps = len(metrics(out))
-    assert trained_groups(out) == list(range(steps * 4))
+    lines = metrics(out)
+    assert trained_groups(out) == list(range(len(lines) * 4))
     assert audit(out / "ledger.jsonl").problems == []
+    assert lines[0]["teacher_samples/forward_kl"] > 0.1, "it did not sample the warm-up"
