@@ -81,6 +81,28 @@ def test_a_run_that_does_not_overlap_has_every_engine_acknowledge_within_the_ste
     assert "push" not in events and events.count("train") == 2
 
 
+def test_the_rollouts_of_the_next_step_are_fetched_while_one_is_trained(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step ends only when the learner has those of the second, which nobody has taken."""
+    out, step = tmp_path / "run", Learner.step
+
+    def step_late(self: Learner, *parts: Part) -> dict[str, float]:
+        deadline = time.monotonic() + DEADLINE_S
+        ahead = self._worker._rollouts._ahead
+        while taken(out) == 1 and len(ahead) < 2 * PER_STEP:
+            assert time.monotonic() < deadline, f"of the next step only {list(ahead)} are fetched"
+            time.sleep(0.02)
+        return step(self, *parts)
+
+    monkeypatch.setattr(Learner, "step", step_late)
+    run_on_policy(settings(tiny_pair, out, step_rule="in_order", steps=2), Console(quiet=True))
+    assert [made["rollout/ahead_share"] for made in metrics(out)] == [0, 1]
+    assert trained_groups(out) == list(range(2 * PER_STEP))
+    found = audit(out / "ledger.jsonl", steps=2)
+    assert found.problems == [] and found.ended
+
+
 def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
