@@ -329,6 +329,11 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             f"{unjudged[0] if several else f'{config.prompts}:{unjudged[0]}'} has none "
             "(answer_key= says which column it is)"
         )
+    if objective.hint_bonus_coef > 0 and unjudged:
+        raise ConfigError(
+            f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
+            f"{config.prompts}:{unjudged[0]} has no `answer` (answer_key= says which column it is)"
+        )
     if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
         raise ConfigError(
             f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
@@ -346,6 +351,12 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             config.student
         )
         hinted = any(builder.hinted for builder in its_P)
+        if objective.hint_bonus_coef and not hinted:
+            raise ConfigError(
+                f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
+                "hint; give teacher_feedback, or `teacher_prompt` or `teacher_messages` with each "
+                "prompt"
+            )
         if config.teacher_moves and config.teacher_rule is None and not hinted:
             raise ConfigError(
                 "teacher=policy is the student itself, at every step, and sees what the student "

@@ -55,6 +55,8 @@ def _begun(config: OpdConfig) -> tuple[str, str] | None:
 
 
 def _chosen(config: OpdConfig) -> tuple[str, str]:
+    if not config.kl_coef:
+        return "sampled", "the teacher is known by the sampled token alone (kl_coef=0)"
     if config.kl_discount_factor:
         return "sampled", "kl_discount_factor is of sampled terms"
     models = [teacher.model for teacher in config.teacher_models().values()]

@@ -31,7 +31,6 @@ from distill.errors import ConfigError
 from distill.objective.settings import (
     AUTO,
     DEFAULT_OVERLONG_PENALTY,
-    DEFAULT_RIGHT_FROM,
     ObjectiveConfig,
     PolicyObjective,
     require_comparison,
@@ -678,16 +677,21 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     def feedback_template(self) -> FeedbackTemplate | None:
         if self.teacher_feedback is None:
             return None
-        right_from = DEFAULT_RIGHT_FROM if self.right_from is None else self.right_from
-        return FeedbackTemplate(text=self.teacher_feedback, right_from=right_from)
+        return FeedbackTemplate(text=self.teacher_feedback, right_from=self.least_right)
 
     def _check_feedback(self) -> None:
         template = self.feedback_template()
         tells = template is not None and "outcome" in template.placeholders
-        if self.right_from is not None and not tells:
+        if self.right_from is not None and not (tells or self.hint_bonus_coef):
             raise ConfigError(
                 f"right_from={self.right_from} changes nothing without {{outcome}} in "
-                "teacher_feedback; leave it out"
+                "teacher_feedback, or hint_bonus_coef; leave it out"
+            )
+        if self.hint_bonus_coef and not self.teacher_moves:
+            raise ConfigError(
+                f"hint_bonus_coef={self.hint_bonus_coef} is of the policy's own log-probs under a "
+                f"hint, and teacher={self.teacher} is another model; use teacher={OWN}, or leave "
+                "it out (kl_coef weighs what a teacher says)"
             )
 
     def _check_own_teacher(self) -> None:

@@ -168,7 +168,7 @@ def _objective_line(objective: ObjectiveConfig) -> str:
     if objective.reward_coef:
         compared = objective.advantage or f"baseline {objective.baseline}"
         terms.append(f"{objective.reward_coef:g} x reward ({compared})")
-    for name in ("reference_kl_coef", "entropy_coef", "bonus_coef"):
+    for name in ("reference_kl_coef", "entropy_coef", "bonus_coef", "hint_bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")
     return f"{' + '.join(terms)}, by {objective.loss}"

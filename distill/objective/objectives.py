@@ -5,6 +5,7 @@ teacher, ref the reference; r = p(y_t) / mu(y_t). S(x) is the sum of g^{s-t} x(y
 with g = kl_discount_factor; at 0 it is x(y_t). clip(x) is x within [-kl_clip, kl_clip].
 
     1  terms per token     A_t = reward_coef A_i + bonus_coef b_t            rewards
+                               + hint_bonus_coef [R_i right] (log q - log mu)    hinted tokens
                                + reference_kl_coef S(mean_kl - log p + log ref)
                                - kl_coef S(clip(log p - log q))              teacher: sampled
     2  divergence          D_t = kl_coef D(p || q)(y_<t)                     teacher: full, top_k
@@ -184,11 +185,33 @@ def trajectory_terms(
     terms = _teacher_terms(trajectory, objective, coef, stop_event)
     if objective.reference_kl_coef:
         terms = _with_reference(terms, trajectory, objective, mean_kl)
-    rewards = (reward_terms(segment, advantage, objective) for segment in trajectory.segments)
+    rewards = [reward_terms(segment, advantage, objective) for segment in trajectory.segments]
+    if objective.hint_bonus_coef and _is_right(trajectory, objective):
+        coef = objective.hint_bonus_coef
+        hints = (hint_bonus(segment, coef) for segment in trajectory.segments)
+        rewards = [reward_T + hint_T for reward_T, hint_T in zip(rewards, hints, strict=True)]
     return [
         term._replace(advantages_T=reward_T + term.advantages_T)
         for reward_T, term in zip(rewards, terms, strict=True)
     ]
+
+
+def _is_right(trajectory: Trajectory, objective: ObjectiveConfig) -> bool:
+    return trajectory.reward_counts and trajectory.reward >= objective.least_right
+
+
+def hint_bonus(segment: Segment, coef: float) -> FloatArray:
+    """coef * (log q_T(y_t) - log mu_T(y_t)) on a segment's actions, q having seen the hint; (T,).
+
+    A reward of the token as it was sampled: no log pi takes the place of log mu in it. 0 where the
+    segment could not be hinted.
+
+    Raises:
+        DataError: the segment has not been scored by a teacher.
+    """
+    if segment.teacher_context_T is None:
+        return np.zeros(len(segment), np.float32)
+    return on_actions(segment, np.float32(-coef) * teacher_gaps(segment))
 
 
 def reward_terms(segment: Segment, advantage: float, objective: PolicyObjective) -> FloatArray:

@@ -264,13 +264,20 @@ class ObjectiveConfig(PolicyObjective):
         "default: sampled for reverse_kl, else bucket",
     )
 
+    hint_bonus_coef: float = chz.field(
+        default=0.0,
+        doc="teacher=policy: weight of each token's log-prob under the hint less that of the "
+        "rollout, added to the advantage where the answer was right",
+    )
     right_from: float | None = chz.field(
-        default=None, doc="reward from which a response is right, in what a teacher is told; 1"
+        default=None,
+        doc="reward from which a response is right, for hint_bonus_coef and {outcome} of "
+        "teacher_feedback; 1",
     )
 
     @chz.validate
     def _teacher_in_range(self) -> None:
-        _check_non_negative(self, "kl_coef")
+        _check_non_negative(self, "kl_coef", "hint_bonus_coef")
         if self.estimator in _REFUSED_ESTIMATORS:
             raise ConfigError(
                 f"estimator={self.estimator} is refused: {_REFUSED_ESTIMATORS[self.estimator]}. "
@@ -359,6 +366,11 @@ class ObjectiveConfig(PolicyObjective):
             )
 
     @property
+    def least_right(self) -> float:
+        """The least reward of a response that is right."""
+        return DEFAULT_RIGHT_FROM if self.right_from is None else self.right_from
+
+    @property
     def support(self) -> TopKFrom:
         """Whose likeliest tokens the teacher's distribution is known at, with top_k."""
         return self.top_k_from or _SUPPORT[self.divergence]
@@ -396,10 +408,14 @@ DEFAULT_RIGHT_FROM = 1.0
 
 def require_teacher(objective: ObjectiveConfig) -> None:
     """Raises ConfigError for a distillation whose gradient does not depend on the teacher."""
-    if objective.kl_coef == 0:
+    if objective.kl_coef == 0 and objective.hint_bonus_coef == 0:
         raise ConfigError(
             "kl_coef=0 leaves the teacher out of the objective: not a distillation; "
             "give a kl_coef above 0 (recipe=rl trains on rewards alone)"
+        )
+    if objective.kl_coef == 0 and objective.estimator not in ("sampled", AUTO):
+        raise ConfigError(
+            f"estimator={objective.estimator} changes nothing with kl_coef=0; leave it out"
         )
 
 

@@ -323,6 +323,14 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
             "tells of the reward, and there is none without an `answer`: .*:1 has none",
         ),
         (
+            {"hint_bonus_coef": 0.1}, [{"prompt": "2+2=", "teacher_prompt": "4"}],
+            "is for answers that are right, and .*:1 has no `answer`",
+        ),
+        (
+            {"hint_bonus_coef": 0.1, "teacher_ema": 0.9, "reward_coef": 1.0},
+            [{"prompt": "2+2=", "answer": "4"}], "changes nothing: the teacher sees no hint",
+        ),
+        (
             {"teacher_feedback": "{prompt}!"}, [{"prompt": "2", "teacher_prompt": "3"}],
             ":1: the row says what the teacher sees, and so does teacher_feedback",
         ),
@@ -347,6 +355,13 @@ def test_what_a_teacher_that_moves_is_told(
         ({"estimator": "full"}, "estimator=full with teacher=policy .*use estimator=top_k"),
         ({"teacher_engines": 2}, "teacher_engines=2 changes nothing: .*use policy_engines"),
         ({"teacher_server_flags": "--tp-size 2"}, "teacher_server_flags=--tp-size 2 changes"),
+        ({"kl_coef": 0.0}, "kl_coef=0 leaves the teacher out"),
+        (
+            {"kl_coef": 0.0, "hint_bonus_coef": 0.1, "estimator": "top_k"},
+            "estimator=top_k changes nothing with kl_coef=0",
+        ),
+        ({"teacher": "DIR", "hint_bonus_coef": 0.1}, "hint_bonus_coef=0.1 .*teacher=DIR is ano"),
+        ({"hint_bonus_coef": -0.1}, "hint_bonus_coef=-0.1 must be 0 or above"),
         ({"teacher_lag": 1}, "teacher_lag=1 must be at least 2; 0, the default, is the live"),
         ({"teacher_ema": 1.0}, "teacher_ema=1.0 must lie between 0 and 1"),
         ({"teacher_lag": 4, "train": False}, "teacher_lag=4 .* with train=False"),

@@ -298,3 +298,38 @@ def test_a_reference_is_needed_by_its_penalty_alone() -> None:
     assert not made.any()
     with pytest.raises(DataError, match="no reference model scored the segment"):
         advantages_by_segment([rewarded(1, 0)], ObjectiveConfig(kl_coef=0, reference_kl_coef=0.1))
+
+
+def test_the_hint_s_bonus_is_for_right_answers_alone() -> None:
+    """log q - log mu by hand: -1 - (-3) = 2 and -2 - (-1.5) = -0.5, times 0.1."""
+
+    def of(reward: float, hint: list[int] | None, **changes: Any) -> Any:
+        made = segment(
+            2, 2,
+            behaviour_logprobs_T=np.array([0, 0, -3, -1.5], np.float32),
+            teacher_logprobs_T=np.array([0, 0, -1, -2], np.float32),
+            teacher_context_T=None if hint is None else np.array(hint, np.int32),
+        )  # fmt: skip
+        return trajectory(made, reward=reward, **changes)
+
+    members = (
+        of(1.0, [7]), of(0.5, [7]), of(1.0, None), of(1.0, [7], reward_counts=False),
+    )  # fmt: skip
+    group = TrajectoryGroup(group_id=0, trajectories_G=members)
+
+    def advantages(**settings: Any) -> list[list[float]]:
+        objective = ObjectiveConfig(hint_bonus_coef=0.1, **settings)
+        made = policy_terms([group], objective)
+        return [term.advantages_T.tolist() for _, _, terms in made for term in terms]
+
+    bonus, none = [0, 0, 0.2, -0.05], [0.0] * 4
+    found = advantages(kl_coef=0.0)
+    for got, expected in zip(found, [bonus, none, none, none], strict=True):
+        assert got == pytest.approx(expected)
+    lower = advantages(kl_coef=0.0, right_from=0.5)
+    for got, expected in zip(lower, [bonus, bonus, none, none], strict=True):
+        assert got == pytest.approx(expected)
+    # Beside the teacher's term, which has a coefficient of its own.
+    both = advantages(kl_coef=0.5)
+    for got, of_bonus in zip(both, [bonus, none, none, none], strict=True):
+        assert got == pytest.approx([0, 0, of_bonus[2] + 0.5 * 2, of_bonus[3] - 0.5 * 0.5])

@@ -149,6 +149,29 @@ def test_a_policy_teaches_itself_by_what_became_of_each_answer(
     expect_no_canaries(out)
 
 
+def test_right_answers_earn_what_the_hint_makes_of_them(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """By the rollouts that were kept: of each token, log q - log mu, where the answer was right."""
+    out = tmp_path / "run"
+    rows = ({"prompt": f"{a} + 1 =", "answer": "(?s).*[a-m].*"} for a in range(9))
+    steps = opd(
+        tiny_pair, out, prompts=prompts(tmp_path / "prompts.jsonl", *rows), reward="matches",
+        teacher_feedback="{answer}!{prompt}", kl_coef=0.0, hint_bonus_coef=0.1, group_size=8,
+        keep_rollouts="all", keep_rollouts_every=10, steps=3, estimator="auto",
+    )  # fmt: skip
+    right = wrong = 0
+    for group in objects(out / "rollouts.jsonl"):
+        for trajectory in group["trajectories"]:
+            [segment] = trajectory["segments"]
+            pairs = zip(segment["teacher_logprobs"], segment["behaviour_logprobs"], strict=True)
+            won = trajectory["reward"] >= 1
+            right, wrong = right + won, wrong + (not won)
+            expected = [0.1 * (log_q - log_mu) * won for log_q, log_mu in pairs]
+            assert segment["advantages"] == pytest.approx(expected, rel=1e-3, abs=2e-4)
+    assert right and wrong and all(step["train/grad_norm"] > 0 for step in steps)
+
+
 @pytest.mark.parametrize("rule", [{"teacher_lag": 3}, {"teacher_ema": 0.8}], ids=["lag", "ema"])
 def test_a_teacher_follows_the_policy_across_a_resume(
     tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
