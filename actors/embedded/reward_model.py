@@ -10,6 +10,7 @@ Requests that come while a batch runs are the next batch: one scorer serves all 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +20,28 @@ import numpy as np
 import torch
 
 from distill.errors import EngineError
-from distill.models.loading import resolve_device
+from distill.models.loading import context_length, resolve_device, vocab_size
 from distill.models.reward import load_reward_model, score_head
 from distill.rewards.conversations import ConversationEncoder
 from distill.rewards.model_reward import Conversation
 from distill.types import TokenArray
+from distill.weights.digests import tensor_checksum
 
 # Requests of one group arrive a little apart; an idle model waits so long for the others.
 _GATHER_S = 0.002
+# Rows of canaries, their longest, and what they are drawn from.
+_CANARIES, _LONGEST, _SEED = 4, 24, 19
+
+
+@dataclass(frozen=True, slots=True)
+class RewardAnswer:
+    """What it says of itself: `digest` of its weights, and `scores` of its canaries, each time that
+    they were asked for."""
+
+    model: str
+    dtype: str
+    digest: str
+    scores: list[list[float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +80,7 @@ class EmbeddedRewardModel:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._path, self._budget = model_path, token_budget
+        self._path, self._dtype, self._budget = model_path, dtype, token_budget
         self._encode = ConversationEncoder(model_path)
         torch_dtype = getattr(torch, dtype)
         self._device = resolve_device(device)
@@ -93,11 +108,49 @@ class EmbeddedRewardModel:
         rows = await loop.run_in_executor(
             self._encoding, lambda: [self._encode(asked) for asked in conversations]
         )
+        return await self._scores_of(rows)
+
+    async def _scores_of(self, rows: Sequence[TokenArray]) -> list[float]:
+        """The scores of rows, once a batch has had room for each."""
+        loop = asyncio.get_running_loop()
         waiting = [_Waiting(tokens_T, loop.create_future()) for tokens_T in rows]
         self._queue += waiting
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._serve())
         return list(await asyncio.gather(*(row.future for row in waiting)))
+
+    async def canary(self, company: Sequence[int] = (0,)) -> RewardAnswer:
+        """Scores of fixed rows, in the batches of whatever waits, and a digest of the weights.
+
+        Args:
+            company: the rows are scored once for each, with so many others of random tokens.
+
+        Raises:
+            EngineError: a score is not finite.
+        """
+        loop = asyncio.get_running_loop()
+        digest = await loop.run_in_executor(self._thread, self._digest)
+        scores = []
+        for number in company:
+            rows = [*self._canaries(_CANARIES, 0), *self._canaries(number, number)]
+            scores.append((await self._scores_of(rows))[:_CANARIES])
+        return RewardAnswer(self._path, self._dtype, digest, scores)
+
+    def _canaries(self, number: int, seed: int) -> list[TokenArray]:
+        """Rows of random tokens, none of which is padding: that ends a row."""
+        random = np.random.default_rng([_SEED, seed])
+        ids_V = np.arange(vocab_size(self._model.config), dtype=np.int32)
+        if self._padding is not None:
+            ids_V = np.delete(ids_V, self._padding)
+        longest = min(_LONGEST, context_length(self._model.config))
+        return [
+            random.choice(ids_V, random.integers(1, longest + 1)).astype(np.int32)
+            for _ in range(number)
+        ]
+
+    def _digest(self) -> str:
+        sums = {name: tensor_checksum(t) for name, t in self._model.state_dict().items()}
+        return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
 
     async def health(self) -> int:
         """Number of rows scored so far: the heartbeat."""

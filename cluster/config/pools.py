@@ -219,15 +219,15 @@ class GroupSettings:
 
 @chz.chz
 class CanarySettings:
-    """Fixed rows that teachers and the reference are asked for during the run."""
+    """Fixed rows that frozen models are asked for during the run."""
 
     section: ClassVar[Section] = Section.SUPERVISION
 
     canary_every: int = chz.field(
         default=10,
         doc="steps between two canaries: fixed rows that each engine of a teacher or of the "
-        "reference scores beside others (copies in the learner: between steps), and that must not "
-        "move from its first answers (docs/proof.md); 0 trusts them",
+        "reference scores beside others (copies in the learner: between steps; the reward model "
+        "too), and that must not move from its first answers (docs/proof.md); 0 trusts them",
         metadata=MAY_CHANGE,
     )
     on_bad_teacher: OnBadTeacher = chz.field(

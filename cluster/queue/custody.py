@@ -6,7 +6,8 @@ of its life. "Afterwards" is the order of the ledger's events, and no clock: a g
 the canaries were sent. Used by the queue as it goes, and by the audit of its journal.
 
 A frozen model in the learner itself is a replica, too: what weights contain, all of these that the
-learner held then have scored.
+learner held then have scored. So is a life of the reward model: each of those since a group was
+leased may have rewarded it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Custody:
         self._asked: dict[int, set[int]] = {}  # by replica: groups that its present canary covers
         self._versions: dict[int, int] = {}  # of open groups in weights
         self._in_learner: set[int] = set()  # replicas in the present learner
+        self._rewarding: list[int] = []  # lives of the reward model, the present one last
+        self._begun: dict[int, int] = {}  # by group under way: the place of the first that it met
         self.moved: set[int] = set()
 
     @property
@@ -32,6 +35,29 @@ class Custody:
     def joined_learner(self, replica: int) -> None:
         """The learner holds a replica, which scores all that it trains on from now on."""
         self._in_learner.add(replica)
+
+    def rewards_from_now(self, replica: int) -> None:
+        """A life of the reward model begins."""
+        self._rewarding.append(replica)
+
+    def rewards(self, replica: int) -> bool:
+        """True of a life of the reward model."""
+        return replica in self._rewarding
+
+    def begun(self, group_id: int) -> None:
+        """A group is leased. If it was before, and was not to begin anew, its rewards may be those
+        of then."""
+        if self._rewarding:
+            self._begun.setdefault(group_id, len(self._rewarding) - 1)
+
+    def anew(self, group_ids: Iterable[int]) -> None:
+        """These begin anew, rewards and all."""
+        for group_id in group_ids:
+            self._begun.pop(group_id, None)
+
+    def rewarded_by(self, group_id: int) -> set[int]:
+        """The lives of the reward model that may have rewarded a group that is under way."""
+        return set(self._rewarding[self._begun.get(group_id, 0) :])
 
     def arrived(self, group_id: int, replicas: Iterable[int]) -> bool:
         """A group has come, scored by these. False if one of them is known to have moved.
@@ -75,6 +101,7 @@ class Custody:
                 self._open.setdefault(group_id, set()).update(self._in_learner)
             if group_id in self._open:
                 self._versions[group_id] = version
+            self._begun.pop(group_id, None)
 
     def drop(self, group_ids: Iterable[int]) -> None:
         """Groups that are not there any more, or proven."""
@@ -88,6 +115,7 @@ class Custody:
         """Another learner, from other weights: of the groups, those that are trained still are
         left."""
         self._in_learner.clear()
+        self._begun.clear()
         self.drop([i for i in self._open if i not in self._versions or not trained(i)])
 
     def versions_of(self, group_ids: Iterable[int]) -> Mapping[int, int]:

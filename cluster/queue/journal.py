@@ -13,7 +13,8 @@
     expire     ids, reason                       set_aside id, reason
     take       ids, skipped: handed to the learner; replaced, those that it passes over
     scorer     replica, who, ...: a scoring engine begins to serve by this number, of one life of
-               it; in_learner, of a frozen model there, which scores all that is trained
+               it; in_learner, of a frozen model there, which scores all that is trained; rewards,
+               of the reward model
     ask        replicas: canaries are about to be sent to them
     canary     replica, good, ...: the answer, as at first or moved
     again      ids, reason: delivered, and leased again to be scored by another
@@ -221,7 +222,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
         case "expire":
             ledger.release(event["ids"], event["reason"])
         case "scorer":
-            ledger.scorer(event["replica"], event.get("in_learner", False))
+            kind = {name: event[name] for name in ("in_learner", "rewards") if name in event}
+            ledger.scorer(event["replica"], **kind)
         case "ask":
             ledger.ask(event["replicas"])
         case "canary":

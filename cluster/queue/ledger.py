@@ -230,6 +230,7 @@ class Ledger:
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
         self._custody = Custody()
+        self.sampled_anew: set[int] = set()  # leased again, and what there is of them is void
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
         self._start_from(trained)
@@ -317,6 +318,7 @@ class Ledger:
         self._attempts[group_id] += 1
         attempt = self._attempts[group_id]
         self._started.setdefault(group_id, self._steps)
+        self._custody.begun(group_id)
         self._re_leases += attempt > 1
         self._leased[group_id] = _Held(worker, attempt, self._clock())
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
@@ -364,11 +366,13 @@ class Ledger:
         if constant_reward is not None and self._settings.most_replaced:
             self._constant[group_id] = constant_reward
             fields["constant_reward"] = constant_reward
-        if scored_by:
-            fields["by"] = sorted(scored_by)
+        replicas = {*scored_by, *self._custody.rewarded_by(group_id)}
+        if replicas:
+            fields["by"] = sorted(replicas)
         self.record("put", **fields)
-        if not self._custody.arrived(group_id, scored_by):
-            self._score_again([group_id])
+        if not self._custody.arrived(group_id, replicas):
+            moved = replicas & self._custody.moved
+            self._score_again([group_id], anew=any(map(self._custody.rewards, moved)))
         self._meter()
         return True
 
@@ -411,17 +415,21 @@ class Ledger:
 
     # scorers and their canaries
 
-    def scorer(self, replica: int, in_learner: bool = False, **said: Any) -> None:
+    def scorer(
+        self, replica: int, in_learner: bool = False, rewards: bool = False, **said: Any
+    ) -> None:
         """A scorer begins to serve by this number: its first canaries were good.
 
         Args:
             in_learner: it is a model in the learner, and scores what that trains on.
+            rewards: it is the reward model, and rewards what is sampled.
         """
-        self.record(
-            "scorer", replica=replica, **({"in_learner": True} if in_learner else {}), **said
-        )
+        kind = {"in_learner": True} if in_learner else {"rewards": True} if rewards else {}
+        self.record("scorer", replica=replica, **kind, **said)
         if in_learner:
             self._custody.joined_learner(replica)
+        if rewards:
+            self._custody.rewards_from_now(replica)
 
     def ask(self, replicas: Collection[int]) -> None:
         """Canaries are about to be sent to these: what has arrived was scored before."""
@@ -442,7 +450,7 @@ class Ledger:
         taken = scored & set(self._taken.group_ids if self._taken else ())
         bad = [*self._custody.versions_of(scored).values(), *([self._version + 1] if taken else [])]
         again = sorted(scored & self._delivered - taken)
-        self._score_again(again)
+        self._score_again(again, anew=self._custody.rewards(replica))
         self._meter()
         return CanaryAnswer(
             again=tuple(again), first_bad=min(bad, default=None), proven=self._proven
@@ -453,10 +461,17 @@ class Ledger:
         first = self._custody.first_open_version()
         return self._version if first is None else first - 1
 
-    def _score_again(self, ids: Collection[int]) -> None:
-        """Leases delivered groups again; it is no fault of theirs."""
+    def _score_again(self, ids: Collection[int], *, anew: bool) -> None:
+        """Leases delivered groups again; it is no fault of theirs.
+
+        Args:
+            anew: their rewards are wrong, so they are sampled again.
+        """
         if not ids:
             return
+        if anew:
+            self.sampled_anew |= set(ids)
+            self._custody.anew(ids)
         self._last_reason = "its scorer has moved"
         self.record("again", ids=list(ids), reason=self._last_reason)
         self._custody.drop(ids)
@@ -747,6 +762,7 @@ class Ledger:
         self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
         self._pending |= self._delivered
         lost = sorted(self._delivered)
+        self.sampled_anew.clear()
         taken = set(self._taken.group_ids if self._taken else ())
         self._custody.drop(self._delivered - taken)  # these may be trained all the same
         self._delivered, self._constant = set(), {}

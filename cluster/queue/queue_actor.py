@@ -146,9 +146,12 @@ class GroupQueueActor:
         await self._wake_all()
 
     def _score_again(self, ids: Sequence[int]) -> bool:
-        """Has groups that were delivered, and are leased again, scored by whoever leases them."""
+        """Has groups that were delivered, and are leased again, scored by whoever leases them; or
+        made anew, if their rewards are wrong."""
         again = {i: self._parcels.pop(i) for i in ids if i in self._parcels}
-        self._to_score |= again
+        anew = self._ledger.sampled_anew
+        self._to_score |= {i: parcel for i, parcel in again.items() if i not in anew}
+        anew.clear()
         return bool(again)
 
     # the learner's end

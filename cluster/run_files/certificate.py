@@ -23,8 +23,10 @@ _MOVES = (
 
 def certificate(config: RolloutConfig, scoring: Scoring | None) -> dict[str, Any] | None:
     """The certificate of a run; None of one that has no scorers."""
-    by_reference = config.scored_by_reference or config.base_is_reference
-    if not (by_reference or (isinstance(config, OpdConfig) and not config.teacher_moves)):
+    by_frozen = (
+        config.scored_by_reference or config.base_is_reference or config.reward_model is not None
+    )
+    if not (by_frozen or (isinstance(config, OpdConfig) and not config.teacher_moves)):
         return _of_moving_teacher() if config.teacher_moves else None
     if scoring is None or not config.canary_every:
         return {"proven": False, "verdict": _NOT_WATCHED, "limits": limits(config, scoring)}

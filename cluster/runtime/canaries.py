@@ -7,7 +7,8 @@
     check        where weights contain that, the learner goes back, or the run stops
     ask_last     at the end of a run or of a scorer: no batch may come any more, so they go alone
 
-Frozen models in the learner itself are asked there, between steps (`copy_canaries.py`).
+Frozen models in the learner itself are asked there, between steps (`copy_canaries.py`); the reward
+model, which gives no log-probs, in a way of its own (`reward_canaries.py`).
 That an answer proves what was scored before it follows from the order of the queue's journal
 (cluster/queue/custody.py): canaries are sent once `ask` is written there.
 """
@@ -33,6 +34,7 @@ from cluster.queue.group_queue import GroupQueue
 from cluster.queue.ledger import CanaryAnswer
 from cluster.runtime.copy_canaries import CopyCanaries
 from cluster.runtime.driver import Driver
+from cluster.runtime.reward_canaries import RewardCanaries
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorLost, LearnerLost, Member, State, Supervisor
 from distill.engine import EngineInfo, Score
@@ -177,6 +179,17 @@ class Canaries:
             trusted=trusted,
         )
 
+        self._rewards = RewardCanaries(
+            supervisor=supervisor,
+            driver=driver,
+            queue=queue,
+            on=bool(setup.every),
+            number=self._number,
+            found=found,
+            bad=self._note_bad,
+            trusted=trusted,
+        )
+
     def _number(self) -> int:
         number, self._next_number = self._next_number, self._next_number + 1
         return number
@@ -286,6 +299,10 @@ class Canaries:
         """First answers of the frozen models of a learner that has started."""
         self._copies.introduce()
 
+    def join_reward_model(self) -> None:
+        """First answers of the reward model that the run begins with, if it has one."""
+        self._rewards.introduce()
+
     # the later ones
 
     def after_step(self, step: int) -> None:
@@ -297,6 +314,7 @@ class Canaries:
         self._step = step
         if self._setup.every and step % self._setup.every == 0:
             self._ask([s for s in self._serving() if s.asked is None], alone=False)
+            self._rewards.ask(step)
             self._copies.ask(step)
             self.check()
 
@@ -337,6 +355,7 @@ class Canaries:
             RunFailed: it has moved, or died, too often.
         """
         self._collect_proofs()
+        self._rewards.poll()
         asked = {s.asked: s for s in self._scorers.values() if s.asked is not None}
         if not asked:
             return
@@ -446,6 +465,7 @@ class Canaries:
         """
         self._step = step
         self._copies.ask(step)
+        self._rewards.ask(step, wait=True)
         self.ask_last()
         self.check()
 

@@ -439,6 +439,7 @@ class Fleet:
         if refused := self.canaries.join(members):
             raise CalibrationError("; ".join(f"{name}: {why}" for name, why in refused.items()))
         self.canaries.join_learner()
+        self.canaries.join_reward_model()
 
     def ask_canaries(self, step: int) -> None:
         """Has scorers asked that are due after this step; after the last one, waits for them."""

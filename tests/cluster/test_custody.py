@@ -228,3 +228,57 @@ def test_runs_without_scorers_say_nothing_of_them(path: Path) -> None:
     assert read_scoring(path) is None
     assert not any("scores:" in line for line in audit(path).lines())
     assert not any("by" in event for event in read_journal(path))
+
+
+def test_a_reward_model_that_moves_has_its_groups_made_anew(path: Path) -> None:
+    """Rewards are of whole episodes, and of whichever life was there since the group began."""
+    run = Run(path)
+    said = {"who": "reward model", "kind": "reward model", "model": "m", "dtype": "float32",
+            "scaling": "none", "answers": 4, "measured": 0.0, "allowed": 1e-3}  # fmt: skip
+    run.ledger.scorer(7, rewards=True, **said)
+    run.deliver(0)
+    run.ledger.ask([0, 7])
+    run.train()
+    assert run.canary(0, True).proven == 0, "the reward model has not answered"
+    assert run.canary(7, True).proven == 1
+    waiting = run.deliver(0)
+    under_way = run.ledger.lease("a", 2)
+    answer = run.canary(7, False)
+    assert list(answer.again) == waiting and answer.first_bad is None
+    assert run.ledger.sampled_anew == set(waiting)
+    run.ledger.sampled_anew.clear()
+    run.ledger.scorer(8, rewards=True, **said)
+    # What was under way may have asked the one that moved.
+    for one in under_way:
+        assert run.ledger.deliver(one, "a", scored_by=[0])
+        assert not run.ledger.holds(one.group_id)
+    late = {one.group_id for one in under_way}
+    assert run.ledger.sampled_anew == late
+    # All of it again, and this time by the one that is well.
+    run.deliver(0, leases=run.ledger.lease("a", 4))
+    run.train()
+    run.train()
+    run.ledger.ask([0, 8])
+    assert run.canary(0, True).proven == 1 and run.canary(8, True).proven == 3
+    scoring = read_scoring(path)
+    assert scoring is not None and scoring.holds and scoring.trained == 6
+    assert {r.who: r.trained for r in scoring.replicas if r.said["replica"] in (7, 8)} == {
+        "reward model": 4
+    }
+    assert replay(path).ledger is not None and audit(path).problems == []
+
+
+def test_scored_again_by_another_teacher_a_group_keeps_the_reward_model_that_it_had(
+    path: Path,
+) -> None:
+    run = Run(path)
+    said = {"who": "reward model", "kind": "reward model", "model": "m", "dtype": "float32",
+            "scaling": "none", "answers": 4, "measured": 0.0, "allowed": 1e-3}  # fmt: skip
+    run.ledger.scorer(7, rewards=True, **said)
+    ids = run.deliver(0)
+    assert list(run.canary(0, False).again) == ids
+    assert run.ledger.sampled_anew == set(), "its samples and rewards are kept"
+    run.ledger.scorer(8, rewards=True, **said)  # the first died meanwhile
+    run.deliver(1, leases=run.ledger.lease("a", 2))
+    put = [event for event in read_journal(path) if event["event"] == "put"][-1]
+    assert put["by"] == [1, 7, 8]

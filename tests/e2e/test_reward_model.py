@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.envs.judge_env import Judged
 from cluster.config.on_policy import RlConfig
 from cluster.config.supervised import RewardModelConfig
 from cluster.evaluate import main as evaluate
+from cluster.inspect.audit import audit
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_reward_model
 from distill.chat.template import chat_text
@@ -196,3 +199,58 @@ def test_it_is_restarted_where_it_dies(trained: Path, tiny_pair: TinyPair, tmp_p
     assert [event["who"] for event in events(out, "death")] == ["reward model"]
     assert len([event for event in events(out, "start") if event["who"] == "reward model"]) == 2
     assert trained_groups(out) == list(range(12 * 8)), "a group was lost with it"
+
+
+def certified(out: Path) -> dict[str, Any]:
+    certificate = json.loads((out / "certificate.json").read_text())
+    found = audit(out / "ledger.jsonl")
+    assert found.problems == [] and found.scoring is not None
+    assert found.scoring.holds == certificate["proven"]
+    return certificate
+
+
+@pytest.mark.slow
+def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
+    trained: Path, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    models: list[EmbeddedRewardModel] = []
+    score = EmbeddedRewardModel._score
+
+    def watched(model: EmbeddedRewardModel, rows: Any) -> list[float]:
+        models.append(model)
+        if len(models) == 40:  # the head turns round: the worst is paid best
+            with torch.no_grad():
+                model._model.score.weight.neg_()
+        return score(model, rows)
+
+    monkeypatch.setattr(EmbeddedRewardModel, "_score", watched)
+    rows = [{"prompt": f"{a}+1="} for a in range(12)]
+    reward = f"model:{trained / 'final'}"
+    settings = {"steps": 12, "canary_every": 2, "checkpoint_every": 2, "eval_size": 0}
+    steps = rl(tiny_pair, out, rows, reward=reward, **settings)
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert models[0] is not models[-1]
+    certificate = certified(out)
+    assert certificate["proven"], certificate["verdict"]
+    first, second = certificate["replicas"]
+    assert "its weights changed; scores differ" in first["quarantine"]["why"]
+    assert second["quarantine"] is None and second["groups"] > 0
+    [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
+    assert "reward model has moved" in finding["text"]
+    assert events(out, "death")[0]["who"] == "reward model"
+
+
+@pytest.mark.slow
+def test_one_that_is_well_proves_the_rewards(
+    trained: Path, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    rows = [{"prompt": f"{a}+1="} for a in range(12)]
+    reward = f"model:{trained / 'final'}"
+    rl(tiny_pair, out, rows, reward=reward, steps=6, canary_every=2, eval_size=0)
+    certificate = certified(out)
+    assert certificate["proven"] and [each["who"] for each in certificate["replicas"]] == [
+        "reward model"
+    ]
+    assert not events(out, "rewind") and not events(out, "death")
