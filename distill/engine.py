@@ -199,11 +199,29 @@ class CollectiveBroadcast:
         return f"isotherm/{self.group}/{version}/word"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentWeights:
+    """Weights in buckets that a learner lends, one after the other; see cluster/weights/ipc.py.
+
+    Each comes by a call of `load_bucket`, of the tensors that the engine was told of before.
+
+    Attributes:
+        push: a name that no other push has.
+        layout: digest of what is sent, which the engine was told.
+        bucket_bytes: both sides plan the same buckets (`plan_buckets`).
+        timeout_s: longest that the engine may wait for a bucket.
+    """
+
+    push: str
+    layout: str
+    bucket_bytes: int
+    timeout_s: float
+
+
 # How new weights reach an engine: as tensors in its machine's memory (its own, or shared with the
-# learner), as a change of those that it has, as files, or over a network.
-WeightSource: TypeAlias = (
-    "PackedTensors | SharedTensors | WeightDelta | CheckpointDirectory | CollectiveBroadcast"
-)
+# learner), as a change of those that it has, as files, over a network, or in buckets that are lent.
+_InMemory: TypeAlias = "PackedTensors | SharedTensors | WeightDelta"
+WeightSource: TypeAlias = "_InMemory | CheckpointDirectory | CollectiveBroadcast | LentWeights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,16 @@ def gpu_bytes() -> int | None:
         return None
 
 
+def visible_gpus() -> list[str]:
+    """Ids, on this machine, of the GPUs that this process sees, in its own order."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [gpu.strip() for gpu in given.split(",") if gpu.strip()]
+    import torch  # which settings do without
+
+    return [str(i) for i in range(torch.cuda.device_count())]
+
+
 def gib(size: float) -> str:
     """Bytes in GiB, to one digit."""
     return f"{size / GIB:.1f}"

@@ -109,6 +109,7 @@ class Exported:
             leads: others gather with the leader, and keep nothing.
         """
         self._model, self._plain, self._leads = model, plain, leads
+        self._keeps = leads
         self._held: tuple[Unit, torch.dtype | None, dict[str, Tensor]] | None = None
         self.weights: dict[str, LazyTensor] = {}
         for unit in names.units:
@@ -118,6 +119,12 @@ class Exported:
                 layout = replace(source.layout, name=name, shape=shape)
                 make = source.make if unit.renames else partial(self._make, unit, name)
                 self.weights[name] = LazyTensor(layout=layout, make=make, exact=exact)
+
+    def keep(self, kept: bool) -> None:
+        """Says whether this worker has a use for what it gathers; as it began, the leader has."""
+        if (kept := kept or self._leads) != self._keeps:
+            self.forget()
+            self._keeps = kept
 
     def forget(self) -> None:
         """Drops what was made of weights that are about to change."""
@@ -137,7 +144,7 @@ class Exported:
         tensors: dict[str, Tensor] = {}
         for name in unit.names:
             whole = self._plain[name].make(dtype)
-            tensors[name] = whole if self._leads else whole.to("meta")
+            tensors[name] = whole if self._keeps else whole.to("meta")
         return reverted(self._model, unit, tensors)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from distill.objective.rows import RowOutline
 from distill.outlines import RowPlace, TrajectorySource
 from distill.pace import Progress
 from distill.types import FloatArray
+from distill.weights.lending import LenderPlace, LentBucket
 from distill.weights.model_weights import Weights, joined, save_weights, total_bytes
 from distill.weights.tensors import TensorLayout
 from learner.canaries import CopyAnswer, CopyQuestion
@@ -45,6 +47,7 @@ from learner.rollout_share import Shares
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
 from learner.worker import (
     LearnerWorker,
+    LentPortion,
     LossFunction,
     MicroBatch,
     PassShare,
@@ -101,6 +104,7 @@ class Learner:
             membership: the leader's; None: there are no other workers.
         """
         self._group = WorkerGroup(membership, resolve_device(config.device))
+        self._ordering = threading.RLock()
         self._worker = LearnerWorker(config, losses, self._group)
         self._token_budget = self._worker.passes.token_budget
         self._dump_dir = Path(dump_dir)
@@ -274,9 +278,13 @@ class Learner:
         return losses.index(loss)
 
     def on_each(self, method: str, arguments: Sequence[Any]) -> list[Any]:
-        """Every worker's answer to the order, by rank; each has an argument of its own."""
-        self._group.send([Order(method, argument) for argument in arguments])
-        return self._group.collect(self._worker.carry_out(method, arguments[0]))
+        """Every worker's answer to the order, by rank; each has an argument of its own.
+
+        One order at a time: transports of one push gather in threads of their own.
+        """
+        with self._ordering:
+            self._group.send([Order(method, argument) for argument in arguments])
+            return self._group.collect(self._worker.carry_out(method, arguments[0]))
 
     def on_all(self, method: str, argument: Any = None) -> list[Any]:
         """The same, all with one argument."""
@@ -320,6 +328,10 @@ class Learner:
         Rounded to `dtype` if one is given, but for what is kept in float32 (`learner.export`).
         """
         return _LearnerWeights(self, dtype)
+
+    def lender_places(self) -> list[LenderPlace]:
+        """Where each worker's memory is, by rank, for engines that read weights there."""
+        return self.on_all("lender_place")
 
     @property
     def own_teacher(self) -> ShadowRule | None:
@@ -492,7 +504,10 @@ def _summed(shares: Sequence[PassShare]) -> dict[str, float]:
 
 
 class _LearnerWeights:
-    """The `Weights` of a learner: gathered from its workers, portion by portion."""
+    """The `Weights` of a learner: gathered from its workers, portion by portion.
+
+    They are `Lends`, too: each worker can lend what it has gathered.
+    """
 
     def __init__(self, learner: Learner, dtype: torch.dtype | None) -> None:
         self._learner, self._dtype = learner, dtype
@@ -504,3 +519,9 @@ class _LearnerWeights:
 
     def first_non_finite(self) -> str | None:
         return next(filter(None, self._learner.on_all("first_non_finite")), None)
+
+    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
+        return self._learner.on_all("lend", LentPortion(names, self._dtype, readers))
+
+    def take_back(self) -> None:
+        self._learner.on_all("take_back")

@@ -17,8 +17,16 @@ import torch
 
 from distill.errors import ConfigError
 from distill.gpu import CONTEXT_BYTES, gib, gpu_bytes
-from distill.models.loading import load_config, tensor_shapes, vocab_size, weight_files
+from distill.models.loading import (
+    load_config,
+    tensor_layouts,
+    tensor_shapes,
+    vocab_size,
+    weight_files,
+)
 from distill.models.logprobs import positions_per_chunk
+from distill.weights.model_weights import plan_buckets
+from distill.weights.shared_memory import block_bytes
 from learner.config import TOKEN_BUDGET, Precision
 
 
@@ -70,6 +78,15 @@ def estimate_memory(model: str, holding: Holding = TRAINED) -> MemoryEstimate | 
         return None
     parameters = sum(map(prod, tensor_shapes(model).values()))
     return MemoryEstimate(parameters=parameters, holding=holding)
+
+
+def largest_bucket(model: str, dtype: torch.dtype, bucket_bytes: int) -> int:
+    """Bytes of the largest bucket of a push in this precision; where no file says what there is,
+    of a bucket that is full."""
+    if not weight_files(model):
+        return bucket_bytes
+    layouts = [layout.rounded_to(dtype) for layout in tensor_layouts(model).values()]
+    return max(map(block_bytes, plan_buckets(layouts, bucket_bytes)))
 
 
 def check_fits(

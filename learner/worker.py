@@ -30,6 +30,7 @@ from distill.objective.metrics import TokenTable
 from distill.outlines import RowPlace, TrajectorySource
 from distill.pace import Progress
 from distill.types import FloatArray
+from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
 from learner.config import TOKEN_BUDGET, LearnerConfig, ShadowRule
@@ -154,6 +155,17 @@ class Portion(NamedTuple):
     dtype: torch.dtype | None
 
 
+class LentPortion(NamedTuple):
+    """Order to gather some of the weights, as `Portion` does, into a bucket for other processes.
+
+    `readers` is how many each worker has, by rank.
+    """
+
+    names: Sequence[str]
+    dtype: torch.dtype | None
+    readers: Sequence[int]
+
+
 class LearnerWorker:
     """A share of a model and its optimizer. Weights, gradients and moments are fp32.
 
@@ -225,6 +237,7 @@ class LearnerWorker:
         )
         self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
         self.weights = self._exported.weights
+        self._lender = BucketLender(self.device)
 
     def _plan_passes(self, share: float) -> PassPlan:
         """Plan of the passes for the memory that the model leaves; alike on all workers."""
@@ -528,6 +541,31 @@ class LearnerWorker:
         """Gathers these weights whole; on the leader only, for they do not travel as an answer."""
         made = {name: self.weights[name].in_precision(portion.dtype) for name in portion.names}
         return made if self._group.rank == 0 else {}
+
+    def lender_place(self, _: None) -> LenderPlace:
+        """Where what it lends is."""
+        return LenderPlace.own(self.device)
+
+    def lend(self, portion: LentPortion) -> list[LentBucket]:
+        """Gathers these weights into a bucket of its own: a handle for each of its readers.
+
+        A worker without readers gathers with the others, and keeps nothing.
+        """
+        readers = portion.readers[self._group.rank]
+        self._exported.keep(bool(readers))
+        lazy = [self.weights[name] for name in portion.names]
+        made = ((weight.layout.name, weight.in_precision(portion.dtype)) for weight in lazy)
+        if readers:
+            layouts = [weight.layout_in(portion.dtype) for weight in lazy]
+            return self._lender.lend(layouts, made, readers)
+        for _ in made:
+            pass
+        return []
+
+    def take_back(self, _: None) -> None:
+        """Gives back the memory of the bucket that it has lent."""
+        self._exported.keep(False)
+        self._lender.take_back()
 
     def carried_over(self) -> StoredWeights:
         """What the first checkpoint has besides; the leader reads it."""

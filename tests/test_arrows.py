@@ -28,7 +28,7 @@ ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
         "stops",
-        "delivery", "tokenizer", "weights", "engine", "sandbox", "chat", "text", "models",
+        "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat", "text", "models",
         "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
     "actors": [

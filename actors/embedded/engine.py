@@ -33,6 +33,7 @@ from distill.engine import (
     CollectiveBroadcast,
     EngineInfo,
     GenerateRequest,
+    LentWeights,
     Sample,
     Score,
     ScoreRequest,
@@ -217,10 +218,10 @@ class EmbeddedEngine:
 
         Raises:
             EngineError: names the first tensor that is unknown, missing or of another shape; or
-                the weights come by a group, which this engine does not join.
+                the weights come by a group or are lent, neither of which is for this engine.
         """
         self._check_health()
-        if isinstance(weights, CollectiveBroadcast):
+        if isinstance(weights, CollectiveBroadcast | LentWeights):
             raise _no_group()
         if isinstance(weights, CheckpointDirectory):
             weights = await asyncio.to_thread(_read_checkpoint, weights.path)
@@ -435,8 +436,8 @@ class EmbeddedEngine:
 
 def _no_group() -> EngineError:
     return EngineError(
-        "the embedded engine joins no weight group: push with weights=object_store or "
-        "weights=disk, or use engine=sglang"
+        "the embedded engine joins no weight group and opens no bucket that is lent: push with "
+        "weights=object_store or weights=disk, or use engine=sglang"
     )
 
 

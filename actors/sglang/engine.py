@@ -69,6 +69,7 @@ from distill.sampling import UNSCALED
 from distill.stops import StopTokens, hits
 from distill.tokenizer import PROBE_CHAT, PROBE_TEXTS, TokenizerProbe
 from distill.types import FloatArray, TopLogprobs
+from distill.weights.lending import LentBucket
 from distill.weights.tensors import TensorLayout
 
 logger = logging.getLogger(__name__)
@@ -355,11 +356,25 @@ class SglangEngine:
         await self._ready()
         await self._session().sleep()
 
-    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
-        """Ranks of a weight group that this engine takes: its tensor parallelism.
+    async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
+        """A bucket of `LentWeights` that are loading, a handle for each rank; returns when nobody
+        reads it any more.
 
         Raises:
-            EngineError: these tensors are not the model's; no group is to be formed.
+            EngineError: it was not loaded.
+        """
+        await self._ready()
+        await self._session().load_bucket(push, number, handles)
+
+    async def end_push(self, push: str, why: str) -> None:
+        """Says that no more buckets of that push will come."""
+        self._session().end_push(push, why)
+
+    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
+        """Ranks that tensors of this layout will go to, by a group or lent: tensor parallelism.
+
+        Raises:
+            EngineError: these tensors are not the model's.
         """
         await self._ready()
         return await self._session().ranks(layout)

@@ -126,6 +126,7 @@ class HostedSglangEngine(SglangEngine):
                 in_flight,
                 partial(pushed_shapes, model_path),
                 bucket_bytes=push_bucket_bytes,
+                handle_key=server.handle_key,
             ),
             seeded="--enable-deterministic-inference" in parse_flags(flags),
             mixture=mixture,

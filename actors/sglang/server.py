@@ -76,6 +76,7 @@ class SglangServer:
         self._ready_path, self._port_attempts = ready_path, port_attempts
         self.api_key = secrets.token_urlsafe(24)
         self.admin_api_key = secrets.token_urlsafe(24)
+        self.handle_key = secrets.token_bytes(32)  # of its processes, for memory that is lent them
         self._log_path = log_path
         self._log = _open_log(log_path)
         self._process = self._spawn()
@@ -106,7 +107,12 @@ class SglangServer:
             stderr=subprocess.STDOUT,
             env={**os.environ, **self._environment, "PYTHONPATH": python_path()},
         )
-        order = {"flags": flags, "api_key": self.api_key, "admin_api_key": self.admin_api_key}
+        order = {
+            "flags": flags,
+            "api_key": self.api_key,
+            "admin_api_key": self.admin_api_key,
+            "handle_key": self.handle_key.hex(),
+        }
         assert process.stdin is not None
         process.stdin.write(json.dumps(order).encode() + b"\n")
         process.stdin.flush()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
@@ -24,8 +24,15 @@ logger = logging.getLogger(__name__)
 # SGLang's word for a broadcast that broke off before anything was written.
 NOT_RECEIVED = "Failed to receive weights"
 
-# Sends the server an administrative request; raises EngineError if it refuses.
-Order = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+
+class Order(Protocol):
+    """Sends the server an administrative request; raises EngineError if it refuses."""
+
+    def __call__(
+        self, path: str, body: Mapping[str, Any], /, *, allowance_s: float = 0
+    ) -> Awaitable[Any]:
+        """`allowance_s` lengthens the deadline, for its bytes."""
+        ...
 
 
 class ServerGroup:

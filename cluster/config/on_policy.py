@@ -532,7 +532,10 @@ class RolloutConfig(
         engine = chz.replace(engine, routed_experts=self.replays_routing())
         if not self.engines_sleep_on(device):
             return engine
-        beside = self._learner_resting() if device.startswith("cuda") else 0
+        beside = 0
+        if device.startswith("cuda"):
+            lent = self.lent_bytes(device) if self.lends_weights(device) else 0
+            beside = self._learner_resting() + lent
         return chz.replace(engine, sleeps=True, gpu_share=1.0, gpu_beside=beside)
 
     def evaluation_engine(
@@ -562,6 +565,24 @@ class RolloutConfig(
             return self.engines_sleep
         shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
         return shares and choose_engine(self.engine) == "sglang"
+
+    def lends_weights(self, device: str) -> bool:
+        """True if policy engines will read weights in the memory of the learner's workers, as far
+        as settings tell: where each shares a worker's GPU."""
+        if self.weights != "auto":
+            return self.weights == "ipc"
+        shares = self.colocate and self.gpus_per_actor < 1 and device.startswith("cuda")
+        beside_workers = self.policy_engines <= self.learner_workers
+        return shares and beside_workers and choose_engine(self.engine) == "sglang"
+
+    def lent_bytes(self, device: str) -> int:
+        """Bytes of the largest bucket that a push lends: what it takes of a GPU meanwhile."""
+        import torch  # which settings do without
+
+        from learner.memory import largest_bucket
+
+        dtype = getattr(torch, choose_dtype(self.dtype, device))
+        return largest_bucket(self.student, dtype, self.push_bucket_bytes)
 
     def pushes_overlap(self, device: str) -> bool:
         """True if a push by a copy may go on beside the learner's next step.

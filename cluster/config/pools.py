@@ -12,14 +12,31 @@ from distill.errors import ConfigError
 from distill.settings import MAY_CHANGE, Section
 
 OnBadTeacher = Literal["rewind", "stop"]
-WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group"]
+WeightsChoice = Literal["auto", "shared_memory", "object_store", "disk", "group", "ipc"]
 
 # Why what changed would not help there.
 _WHOLE = {
     "shared_memory": "no network lies between the learner and engines on its node",
     "group": "the ranks of a group take whole tensors",
+    "ipc": "engines read whole tensors on the learner's own GPUs",
     "disk": "engines read whole checkpoints from it",
 }
+
+
+# Why the embedded engine, which is no server, takes no weights so.
+_SERVED = {
+    "group": "joins no weight group",
+    "ipc": "opens no memory that is lent",
+}
+
+
+def check_served(weights: WeightsChoice, served: bool) -> None:
+    """Raises ConfigError for a way that leads to SGLang servers, and engines that are none."""
+    if weights in _SERVED and not served:
+        raise ConfigError(
+            f"weights={weights} needs engine=sglang: the embedded engine {_SERVED[weights]}; use "
+            "weights=auto"
+        )
 
 
 @chz.chz
@@ -37,8 +54,9 @@ class PolicySettings(EngineChoices, ServerSettings):
         default="auto",
         doc="how new weights reach the policy engines. shared_memory: engines on the learner's "
         "node; group: SGLang engines on other nodes or GPUs, by torch.distributed (NCCL or gloo); "
-        "object_store: any engine anywhere, by Ray; disk: a directory in out/ that every node "
-        "shares; auto: each engine by its place",
+        "ipc: SGLang engines on the learner workers' own GPUs (or CPUs), which open a bucket at a "
+        "time there; object_store: any engine anywhere, by Ray; disk: a directory in out/ that "
+        "every node shares; auto: each engine by its place",
         metadata=MAY_CHANGE,
     )
     weights_delta: bool = chz.field(
@@ -79,7 +97,7 @@ class PolicySettings(EngineChoices, ServerSettings):
         check_hosted("policy_server_flags", self.policy_server_flags)
         check_pushed("policy_server_flags", self.policy_server_flags)
         nodes = parallelism(self.policy_server_flags).nodes
-        by_memory = self.weights_delta or self.weights in ("shared_memory", "object_store")
+        by_memory = self.weights_delta or self.weights in ("shared_memory", "object_store", "ipc")
         if nodes > 1 and by_memory:
             how = "weights_delta=True" if self.weights_delta else f"weights={self.weights}"
             raise ConfigError(
@@ -91,12 +109,7 @@ class PolicySettings(EngineChoices, ServerSettings):
             raise ConfigError(f"probe_every={self.probe_every} must not be negative")
         if self.prove_every is not None and self.prove_every < 0:
             raise ConfigError(f"prove_every={self.prove_every} must not be negative")
-        if self.weights == "group" and choose_engine(self.engine) == "embedded":
-            raise ConfigError(
-                "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
-                "weights=auto"
-            )
-
+        check_served(self.weights, choose_engine(self.engine) == "sglang")
         if self.weights_delta and self.weights not in ("auto", "object_store"):
             raise ConfigError(
                 f"weights_delta=True with weights={self.weights} changes nothing: "

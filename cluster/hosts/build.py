@@ -24,6 +24,7 @@ from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
+from actors.sglang.parallelism import parallelism
 from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
@@ -396,6 +397,7 @@ class RolloutCast:
             timeout_s=config.deadline_s,
             nodes=config.policy_engine(config.student, device, "").nodes,
             teacher_nodes=config.teacher_nodes,
+            gpus=parallelism(config.policy_server_flags).gpus_a_node,
         )
         learner_config = config.policy_learner(device, resume_from, self._inputs.stops)
         if device.startswith("cuda") and config.engines_sleep_on(device):

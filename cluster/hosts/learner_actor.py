@@ -237,7 +237,16 @@ def publisher_to(
 ) -> Publisher:
     """The publisher of a run with engines; `overlaps`: pushes may go on beside the next step."""
     goes_on = queue.push if overlaps else None
-    return Publisher(policies, queue, push, learner.logprobs, goes_on, learner.progress, teachers)
+    return Publisher(
+        policies,
+        queue,
+        push,
+        learner.logprobs,
+        goes_on,
+        learner.progress,
+        teachers,
+        learner.lender_places(),
+    )
 
 
 def publish_nowhere(_learner: Learner) -> Publish:

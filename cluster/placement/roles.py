@@ -13,12 +13,12 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.supervised import DpoConfig, SupervisedConfig
 from cluster.placement.connect import starts_here
 from cluster.placement.gpu_plan import GpuPlan, trained_model
+from cluster.placement.push_plan import describe_push, require_lenders
 from cluster.placement.resource_plan import (
     Layout,
     RolePlan,
     engine_memory,
     learner_memory,
-    push_line,
     render,
 )
 from cluster.placement.resources import ResourceDemand
@@ -151,6 +151,8 @@ def resolve_device(config: CommonConfig) -> str:
                 )
         return "cpu"
     _require_gpus_of_their_own(config)
+    if isinstance(config, RolloutConfig):
+        require_lenders(config)
     return "cuda"
 
 
@@ -209,6 +211,8 @@ def describe_layout(config: CommonConfig) -> str:
     if (config.local or starts_here()) and config.gpu_memory_gib is None:
         _require_gpu(config, torch.cuda.device_count(), "this machine")
     device = device_here(config.device)
+    if isinstance(config, RolloutConfig) and device.startswith("cuda"):
+        require_lenders(config)
     largest = {role: bounds[1] for role, bounds in _bounds_of(config).items()}
     plans = []
     for role in placed_roles(config, device):
@@ -227,10 +231,7 @@ def describe_layout(config: CommonConfig) -> str:
         )
     push = ""
     if isinstance(config, RolloutConfig) and config.rollouts is None and config.train:
-        dtype = choose_dtype(config.dtype, device)
-        push = push_line(
-            estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
-        )
+        push = describe_push(config, device)
     plan = render(
         Layout(roles=plans, strategy=config.placement, colocate=colocated(config), push=push)
     )

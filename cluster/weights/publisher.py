@@ -53,6 +53,7 @@ from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
 from distill.pace import Progress
 from distill.types import FloatArray
+from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import BUCKET_BYTES, Weights, total_bytes
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class PushSettings:
     deltas: bool = False
     nodes: int = 1
     teacher_nodes: int = 1
+    gpus: int | None = None
 
 
 class Publisher:
@@ -111,6 +113,7 @@ class Publisher:
         goes_on: Callable[[int, TrainedGroups], None] | None = None,
         progress: Progress | None = None,
         teachers: Mapping[str, Any] = MappingProxyType({}),
+        lenders: Sequence[LenderPlace] = (),
     ) -> None:
         """
         Args:
@@ -119,10 +122,11 @@ class Publisher:
             goes_on: told of each push that goes on beside the next step; None: none does.
             progress: the learner's, who gets on while a push waits: that has its own deadlines.
             teachers: engines of the teacher that follows the policy, as `engines`.
+            lenders: the learner's workers, by rank; none given: this process alone.
         """
         self._engines, self._teachers = dict(engines), dict(teachers)
         self._credit = credit
-        self._settings = settings
+        self._settings, self._lenders = settings, lenders
         self._deltas = DeltaSender() if settings.deltas else None
         self._learner_logprobs, self._goes_on = learner_logprobs, goes_on
         self._transports: list[Transport] | None = None
@@ -500,15 +504,20 @@ class Publisher:
             bucket_bytes=settings.bucket_bytes,
             deltas=self._deltas,
             nodes=settings.nodes,
+            gpus=settings.gpus,
+            lenders=self._lenders or [LenderPlace.own(settings.device)],
         )
 
     def _choose_for_teachers(self, engines: Mapping[str, Any]) -> list[Transport]:
-        """Whole weights, and files apart from the policy's, whose version may be the same."""
+        """Whole weights, and files apart from the policy's, whose version may be the same.
+
+        Nothing is lent them: a worker has one bucket, which is the policy's.
+        """
         settings = self._settings
         if not engines:
             return []
         return choose_transports(
-            settings.choice,
+            "auto" if settings.choice == "ipc" else settings.choice,
             engines,
             served=settings.served,
             device=settings.device,

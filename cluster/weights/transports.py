@@ -7,13 +7,16 @@ object_store   any node: `ray.put` once, and Ray brings it to each node once; of
 disk           any node that shares out/: a checkpoint directory, which late joiners can read
 group          other nodes, other GPUs: a torch.distributed group with SGLang's ranks
                (cluster/weights/collective.py)
+ipc            the same GPUs, or the same machine: buckets that SGLang's ranks open by handles
+               (cluster/weights/ipc.py)
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,19 @@ from typing import Any
 import ray
 import torch
 
-from cluster.config.pools import WeightsChoice
+from cluster.config.pools import WeightsChoice, check_served
 from cluster.weights.collective import CollectiveTransport, own_address
 from cluster.weights.delta import DeltaSender, DeltaTransport
 from cluster.weights.gather import values
+from cluster.weights.ipc import IpcTransport
 from cluster.weights.transport import Transport
 from cluster.weights.ways import Place, plan_ways
 from distill.engine import CheckpointDirectory
-from distill.errors import ConfigError, EngineError, NonFiniteError
+from distill.errors import EngineError, NonFiniteError
+from distill.gpu import visible_gpus
 from distill.models.loading import load_config
 from distill.nccl import nccl_settings
+from distill.weights.lending import LenderPlace
 from distill.weights.model_weights import BUCKET_BYTES, Weights, gather_all, save_weights
 from distill.weights.shared_memory import SharedBlock
 from distill.weights.tensors import PackedTensors
@@ -137,6 +143,8 @@ def choose_transports(
     bucket_bytes: int = BUCKET_BYTES,
     deltas: DeltaSender | None = None,
     nodes: int = 1,
+    gpus: int | None = None,
+    lenders: Sequence[LenderPlace] = (),
 ) -> list[Transport]:
     """Transports that reach all engines; with auto, each by its place (`plan_ways`).
 
@@ -148,6 +156,8 @@ def choose_transports(
         model: the checkpoint that is trained.
         deltas: sends what changed, in place of all, by the object store.
         nodes: over which each engine's server is spread.
+        gpus: on which it computes, of those that its process sees; None: on all of them.
+        lenders: the learner's workers, by rank; none given: nothing is lent.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
@@ -157,21 +167,19 @@ def choose_transports(
         return [DiskTransport(engines, directory, model)]
     if choice == "object_store":
         return [_by_store(engines, deltas)]
-    if choice == "group" and not served:
-        raise ConfigError(
-            "weights=group needs engine=sglang: the embedded engine joins no weight group; use "
-            "weights=auto"
-        )
+    check_served(choice, served)
     asked = {name: engine.__ray_call__.remote(_place) for name, engine in engines.items()}
     places = {
-        name: replace(place, nodes=nodes)
+        name: replace(place, nodes=nodes, gpus=place.gpus[:gpus])
         for name, place in values(asked, "asking the engines for their places", timeout_s).items()
     }
     on_cuda = device.startswith("cuda")
     learner = _place(None) if on_cuda else replace(_place(None), gpus=())
     learner = replace(learner, gpus=learner.gpus[:1])
     transports: list[Transport] = []
-    ways = plan_ways(choice, learner, places, served=served, deltas=deltas is not None)
+    ways = plan_ways(
+        choice, learner, places, served=served, deltas=deltas is not None, lenders=lenders
+    )
     if deltas is not None and "object_store" not in ways:
         logger.warning(
             "weights_delta=True changes nothing for %s: from the learner's own node they get whole "
@@ -184,6 +192,13 @@ def choose_transports(
             transports.append(SharedMemoryTransport(chosen))
         elif way == "object_store":
             transports.append(_by_store(chosen, deltas))
+        elif way == "ipc":
+            transports.append(
+                IpcTransport(
+                    chosen, {name: places[name] for name in names}, lenders, device=device,
+                    timeout_s=timeout_s, bucket_bytes=bucket_bytes,
+                )
+            )  # fmt: skip
         else:
             everyone_is_here = all(places[name].beside(learner) for name in names)
             transports.append(
@@ -204,8 +219,10 @@ def _by_store(engines: Mapping[str, Any], deltas: DeltaSender | None) -> Transpo
 
 def _place(_actor: object) -> Place:
     """The place of the process that this is called in."""
+    node, host = "this process", os.uname().nodename
     if not ray.is_initialized():  # engines and learner see the same GPUs, and may share them all
-        visible = tuple(str(i) for i in range(torch.cuda.device_count()))
-        return Place(node="this process", gpus=visible, nccl=nccl_settings())
-    node, gpus = ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
-    return Place(node=node, gpus=tuple(map(str, gpus)), nccl=nccl_settings())
+        gpus = visible_gpus()[: torch.cuda.device_count()]
+    else:
+        node = ray.get_runtime_context().get_node_id()
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    return Place(node=node, host=host, gpus=tuple(gpus), nccl=nccl_settings())

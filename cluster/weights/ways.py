@@ -3,12 +3,13 @@
     learner and engine                          auto               why
     one node, on CPUs                           shared_memory      the shortest pause
     one node, each with GPUs of its own         group (NCCL)       from GPU to GPU
-    one node, sharing a GPU                     shared_memory      NCCL takes a GPU once in a group
+    on the GPUs of the learner's workers        ipc                a bucket on that GPU, and no copy
+    one node, sharing some of the GPUs          shared_memory      NCCL takes a GPU once in a group
     different nodes                             group              no full copy anywhere
     an engine over several nodes                group              each rank is sent its own
 
-The embedded engine joins no group: on the learner's node it reads shared memory, elsewhere Ray's
-object store.
+The embedded engine joins no group and opens no handles: on the learner's node it reads shared
+memory, elsewhere Ray's object store.
 
 With `deltas` what engines on other nodes get is what changed, by the object store: a group's
 ranks take whole tensors.
@@ -22,8 +23,9 @@ from typing import Literal
 
 from cluster.config.pools import WeightsChoice
 from distill.errors import ConfigError
+from distill.weights.lending import LenderPlace
 
-Way = Literal["shared_memory", "object_store", "disk", "group"]
+Way = Literal["shared_memory", "object_store", "disk", "group", "ipc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Place:
 
     Attributes:
         node: id of its node.
+        host: name of its machine.
         gpus: ids of its GPUs on that node, none on a CPU. Of the learner those of rank 0, which
             sends.
         nccl: its process's settings of NCCL (`distill.nccl`).
@@ -39,6 +42,7 @@ class Place:
     """
 
     node: str
+    host: str = ""
     gpus: tuple[str, ...] = ()
     nccl: Mapping[str, str]
     nodes: int = 1
@@ -58,19 +62,25 @@ def plan_ways(
     *,
     served: bool,
     deltas: bool = False,
+    lenders: Sequence[LenderPlace] = (),
 ) -> dict[Way, list[str]]:
     """The names of the engines of each way; ways without engines are left out.
 
     Args:
         served: the engines are SGLang servers, which can join a group.
         deltas: on other nodes they are to be sent what changed.
+        lenders: the learner's workers, by rank.
 
     Raises:
         ConfigError: a choice that cannot reach these engines.
     """
     ways: dict[Way, list[str]] = {}
     for name, place in engines.items():
-        ways.setdefault(_way(choice, learner, place, served, deltas), []).append(name)
+        if choice == "ipc":
+            lenders_of(name, place, max(1, len(place.gpus)), lenders)
+        shares = served and bool(place.gpus) and _is_lent(place, lenders)
+        way = _way(choice, learner, place, served, deltas)
+        ways.setdefault("ipc" if choice == "auto" and shares else way, []).append(name)
     if choice == "shared_memory" and (others := _elsewhere(learner, engines)):
         raise ConfigError(
             f"weights=shared_memory, but {', '.join(others)} and the learner are on different "
@@ -95,6 +105,50 @@ def _way(choice: WeightsChoice, learner: Place, engine: Place, served: bool, del
     if served and learner.gpus and engine.gpus and not learner.shares_gpu(engine):
         return "group"
     return "shared_memory"
+
+
+def lenders_of(name: str, engine: Place, ranks: int, lenders: Sequence[LenderPlace]) -> list[int]:
+    """The learner's worker, by rank, that lends to each rank of the engine of this name.
+
+    Each rank reads on its own GPU; ranks on CPUs read of the workers of their machine in turn.
+
+    Raises:
+        ConfigError: there is none for one of them.
+    """
+    here = {worker.gpu: i for i, worker in enumerate(lenders) if worker.host == engine.host}
+    if engine.nodes > 1 or not here:
+        raise _not_lent(name, "and the learner are on different nodes")
+    if not engine.gpus:
+        on_cpu = [
+            i
+            for i, worker in enumerate(lenders)
+            if worker == LenderPlace(host=engine.host, gpu=None)
+        ]
+        if not on_cpu:
+            raise _not_lent(name, "is on a CPU, and the learner on GPUs")
+        return [on_cpu[rank % len(on_cpu)] for rank in range(ranks)]
+    if ranks > len(engine.gpus):
+        raise _not_lent(name, f"has {ranks} ranks on {len(engine.gpus)} GPUs")
+    for gpu in engine.gpus[:ranks]:
+        if gpu not in here:
+            raise _not_lent(name, f"computes on GPU {gpu}, where no learner worker is")
+    return [here[gpu] for gpu in engine.gpus[:ranks]]
+
+
+def _is_lent(engine: Place, lenders: Sequence[LenderPlace]) -> bool:
+    """True if each of the engine's GPUs is that of a learner's worker."""
+    try:
+        lenders_of("", engine, len(engine.gpus), lenders)
+    except ConfigError:
+        return False
+    return True
+
+
+def _not_lent(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"weights=ipc, but {name} {why}: it reads weights where a worker of the learner has them. "
+        "Use weights=auto, or place them together (colocate=True gpus_per_actor=0.5)"
+    )
 
 
 def _elsewhere(learner: Place, engines: Mapping[str, Place]) -> list[str]:

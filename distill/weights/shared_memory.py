@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import psutil
 import torch
@@ -64,11 +65,11 @@ class SharedTensors:
             before = self.offset % mmap.ALLOCATIONGRANULARITY  # a mapping begins with a page
             block = mmap.mmap(
                 descriptor,
-                before + _total(self.layouts),
+                before + block_bytes(self.layouts),
                 access=mmap.ACCESS_COPY,
                 offset=self.offset - before,
             )
-        return _views(torch.frombuffer(block, dtype=torch.uint8)[before:], self.layouts)
+        return views_of(torch.frombuffer(block, dtype=torch.uint8)[before:], self.layouts)
 
     def portions(self, bucket_bytes: int) -> list[SharedTensors]:
         """The same tensors as handles on a bucket each (`plan_buckets`), in order."""
@@ -79,13 +80,17 @@ class SharedTensors:
         return made
 
     @contextmanager
-    def held(self) -> Iterator[SharedTensors]:
+    def held(self, *, writable: bool = False) -> Iterator[SharedTensors]:
         """The same by this process: good in the context though the writer ends; raises as unpack.
 
         Its path is this process's own, for other processes to open.
+
+        Args:
+            writable: for those that map memory only so (torch does).
         """
+        mode = os.O_RDWR if writable else os.O_RDONLY
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.path, mode | os.O_CLOEXEC)
         except OSError as error:
             raise _gone(str(error)) from error
         try:
@@ -109,18 +114,23 @@ class SharedBlock:
         Raises:
             EngineError: there is no room for them in memory.
         """
-        self.reserve(weights.layouts)
+        buckets = plan_buckets(weights.layouts, COPY_BYTES)
+        gathered = (weights.gather(names_of(bucket)) for bucket in buckets)
+        self.fill(weights.layouts, (named for bucket in gathered for named in bucket.items()))
+
+    def fill(self, layouts: Sequence[TensorLayout], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies tensors of these layouts in, one after the other. Raises as `write`."""
+        self.reserve(layouts)
         views = self._views()
-        for bucket in plan_buckets(self.layouts, COPY_BYTES):
-            for name, tensor in weights.gather(names_of(bucket)).items():
-                views[name].copy_(tensor)
+        for name, tensor in tensors:
+            views[name].copy_(tensor)
 
     def reserve(self, layouts: Sequence[TensorLayout]) -> None:
         """Makes room for such tensors; of what values, nobody knows yet. Raises as `write`."""
         self.layouts = tuple(layouts)
-        if self._file is None or len(self._file.bytes) < _total(layouts):
+        if self._file is None or len(self._file.bytes) < block_bytes(layouts):
             self._file = None
-            self._file = _Memory(_total(layouts))
+            self._file = _Memory(block_bytes(layouts))
 
     def rewrite(self, weights: Weights) -> Iterator[tuple[Bits, Bits]]:
         """Writes weights of the same layouts. Yields each piece's values before and after.
@@ -144,7 +154,7 @@ class SharedBlock:
 
     def _views(self) -> dict[str, Tensor]:
         assert self._file is not None, "nothing was written yet"
-        return _views(self._file.bytes, self.layouts)
+        return views_of(self._file.bytes, self.layouts)
 
     def share(self) -> SharedTensors:
         """A reference to the last write; valid until the next one, or until this process ends."""
@@ -189,16 +199,22 @@ def _size(layout: TensorLayout) -> int:
     return -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _total(layouts: Sequence[TensorLayout]) -> int:
+def block_bytes(layouts: Sequence[TensorLayout]) -> int:
+    """Size of a block of these tensors."""
     return max(_ALIGNMENT, sum(map(_size, layouts)))  # no mapping is empty
 
 
-def _views(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
-    offset, views = 0, {}
-    for layout in layouts:
-        part = block[offset : offset + layout.nbytes]
+def starts_of(layouts: Sequence[TensorLayout]) -> list[int]:
+    """Where each of the tensors begins in a block, bytes."""
+    return list(accumulate(map(_size, layouts[:-1]), initial=0)) if layouts else []
+
+
+def views_of(block: Tensor, layouts: Sequence[TensorLayout]) -> dict[str, Tensor]:
+    """The tensors as they lie in a block of bytes."""
+    views = {}
+    for layout, start in zip(layouts, starts_of(layouts), strict=True):
+        part = block[start : start + layout.nbytes]
         views[layout.name] = part.view(layout.torch_dtype).view(layout.shape)
-        offset += _size(layout)
     return views
 
 

@@ -127,7 +127,7 @@ def test_a_server_beside_others_is_told_how_many_tokens_it_may_hold(
     started: list[list[str]] = []
 
     class Server:
-        url, api_key, admin_api_key, obituary = "", "", "", str
+        url, api_key, admin_api_key, handle_key, obituary = "", "", "", b"key", str
 
         def __init__(self, flags: list[str], **_: object) -> None:
             started.append(flags)

@@ -21,13 +21,20 @@ from actors.sglang.follower import SglangFollower
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from actors.sglang.nodes import LOOPBACK
-from distill.engine import CheckpointDirectory, GenerateRequest, ScoreRequest, WeightSource
+from distill.engine import (
+    CheckpointDirectory,
+    GenerateRequest,
+    LentWeights,
+    ScoreRequest,
+    WeightSource,
+)
 from distill.models.loading import load_causal_lm
 from distill.sampling import TrainSampling
 from distill.types import FloatArray
-from distill.weights.model_weights import HeldWeights, plan_buckets
+from distill.weights.lending import OwnWeights
+from distill.weights.model_weights import HeldWeights, names_of, plan_buckets
 from distill.weights.served_parameters import expected_digests, find_recipes
-from distill.weights.tensors import PackedTensors
+from distill.weights.tensors import PackedTensors, layout_digest
 from tests.tiny import VOCAB_SIZE, save_tokenizer, tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -136,8 +143,39 @@ def test_a_push_in_buckets_is_scored_at_t_and_proven(server: Served) -> None:
     )
 
 
+def test_each_rank_opens_a_bucket_that_is_lent_it(server: Served) -> None:
+    """By SGLang's own format; each rank of another worker's memory, as ranks on GPUs would."""
+    if server.follower is not None:
+        pytest.skip("what lies in this node's memory is for servers of one node")
+    first, second = (OwnWeights(server.weights(1), "cpu") for _ in range(2))
+    layout = server.weights(1).layouts
+    assert server.run(server.engine.weight_ranks(layout)) == 2
+    order = LentWeights(
+        push="p", layout=layout_digest(layout), bucket_bytes=BUCKET_BYTES, timeout_s=60
+    )
+    buckets = plan_buckets(layout, BUCKET_BYTES)
+
+    async def push() -> None:
+        loading = asyncio.create_task(server.engine.load_weights(order, 7))
+        for i, bucket in enumerate(buckets):
+            names = names_of(bucket)
+            handles = [first.lend(names, [1])[0][0], second.lend(names, [1])[0][0]]
+            await server.engine.load_bucket("p", i, handles)
+        await loading
+
+    server.push(0, 6)
+    served = server.run(server.engine.weight_checksums())
+    recipes = find_recipes(served, server.weights(0))
+    server.run(push())
+    expect(server, 1)
+    assert server.run(server.engine.weight_checksums()) == list(
+        expected_digests(recipes, server.weights(1), 2)
+    )
+    assert server.run(server.engine.info()).weight_version == 7
+
+
 def test_samples_have_their_own_log_probs(server: Served) -> None:
-    server.push(0, 2)
+    server.push(0, 8)
     request = GenerateRequest(
         prompt_tokens_T=TOKENS_T[:START],
         sampling=TrainSampling(temperature=0.7, max_new_tokens=12),
@@ -145,7 +183,7 @@ def test_samples_have_their_own_log_probs(server: Served) -> None:
         seed=0,
     )
     for sample in server.run(server.engine.generate(request)):
-        assert (sample.versions_T == 2).all()
+        assert (sample.versions_T == 8).all()
         ids = np.concatenate([TOKENS_T[:START], sample.tokens_T]).astype(np.int64)
         with torch.no_grad():
             logits = server.models[0](input_ids=torch.from_numpy(ids)[None]).logits[0].float()

@@ -103,7 +103,7 @@ def test_a_server_gets_whole_tensors_of_what_came_as_a_change(ranks: int) -> Non
         orders = len(server.orders)
         with pytest.raises(EngineError, match="no copy of"):
             await session.load(delta, 3)
-        assert len(server.orders) == orders and session._torn is None
+        assert len(server.orders) == orders and session._loads.torn is None
 
     against(server, push)
     for rank, part in enumerate(server.ranks):
@@ -135,7 +135,7 @@ def test_files_are_not_loaded_into_another_draft(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
-    monkeypatch.setattr("actors.sglang.weights.pushed_shapes", lambda _: shapes)
+    monkeypatch.setattr("actors.sglang.weight_loads.pushed_shapes", lambda _: shapes)
     server = WeightsServer(
         model(0.0), speculative_algorithm="EAGLE3", speculative_draft_model_path="other"
     )
@@ -164,7 +164,7 @@ def test_no_server_waits_in_a_broadcast_that_is_not_to_come(word: str | None) ->
             store.set(order.word_key(1), word)
         with pytest.raises(EngineError, match=r"learner.*goes on with the weights it had"):
             await loading
-        assert session._torn is None
+        assert session._loads.torn is None
 
     against(server, push)
     assert not server.bodies("/update_weights_from_distributed")
@@ -188,9 +188,9 @@ def test_a_bucket_that_is_refused_tears_the_weights(monkeypatch: pytest.MonkeyPa
     async def push(session: WeightSession) -> None:
         with pytest.raises(EngineError, match="parts of two versions"):
             await session.load(PackedTensors.pack(model(1.0)), 1)
-        assert session._torn is not None
+        assert session._loads.torn is not None
         await session.load(PackedTensors.pack(model(2.0)), 2)
-        assert session._torn is None
+        assert session._loads.torn is None
 
     against(server, push)
     expect(server, 2.0, "2")

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from actors.sglang.plugin.weight_loader import serialized_order
+from actors.sglang.weight_payloads import rank_payload
 from distill.engine import CollectiveBroadcast
+from distill.weights.lending import CudaMemory
 from distill.weights.model_weights import BUCKET_BYTES, plan_buckets
 from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import TensorLayout, layout_digest
@@ -88,6 +91,7 @@ class PushPlan:
         told_once: bytes that an engine is told when a group is formed.
         told_each: bytes of the order of each push by a group.
         told_memory: of the orders of a push by shared memory, of one rank.
+        told_ipc: of what one rank opens the buckets of a push by CUDA IPC with.
     """
 
     tensors: int
@@ -97,6 +101,7 @@ class PushPlan:
     told_once: int
     told_each: int
     told_memory: int
+    told_ipc: int
 
     def seconds(self, gbps: float) -> float:
         """What the wire takes at this rate, in Gb/s."""
@@ -120,7 +125,19 @@ def push_plan(tensors: Sequence[TensorLayout], bucket_bytes: int = BUCKET_BYTES)
         told_once=len(pickle.dumps(list(tensors))),
         told_each=len(pickle.dumps(order)),
         told_memory=sum(len(serialized_order(portion)) for portion in portions),
+        told_ipc=sum(len(_payload(bucket)) for bucket in buckets),
     )
+
+
+def _payload(bucket: Sequence[TensorLayout]) -> bytes:
+    """With handles of the lengths that CUDA and torch give them."""
+    memory = CudaMemory(
+        layouts=tuple(bucket), device=f"GPU-{'0' * 36}", handle=bytes(66), size=1 << 30, offset=0,
+        counter=b"/torch_12345_1234567890_12", counter_offset=100, event=bytes(64),
+        synchronises=True,
+    )  # fmt: skip
+    with ExitStack() as opened:
+        return rank_payload(opened, memory, b"")
 
 
 def rows() -> list[str]:
@@ -131,7 +148,8 @@ def rows() -> list[str]:
         made.append(
             f"| {shape.name} | {plan.tensors:,} | {plan.nbytes / 1e9:.1f} GB | {plan.calls} | "
             f"{plan.extra_bytes / 2**30:.2f} GiB | {_size(plan.told_once)} once, then "
-            f"{_size(plan.told_each)} | {_size(plan.told_memory)} | {plan.seconds(25):.1f} s | "
+            f"{_size(plan.told_each)} | {_size(plan.told_memory)} | "
+            f"{_size(plan.told_ipc)} | {plan.seconds(25):.1f} s | "
             f"{plan.seconds(400):.1f} s |"
         )
     return made

@@ -67,7 +67,11 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
     ]
     if sglang_installed():
         kinds.append(
-            ("SGLang", HostedSglangEngine, ["shared_memory", "object_store", "disk", "group"])
+            (
+                "SGLang",
+                HostedSglangEngine,
+                ["shared_memory", "object_store", "disk", "group", "ipc"],
+            )
         )
     pushes: dict[str, dict[str, float]] = {}
     with _ray(), _two_workers(str(directory / "model"), directory) as learner:
@@ -83,7 +87,7 @@ def measure_transports(scratch: Path) -> dict[str, Any]:
                 [transport] = choose_transports(
                     choice, {name: engine}, served=kind is HostedSglangEngine, device="cpu",
                     directory=str(directory / "weights"), model=str(directory / "model"),
-                    timeout_s=60,
+                    timeout_s=60, lenders=learner.lender_places(),
                 )  # fmt: skip
                 pushes[f"{name}, {choice}"] = _measure(transport, whole, sharded)
             ray.kill(engine)

@@ -102,8 +102,12 @@ def test_engines_that_sleep_leave_the_learner_the_gpu(eight: Opd) -> None:
     assert numbers(learner, "weights", "gradients", "moments") == [3.8, 3.8, 7.6]
     assert "in main memory but for their step" in learner and learner.endswith("of 78.0")
     assert numbers(policy, "weights") == [15.3] and policy.endswith("; 1.0 asleep")
-    # What the learner does not hold at rest: weights and a context.
-    assert " of 74.2" in policy
+    # What the learner does not hold at rest: weights, a context, and a bucket that it lends.
+    assert " of 73.0" in policy
+    assert "by CUDA IPC: 1.2 GiB more on each GPU meanwhile" in describe_layout(config)
+    by_memory = eight(weights="shared_memory")
+    assert " of 74.2" in line(by_memory, "policy")
+    assert describe_layout(by_memory).count("after each step: 122 GiB; by shared_memory") == 1
     tokens = int(re.search(r"\((\d+) tokens\)", policy)[1])  # pyright: ignore
     assert 300_000 < tokens < 400_000
     engine = config.policy_engine(config.student, "cuda", "")
@@ -123,7 +127,15 @@ def test_a_teacher_of_several_gpus_has_them_whole(eight: Opd) -> None:
     "changes, message",
     [
         ({"teacher_server_flags": ""}, r"teacher \(.*32b\) does not fit"),
-        ({"gpu_memory_gib": 24.0}, r"policy \(.*8b\) does not fit: of 19\.\d GiB"),
+        ({"gpu_memory_gib": 24.0}, r"policy \(.*8b\) does not fit: of 18\.\d GiB"),
+        (
+            {"weights": "ipc", "gpus_per_actor": 1.0},
+            "weights=ipc with gpus_per_actor=1: policy engines would have GPUs of their own",
+        ),
+        (
+            {"weights": "ipc", "engines_sleep": False, "policy_server_flags": "--tp-size 2"},
+            "weights=ipc with policy_server_flags=--tp-size 2: policy engines would have GPUs of",
+        ),
         (
             {"learner_workers": 1, "policy_engines": 1},
             "in the learner does not fit: .* 123.1 GiB of a GPU",

@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.weights.ways import Place, plan_ways
+from cluster.weights.ways import Place, lenders_of, plan_ways
 from distill.errors import ConfigError
 from distill.nccl import nccl_settings
+from distill.weights.lending import LenderPlace
 
 
 def place(node: str, *gpus: int, **nccl: str) -> Place:
-    return Place(node=node, gpus=tuple(map(str, gpus)), nccl=nccl_settings(nccl))
+    return Place(node=node, host=node, gpus=tuple(map(str, gpus)), nccl=nccl_settings(nccl))
+
+
+def worker(host: str, gpu: int | None = None) -> LenderPlace:
+    return LenderPlace(host=host, gpu=None if gpu is None else str(gpu))
 
 
 LEARNER = place("a", 0)
@@ -87,6 +92,71 @@ def test_a_group_that_would_hang_is_refused(engines: dict[str, Place], message: 
         plan_ways("group", LEARNER, engines, served=True)
     without_gpu = {name: place(e.node) for name, e in engines.items()}
     assert plan_ways("group", ON_CPU, without_gpu, served=True) == {"group": [*engines]}
+
+
+WORKERS = [worker("a", 0), worker("a", 1), worker("b", 0)]
+
+
+@pytest.mark.parametrize(
+    "engines, expected",
+    [
+        ([place("a", 0)], {"ipc": [0]}),
+        ([place("a", 0), place("a", 1), place("b", 0)], {"ipc": [0, 1, 2]}),  # other workers' too
+        ([place("a", 1, 0)], {"ipc": [0]}),  # two ranks, each on a worker's GPU
+        ([place("a", 0, 2)], {"shared_memory": [0]}),  # one of them is not
+        ([place("a", 2), place("b", 1)], {"group": [0, 1]}),
+        ([place("a", 1), place("a", 2)], {"ipc": [0], "group": [1]}),
+    ],
+)
+def test_on_the_gpus_of_learner_workers_servers_are_lent_weights(engines, expected) -> None:
+    named = {str(i): engine for i, engine in enumerate(engines)}
+    for deltas in (False, True):
+        found = plan_ways("auto", LEARNER, named, served=True, deltas=deltas, lenders=WORKERS)
+        made = {way: [int(n) for n in names] for way, names in found.items()}
+        assert made == expected or (deltas and made.pop("object_store"))
+    for way in plan_ways("auto", LEARNER, named, served=False, lenders=WORKERS):
+        assert way in ("shared_memory", "object_store")
+
+
+def test_on_cpus_shared_memory_stays_the_way_unless_asked() -> None:
+    lenders = [worker("a"), worker("a")]
+    assert plan_ways("auto", ON_CPU, {"e": ON_CPU}, served=True, lenders=lenders) == {
+        "shared_memory": ["e"]
+    }
+    assert plan_ways("ipc", ON_CPU, {"e": ON_CPU}, served=True, lenders=lenders) == {"ipc": ["e"]}
+
+
+@pytest.mark.parametrize(
+    "engine, ranks, lenders, expected",
+    [
+        (place("a", 1), 1, WORKERS, [1]),
+        (place("a", 1, 0), 2, WORKERS, [1, 0]),
+        (place("b", 0), 1, WORKERS, [2]),
+        (ON_CPU, 2, [worker("a")], [0, 0]),
+        (ON_CPU, 3, [worker("b"), worker("a"), worker("a")], [1, 2, 1]),
+    ],
+)
+def test_each_rank_reads_on_its_own_gpu(engine, ranks, lenders, expected) -> None:
+    assert lenders_of("e", engine, ranks, lenders) == expected
+
+
+@pytest.mark.parametrize(
+    "engine, ranks, lenders, message",
+    [
+        (place("c", 0), 1, WORKERS, "e and the learner are on different nodes"),
+        (replace(place("a", 0), nodes=2), 1, WORKERS, "e and the learner are on different nodes"),
+        (place("a", 5), 1, WORKERS, "e computes on GPU 5, where no learner worker is"),
+        (place("a", 0), 2, WORKERS, "e has 2 ranks on 1 GPUs"),
+        (place("a"), 1, WORKERS, "e is on a CPU, and the learner on GPUs"),
+        (place("a", 0), 1, [worker("a")], "e computes on GPU 0, where no learner worker is"),
+    ],
+)
+def test_engines_that_no_worker_can_lend_to_are_refused(engine, ranks, lenders, message) -> None:
+    with pytest.raises(ConfigError, match=f"weights=ipc, but {message}.* Use weights=auto"):
+        lenders_of("e", engine, ranks, lenders)
+    if ranks == 1:
+        with pytest.raises(ConfigError, match=message):
+            plan_ways("ipc", LEARNER, {"e": engine}, served=True, lenders=lenders)
 
 
 @pytest.mark.parametrize("learner", [LEARNER, ON_CPU])

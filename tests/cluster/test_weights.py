@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -827,7 +829,7 @@ def samples(server: Any) -> Any:
     return ray.get(server.generate.remote(request), timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("choice", ["shared_memory", "object_store", "disk", "group"])
+@pytest.mark.parametrize("choice", ["shared_memory", "object_store", "disk", "group", "ipc"])
 def test_every_transport_into_a_server(
     server: Any, learner: Learner, tmp_path: Path, choice: str
 ) -> None:
@@ -837,7 +839,7 @@ def test_every_transport_into_a_server(
     )  # fmt: skip
     for version in range(3):
         metrics = sent(publish, learner.weights(), version)
-        learn(learner)  # in the middle of the push, but of a group's
+        learn(learner)  # in the middle of the push, but of a group's, and of what is lent
         publish.wait()
         assert 0 < metrics["push/pause"] <= metrics["push/seconds"]
         assert all(sample.versions_T.tolist() == [version] * len(sample.tokens_T)
@@ -847,6 +849,87 @@ def test_every_transport_into_a_server(
     assert gap is not None and gap < 1e-4
     for transport in publish._transports or []:
         transport.abort()
+
+
+def leftovers(server: Any) -> tuple[int, int]:
+    """Open files of the server's processes, and names in /dev/shm that are not Ray's."""
+    pid = ray.get(server.__ray_call__.remote(lambda engine: engine.server.pid))
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    names = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else ()
+    shared = [name for name in names if not name.startswith("plasma")]
+    return sum(process.num_fds() for process in family), len(shared)
+
+
+def test_what_is_lent_leaves_nothing_in_a_server(server: Any, learner: Learner) -> None:
+    """SGLang's own format and unpickler: many buckets, and no file or name more than before."""
+    publish = publisher(
+        {"policy engine 0": server}, learner, Queue(), choice="ipc", served=True,
+        bucket_bytes=BUCKET_BYTES,
+    )  # fmt: skip
+    assert len(plan_buckets(learner.weights().layouts, BUCKET_BYTES)) >= 3
+    sent(publish, learner.weights(), 0)
+    assert publish.describe() == "lent main memory, in buckets to policy engine 0"
+    before = leftovers(server)
+    for version in range(1, 6):
+        learn(learner)
+        assert sent(publish, learner.weights(), version)["push/proven"] == 1
+    after = leftovers(server)
+    assert after[0] <= before[0] + 2 and after[1] <= before[1]  # five buckets and more a push
+    for parameter in learner.model.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="version 6 is not pushed"):
+        sent(publish, learner.weights(), 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "refused"])
+def test_a_server_that_is_lost_while_it_is_lent_weights(
+    tiny_pair: TinyPair, learner: Learner, how: str
+) -> None:
+    """A real server ends in the middle of a push, or may not open what it is lent, and dies of it:
+    the engine is ended, the learner goes on, its memory is free."""
+    if not sglang_installed():
+        pytest.skip("SGLang is not installed")
+    engine = actor(
+        HostedSglangEngine, model_path=tiny_pair.student, device="cpu", start_deadline_s=300,
+        request_deadline_s=TIMEOUT_S,
+    )  # fmt: skip
+    ray.get(engine.info.remote(), timeout=300)
+    publish = publisher(
+        {"policy engine 0": engine}, learner, Queue(), choice="ipc", served=True,
+        bucket_bytes=BUCKET_BYTES, probe_every=0, prove_every=0,
+    )  # fmt: skip
+    sent(publish, learner.weights(), 0)
+    [transport] = publish._transports or []
+    if how == "refused":
+        ray.get(engine.__ray_call__.remote(give_another_key))
+    weights = learner.weights()
+    lend, lent = weights.lend, []  # pyright: ignore[reportAttributeAccessIssue]
+
+    def lend_two_and_kill(names: Any, readers: Any) -> Any:
+        lent.append(names)
+        if how == "killed" and len(lent) == 2:
+            calls.get(engine.__ray_call__.remote(kill_server))
+        return lend(names, readers)
+
+    weights.lend = lend_two_and_kill  # pyright: ignore[reportAttributeAccessIssue]
+    before = len(os.listdir("/proc/self/fd"))
+    answers = Attempt.begin([transport], weights, 1, lambda: None).answers(TIMEOUT_S)
+    assert answers.failures.keys() == {"policy engine 0"}, answers
+    assert len(lent) == {"killed": 2, "refused": 1}[how]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    assert sent(publish, learner.weights(), 1)["push/engines"] == 0  # nobody is left
+    ray.kill(engine)
+
+
+def give_another_key(engine: Any) -> None:
+    engine._weights._loads._handle_key = b"another"
+
+
+def kill_server(engine: Any) -> None:
+    server = psutil.Process(engine.server.pid)
+    for process in [server, *server.children(recursive=True)]:
+        process.kill()
 
 
 def test_what_changed_into_a_server(server: Any, learner: Learner) -> None:

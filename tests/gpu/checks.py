@@ -31,6 +31,7 @@ CHECKS = {
     "planned_memory": Check(learner_checks.planned_memory),
     "utilisation": Check(learner_checks.utilisation),
     "push": Check(engine_checks.push, 180.0),
+    "push_ipc": Check(engine_checks.push_ipc, 180.0),
     "handshake": Check(engine_checks.handshake, 240.0),
     "mixed_temperatures": Check(engine_checks.mixed_temperatures, 180.0),
     "captured_graphs": Check(engine_checks.captured_graphs, 240.0),

@@ -20,6 +20,7 @@ from actors.config import EngineConfig
 from actors.sglang.hosted import HostedSglangEngine
 from actors.sglang.installed import sglang_installed
 from cluster.calibrate import main as calibrate
+from cluster.config.pools import WeightsChoice
 from cluster.handles.local_actor import LocalActor
 from cluster.weights.publisher import Publisher, PushSettings
 from distill.delivery import TrainedGroups
@@ -45,8 +46,20 @@ class _Slots:
 
 def push(setting: Setting) -> dict[str, float]:
     """Weights into an engine on the same device, probed afterwards; beside a memcpy of them."""
+    return _push(setting, "shared_memory", sglang_installed())
+
+
+def push_ipc(setting: Setting) -> dict[str, float]:
+    """The same into SGLang by CUDA IPC: a bucket at a time, none of it left on the GPU."""
+    _require_sglang()
+    if not setting.cuda:
+        raise Skipped("CUDA IPC is between GPUs' processes; on a CPU tests/cluster/test_ipc.py")
+    torch.cuda.reset_peak_memory_stats()
+    return _push(setting, "ipc", True)
+
+
+def _push(setting: Setting, choice: WeightsChoice, served: bool) -> dict[str, float]:
     learner, model = new_learner(setting, setting.dtype), setting.model()
-    served = sglang_installed()
     config = EngineConfig(
         kind="sglang" if served else "embedded", model=model, dtype=setting.dtype,
         device=setting.device, gpu_share=0.4 if setting.cuda else 1.0, start_deadline_s=_START_S,
@@ -56,25 +69,30 @@ def push(setting: Setting) -> dict[str, float]:
         {"engine": engine},
         _Slots(),
         PushSettings(
-            choice="auto", served=served, device=setting.device, directory=setting.scratch,
+            choice=choice, served=served, device=setting.device, directory=setting.scratch,
             model=model, temperature=TEMPERATURE, learner_dtype=setting.dtype,
             probe_every=1, prove_every=1, timeout_s=_START_S,
+            gpus=1,
         ),
         learner.logprobs,
+        lenders=learner.lender_places(),
     )  # fmt: skip
     try:
-        pushed = {}
+        pushed, held = {}, []
         for version in range(3):  # the first makes blocks and groups
             for parameter in learner.model.parameters():
                 parameter.data.mul_(1.01)
             weights = learner.weights(getattr(torch, setting.dtype))
             pushed = publish(weights, version, TrainedGroups())
+            held.append(torch.cuda.memory_allocated() if setting.cuda else 0)
         gap = publish.settle()
         way = publish.describe()
     finally:
         engine.close.remote()
     copied = _memcpy_s(int(pushed["push/bytes"]), setting.device)
     require(gap is not None, "no engine answered the probe")
+    grown = held[-1] - held[0]
+    require(grown < 1 << 20, f"{grown >> 20} MiB more are held after a push than after the first")
     print(f"by {way}")
     return {
         "gb": pushed["push/bytes"] / 1e9,

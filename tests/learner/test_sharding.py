@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.errors import CheckpointError, NonFiniteError
+from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.objective.batching import (
     BatchShape,
     OtherRows,
@@ -27,7 +27,9 @@ from distill.objective.batching import (
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import load_tokenizer
 from distill.weights.delta import ReceivedWeights, SentWeights
-from distill.weights.model_weights import gather_all, total_bytes
+from distill.weights.lending import LenderPlace, Lends
+from distill.weights.model_weights import gather_all, names_of, plan_buckets, total_bytes
+from distill.weights.shared_memory import SharedTensors
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, ShadowRule
@@ -121,6 +123,28 @@ def accumulated(learner: Learner) -> dict[str, float]:
     return learner.optim_step(count)
 
 
+def lent_by_both(learner: Learner) -> list[dict[str, np.ndarray]]:
+    """All weights in bfloat16, in several buckets, as each worker lends them to a reader."""
+    weights = learner.weights(torch.bfloat16)
+    taken: list[dict[str, np.ndarray]] = [{}, {}]
+    handle: Any = None
+    assert isinstance(weights, Lends)
+    buckets = plan_buckets(weights.layouts, 8 << 10)
+    assert len(buckets) >= 2
+    assert learner.lender_places() == [LenderPlace.own("cpu")] * 2
+    for bucket in buckets:
+        assert list(map(len, weights.lend(names_of(bucket), [0, 1]))) == [0, 1]
+        for read, (handle, *others) in zip(
+            taken, weights.lend(names_of(bucket), [1, 2]), strict=True
+        ):
+            assert isinstance(handle, SharedTensors) and len(others) < 2
+            read |= {name: t.float().numpy().copy() for name, t in handle.unpack().items()}
+    weights.take_back()
+    with pytest.raises(EngineError, match="cannot be opened"), handle.held():
+        pass
+    return taken
+
+
 def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Begins where one worker left off, goes on, fails, saves."""
     learner.load_trainer_state(given["half"])
@@ -132,6 +156,7 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
     halved = learner.weights(torch.bfloat16)
     told["halved"] = total_bytes(halved)
     told["rounded"] = {name: t.float().numpy() for name, t in gather_all(halved).items()}
+    told["lent"] = lent_by_both(learner)
     told["held"] = sum(p.to_local().numel() for p in learner.model.parameters())
     told["non finite"] = learner.weights().first_non_finite()
     bad = replace(ROWS[1], advantages_T=np.full(len(ROWS[1]), 3e38, np.float32))
@@ -252,6 +277,13 @@ def test_weights_are_rounded_on_the_way_if_told(together: dict[str, Any]) -> Non
     for name, weight in together["weights"].items():
         rounded = torch.from_numpy(weight).bfloat16().float().numpy()
         np.testing.assert_array_equal(together["rounded"][name], rounded)
+
+
+def test_each_worker_lends_whole_weights(together: dict[str, Any]) -> None:
+    for read in together["lent"]:
+        assert read.keys() == together["rounded"].keys()
+        for name, tensor in read.items():
+            np.testing.assert_array_equal(tensor, together["rounded"][name])
 
 
 def test_what_changed_of_shards_makes_the_whole_weights(together: dict[str, Any]) -> None:

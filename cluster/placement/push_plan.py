@@ -1,0 +1,60 @@
+"""How a push of weights will go, as far as settings tell, and what it takes meanwhile.
+
+`dry_run=True` prints it. The way to each engine is chosen by where it is (cluster/weights/ways.py).
+"""
+
+from __future__ import annotations
+
+from actors.config import choose_dtype, choose_engine
+from actors.sglang.parallelism import parallelism
+from cluster.config.on_policy import RolloutConfig
+from cluster.placement.resource_plan import push_line
+from distill.errors import ConfigError
+from distill.gpu import gib
+from learner.memory import estimate_memory
+
+
+def describe_push(config: RolloutConfig, device: str) -> str:
+    """Size of a push, its way, and the memory that it takes besides."""
+    dtype = choose_dtype(config.dtype, device)
+    size = push_line(
+        estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
+    )
+    return f"{size}; {_way(config, device)}"
+
+
+def _way(config: RolloutConfig, device: str) -> str:
+    on_gpu = device.startswith("cuda")
+    if config.lends_weights(device):
+        how = "CUDA IPC" if on_gpu else "ipc, in main memory"
+        where = "GPU" if on_gpu else "learner worker that lends"
+        return f"by {how}: {gib(config.lent_bytes(device))} GiB more on each {where} meanwhile"
+    if config.weights == "group":
+        return f"by a group ({'NCCL' if on_gpu else 'gloo'})"
+    if config.weights != "auto":
+        return f"by {config.weights}"
+    served = choose_engine(config.engine) == "sglang"
+    far = "a group" if served and not config.weights_delta else "the object store"
+    if served and on_gpu:
+        return (
+            f"by a group (NCCL) to GPUs of their own, shared memory to shared ones, {far} elsewhere"
+        )
+    return f"by shared memory to engines on the learner's node, {far} elsewhere"
+
+
+def require_lenders(config: RolloutConfig) -> None:
+    """Raises ConfigError for engines on GPUs that are to be lent weights where no worker is."""
+    if config.weights != "ipc" or config.local:
+        return
+    gpus = parallelism(config.policy_server_flags).gpus
+    if config.gpus_per_actor >= 1 or gpus > 1:
+        what = (
+            f"gpus_per_actor={config.gpus_per_actor:g}"
+            if gpus == 1
+            else f"policy_server_flags={config.policy_server_flags}"
+        )
+        raise ConfigError(
+            f"weights=ipc with {what}: policy engines would have GPUs of their own, where no "
+            "learner worker is; use engines of one GPU with colocate=True gpus_per_actor=0.5, or "
+            "weights=auto"
+        )

@@ -1,0 +1,380 @@
+"""Weights that are lent a bucket at a time, both ends: into a server that counts what lives there.
+
+What a GPU would do with the same calls is not run here: a CUDA handle is followed to the call that
+would open it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from actors.sglang.client import SglangClient
+from actors.sglang.weight_payloads import rank_payload
+from actors.sglang.weights import WeightSession
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
+from cluster.weights.attempt import Attempt
+from cluster.weights.gather import GatherResult
+from cluster.weights.ipc import IpcTransport
+from cluster.weights.ways import Place
+from distill.engine import LentWeights, WeightSource
+from distill.errors import ConfigError, EngineError, NonFiniteError
+from distill.weights.lending import BucketLender, CudaMemory, LenderPlace, LentBucket, OwnWeights
+from distill.weights.model_weights import HeldWeights
+from distill.weights.shared_memory import SharedTensors, block_bytes, starts_of, views_of
+from distill.weights.tensors import PackedTensors, TensorLayout
+from tests.actors.misbehaving_server import API_KEY
+from tests.actors.test_weight_portions import BUCKET_BYTES, LAYERS, expect, model
+from tests.actors.weights_server import WeightsServer
+
+TIMEOUT_S = 60.0
+HERE = LenderPlace(host="here", gpu=None)
+OWN_KEY = bytes(multiprocessing.current_process().authkey)
+
+
+class Owner:
+    """A server, and the session that loads it: what an engine's actor has of a push."""
+
+    def __init__(self, server: WeightsServer, key: bytes = OWN_KEY) -> None:
+        self.server, self._key, self._stack = server, key, AsyncExitStack()
+
+    async def open(self) -> None:
+        server = self.server
+        await self._stack.enter_async_context(server.running())
+        client = SglangClient(
+            lambda: server.url, api_key=API_KEY, admin_api_key=API_KEY, deadline_s=TIMEOUT_S
+        )
+        self._stack.push_async_callback(client.close)
+        shapes = {name: tuple(tensor.shape) for name, tensor in model(0.0).items()}
+        self.session = WeightSession(client, "continue", lambda: shapes, handle_key=self._key)
+
+    async def weight_ranks(self, layout: Sequence[TensorLayout]) -> int:
+        return await self.session.ranks(layout)
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        return await self.session.load(weights, version)
+
+    async def load_bucket(self, push: str, number: int, handles: Sequence[LentBucket]) -> None:
+        await self.session.load_bucket(push, number, handles)
+
+    async def end_push(self, push: str, why: str) -> None:
+        self.session.end_push(push, why)
+
+    async def torn(self) -> str | None:
+        return self.session._loads.torn
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@pytest.fixture
+def owned() -> Iterator[Callable[..., dict[str, Any]]]:
+    """make(*servers): their owners by name."""
+    made: list[Any] = []
+
+    def make(*servers: WeightsServer, **settings: Any) -> dict[str, Any]:
+        owners = [LocalActor(Owner, server, **settings) for server in servers]
+        made.extend(owners)
+        for owner in owners:
+            calls.get(owner.open.remote())
+        return {f"e{i}": owner for i, owner in enumerate(owners)}
+
+    yield make
+    for owner in made:
+        calls.kill(owner)
+
+
+def lent_to(engines: Mapping[str, Any], lenders: Sequence[LenderPlace] = (HERE,)) -> IpcTransport:
+    places = {name: Place(node="n", host="here", nccl={}) for name in engines}
+    return IpcTransport(
+        engines, places, lenders, device="cpu", timeout_s=TIMEOUT_S, bucket_bytes=BUCKET_BYTES
+    )
+
+
+def push(transport: IpcTransport, weights: Any, version: int) -> GatherResult:
+    return Attempt.begin([transport], weights, version, lambda: None).answers(TIMEOUT_S)
+
+
+def held() -> tuple[int, set[str]]:
+    """Open files of this process, and names in /dev/shm."""
+    shared = Path("/dev/shm")
+    names = {path.name for path in shared.iterdir()} if shared.is_dir() else set()
+    mine = {name for name in names if str(os.getpid()) in name or name.startswith("isotherm")}
+    return len(os.listdir("/proc/self/fd")), mine
+
+
+def expect_no_more(before: tuple[int, set[str]]) -> None:
+    """A push has 40 buckets: what each left behind would be more than a connection or two."""
+    files, names = held()
+    assert files <= before[0] + 4 and names <= before[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_s_extra_memory_is_one_bucket_and_none_afterwards(owned, ranks: int) -> None:
+    server = WeightsServer(model(0.0), ranks)
+    engines = owned(server)
+    transport = lent_to(engines)
+    assert not push(transport, HeldWeights(model(5.0)), 1).failures  # connections, threads
+    before = held()
+    server.orders.clear()
+    for version in (2, 3):
+        answers = push(transport, HeldWeights(model(float(version))), version)
+        assert not answers.failures and answers.values["e0"] > 0
+        expect(server, float(version), str(version))
+    expect_no_more(before)
+    for part in server.ranks:
+        assert BUCKET_BYTES <= part.device.peak <= 1.05 * BUCKET_BYTES
+        assert part.device.live == 0
+    bodies = server.bodies("/update_weights_from_tensor")
+    assert len(bodies) == 2 * LAYERS
+    assert {body["load_format"] for body in bodies} == {"flattened_bucket"}
+    assert {len(body["serialized_named_tensors"]) for body in bodies} == {ranks}
+    last = [False] * (LAYERS - 1) + [True]
+    assert [body["flush_cache"] for body in bodies] == 2 * last
+    assert [body.get("weight_version") for body in bodies[:LAYERS]] == [None] * 39 + ["2"]
+    changes = [path for path, _ in server.orders]
+    assert changes[:2] == ["/pause_generation", "/begin_weight_update"]
+    assert changes[-2:] == ["/end_weight_update", "/continue_generation"]
+    assert server.bodies("/begin_weight_update") == [{"selector": "target"}] * 2
+
+
+class TwoWorkers:
+    """What two workers lend; the second one's values are its own, so that they can be told."""
+
+    def __init__(self, first: float, second: float) -> None:
+        self.layouts = HeldWeights(model(first)).layouts
+        self._workers = [OwnWeights(HeldWeights(model(v)), "cpu") for v in (first, second)]
+        self.readers: set[tuple[int, ...]] = set()
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        raise AssertionError("it is lent")
+
+    def first_non_finite(self) -> None:
+        return None
+
+    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
+        self.readers.add(tuple(readers))
+        pairs = zip(self._workers, readers, strict=True)
+        return [worker.lend(names, [number])[0] for worker, number in pairs]
+
+    def take_back(self) -> None:
+        for worker in self._workers:
+            worker.take_back()
+
+
+def test_each_rank_reads_what_its_own_worker_lends(owned) -> None:
+    server, other = WeightsServer(model(0.0), 2), WeightsServer(model(0.0), 1)
+    weights = TwoWorkers(3.0, 4.0)
+    transport = lent_to(owned(server, other), [HERE, HERE])
+    assert not push(transport, weights, 1).failures
+    assert weights.readers == {(2, 1)}  # rank 0 of both, rank 1 of the first
+    for rank, fill in enumerate((3.0, 4.0)):
+        for name, tensor in model(fill).items():
+            part = tensor.chunk(2)[rank] if tensor.dim() > 1 else tensor
+            assert torch.equal(server.ranks[rank].parameters[name], part), name
+    expect(other, 3.0, "1")
+
+
+def refuse_bucket(server: WeightsServer, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, load = [], server._load
+
+    def refuse(body: Any) -> None:
+        loads.append(1)
+        if len(loads) == number:
+            raise RuntimeError("out of memory")
+        load(body)
+
+    monkeypatch.setattr(server, "_load", refuse)
+
+
+def test_a_bucket_that_is_refused_tears_that_engine_and_holds_up_no_other(
+    owned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = WeightsServer(model(0.0)), WeightsServer(model(0.0))
+    engines = owned(bad, good)
+    transport = lent_to(engines)
+    assert not push(transport, HeldWeights(model(1.0)), 1).failures
+    before = held()
+    refuse_bucket(bad, 20, monkeypatch)
+    answers = push(transport, HeldWeights(model(2.0)), 2)
+    assert answers.failures.keys() == {"e0"} and "parts of two versions" in answers.failures["e0"]
+    expect(good, 2.0, "2")
+    assert calls.get(engines["e0"].torn.remote()) is not None
+    changes = [path for path, _ in bad.orders]
+    assert changes.count("/begin_weight_update") == changes.count("/end_weight_update") == 2
+    expect_no_more(before)
+    assert not push(transport, HeldWeights(model(3.0)), 3).failures
+    for server in (bad, good):
+        expect(server, 3.0, "3")
+    assert calls.get(engines["e0"].torn.remote()) is None
+
+
+def test_a_server_without_the_key_gets_nothing(owned) -> None:
+    """What it would unpickle asks for the memory with a key of its own, and is sent away."""
+    server = WeightsServer(model(0.0))
+    engines = owned(server, key=b"another")
+    before = held()
+    answers = push(lent_to(engines), HeldWeights(model(1.0)), 1)
+    assert "parts of two versions" in answers.failures["e0"]  # for it may have opened it
+    assert server.bodies("/update_weights_from_tensor")
+    expect_no_more(before)
+    for name, tensor in model(0.0).items():
+        assert torch.equal(server.ranks[0].parameters[name], tensor)
+
+
+class Broken(OwnWeights):
+    """Lends so many buckets."""
+
+    def __init__(self, weights: HeldWeights, buckets: int) -> None:
+        super().__init__(weights, "cpu")
+        self.layouts, self._left = weights.layouts, buckets
+        self.taken_back = 0
+
+    def gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        raise AssertionError("it is lent")
+
+    def first_non_finite(self) -> None:
+        return None
+
+    def lend(self, names: Sequence[str], readers: Sequence[int]) -> list[list[LentBucket]]:
+        if not self._left:
+            raise RuntimeError("CUDA out of memory\nwith much to say of it")
+        self._left -= 1
+        return super().lend(names, readers)
+
+    def take_back(self) -> None:
+        self.taken_back += 1
+        super().take_back()
+
+
+@pytest.mark.parametrize(
+    "buckets, left", [(0, "goes on with the weights it had"), (7, "parts of two versions")]
+)
+def test_a_learner_that_cannot_lend_tells_its_engines(owned, buckets: int, left: str) -> None:
+    server = WeightsServer(model(0.0))
+    engines = owned(server)
+    transport, weights = lent_to(engines), Broken(HeldWeights(model(1.0)), buckets)
+    answers = push(transport, weights, 1)
+    assert answers.problem == "the learner could not lend its weights: CUDA out of memory"
+    assert left in answers.failures["e0"] and weights.taken_back == 1
+    assert (calls.get(engines["e0"].torn.remote()) is None) == (buckets == 0)
+    assert len(server.bodies("/update_weights_from_tensor")) == buckets
+    assert [path for path, _ in server.orders][-1] == "/continue_generation"
+    assert not push(transport, HeldWeights(model(2.0)), 2).failures
+    expect(server, 2.0, "2")
+
+
+def test_weights_that_are_not_finite_are_not_lent(owned) -> None:
+    server = WeightsServer(model(0.0))
+    spoilt = model(1.0)
+    spoilt["model.layers.9.norm.weight"][3] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"layers\.9\.norm.* version 4 is not pushed"):
+        lent_to(owned(server)).start(HeldWeights(spoilt), 4)
+    assert not server.orders
+
+
+@pytest.mark.parametrize("then", ["a push", "other weights"])
+def test_a_load_whose_learner_is_gone_makes_way_for_the_next(owned, then: str) -> None:
+    """Nobody comes to lend: the load waits, and ends with what comes after it, not with a clock."""
+    server = WeightsServer(model(0.0))
+    engines = owned(server)
+    transport = lent_to(engines)
+    assert not push(transport, HeldWeights(model(1.0)), 1).failures
+    order = LentWeights(
+        push="gone", layout=transport._layout, bucket_bytes=BUCKET_BYTES, timeout_s=3600
+    )
+    waits = engines["e0"].load_weights.remote(order, 2)
+    while len(server.bodies("/begin_weight_update")) < 2:
+        threading.Event().wait(0.01)
+    if then == "a push":
+        assert not push(transport, HeldWeights(model(3.0)), 3).failures
+    else:
+        calls.get(engines["e0"].load_weights.remote(PackedTensors.pack(model(3.0)), 3))
+    with pytest.raises(EngineError, match=r"did not come.*goes on with the weights it had"):
+        calls.get(waits)
+    expect(server, 3.0, "3")
+    with pytest.raises(EngineError, match=r"is over|other weights"):
+        calls.get(engines["e0"].load_bucket.remote("gone", 0, []))
+
+
+def test_other_tensors_than_an_engine_was_told_of_are_refused(owned) -> None:
+    server = WeightsServer(model(0.0))
+    engines = owned(server)
+    transport = lent_to(engines)
+    fewer = model(1.0)
+    del fewer["model.layers.3.norm.weight"]
+    answers = push(transport, HeldWeights(fewer), 1)
+    assert answers.failures == {"e0": "the bundle lacks 'model.layers.3.norm.weight'"}
+    order = LentWeights(push="p", layout="other", bucket_bytes=BUCKET_BYTES, timeout_s=9)
+    with pytest.raises(EngineError, match="lends other tensors than this engine was told of"):
+        calls.get(engines["e0"].load_weights.remote(order, 1))
+    assert {path for path, _ in server.orders} <= {"/server_info"}
+
+
+def test_a_bucket_is_copied_tensor_by_tensor_into_memory_that_is_used_again() -> None:
+    lender = BucketLender("cpu")
+    tensors = {"a": torch.arange(6.0), "b": torch.full((3, 2), 7, dtype=torch.int64)}
+    layouts = HeldWeights(tensors).layouts
+    waiting = [*tensors.items()]
+    drawn = (waiting.pop(0) for _ in range(len(tensors)))
+    first, same = lender.lend(layouts, drawn, 2)
+    assert isinstance(first, SharedTensors) and first == same and not waiting
+    for name, tensor in first.unpack().items():
+        assert torch.equal(tensor, tensors[name])
+    [second] = lender.lend(layouts[:1], [("a", torch.ones(6))], 1)
+    assert isinstance(second, SharedTensors) and second.identity == first.identity
+    lender.take_back()
+    with pytest.raises(EngineError, match="cannot be opened"), second.held():
+        pass
+
+
+def test_a_cuda_handle_reaches_the_call_that_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's reductions would have sent it, but for the GPU, which goes by its UUID."""
+    layouts = (
+        TensorLayout(name="a", dtype="bfloat16", shape=(3, 5)),
+        TensorLayout(name="b", dtype="float32", shape=(7,)),
+    )
+    memory = CudaMemory(
+        layouts=layouts, device="GPU-1234", handle=b"h" * 64, size=192, offset=512, counter=b"/c",
+        counter_offset=3, event=b"e" * 64, synchronises=True,
+    )  # fmt: skip
+    with ExitStack() as opened:
+        payload = rank_payload(opened, memory, OWN_KEY)
+    asked: list[tuple[Any, ...]] = []
+    flat = torch.zeros(block_bytes(layouts), dtype=torch.uint8)
+    views_of(flat, layouts)["a"].fill_(1.5)
+
+    def rebuild_cuda_tensor(*arguments: Any) -> torch.Tensor:
+        asked.append(arguments)
+        return flat
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild_cuda_tensor)
+    given = pickle.loads(payload)
+    assert asked == [(
+        torch.Tensor, torch.Size([128]), (1,), 0, torch.storage.TypedStorage, torch.uint8,
+        "GPU-1234", b"h" * 64, 192, 512, False, b"/c", 3, b"e" * 64, True,
+    )]  # fmt: skip
+    assert given["flattened_tensor"] is flat
+    a, b = given["metadata"]
+    assert (a.name, a.shape, a.dtype) == ("a", torch.Size([3, 5]), torch.bfloat16)
+    assert (a.start_idx, a.end_idx, b.start_idx, b.end_idx) == (0, 30, 64, 92)
+    assert starts_of(layouts) == [0, 64]
+    assert (flat[a.start_idx : a.end_idx].view(a.dtype).reshape(a.shape) == 1.5).all()
+
+
+def test_an_engine_with_more_ranks_than_there_are_lenders_is_refused(owned) -> None:
+    server = WeightsServer(model(0.0), 2)
+    transport = lent_to(owned(server), [LenderPlace(host="here", gpu="0")])
+    with pytest.raises(ConfigError, match="weights=ipc, but e0 is on a CPU"):
+        transport.start(HeldWeights(model(1.0)), 1)
