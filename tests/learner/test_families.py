@@ -27,7 +27,9 @@ from distill.objective.batching import TrainingRow
 from distill.routing import MixtureShape
 from distill.tokenizer import load_tokenizer
 from distill.types import FloatArray
+from distill.weights.lending import Lends
 from distill.weights.model_weights import Weights, gather_all, names_of, plan_buckets
+from distill.weights.shared_memory import SharedTensors
 from distill.weights.tensors import PackedTensors
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
@@ -239,9 +241,24 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_names(
     assert {layout.name for layout in learner.weights().layouts} == pushed_shapes(path).keys()
 
 
+def lent_by_the_second(weights: Weights, bucket_bytes: int) -> dict[str, torch.Tensor]:
+    """What the worker lends that does not lead: it, too, makes the checkpoint's tensors whole."""
+    made: dict[str, torch.Tensor] = {}
+    assert isinstance(weights, Lends)
+    for bucket in plan_buckets(weights.layouts, bucket_bytes):
+        nothing, [handle] = weights.lend(names_of(bucket), [0, 1])
+        assert not nothing and isinstance(handle, SharedTensors)
+        made |= {name: tensor.clone() for name, tensor in handle.unpack().items()}
+    weights.take_back()
+    return made
+
+
 def sharded_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     learner.step(Part(rows_D=given["rows"], loss=cross_entropy_loss))
     tensors = in_portions(learner.weights(), 1 << 13)
+    lent = lent_by_the_second(learner.weights(), 1 << 13)
+    assert lent.keys() == tensors.keys()
+    assert all(torch.equal(lent[name], tensor) for name, tensor in tensors.items())
     learner.export(Path(given["final"]), load_tokenizer(given["path"]))
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
