@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.config.checks import RolloutInputs, check_rollout
-from cluster.config.on_policy import RolloutConfig
+from cluster.config.estimator import with_estimator
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.early_ends import Interrupted, RunFailed
 from cluster.inspect.audit import audit
 from cluster.placement.roles import (
@@ -41,6 +42,7 @@ from cluster.placement.roles import (
 )
 from cluster.recipes.observer import Observer, observed_by, present_observer
 from cluster.recipes.on_policy import run_on_policy
+from cluster.rehearsal.elsewhere import ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.small import SmallRun, small_run
 from cluster.rehearsal.strikes import Strikes
@@ -73,6 +75,10 @@ def rehearse(config: RolloutConfig, console: Console) -> None:
     """
     began = time.monotonic()
     inputs = check_rollout(config)
+    if isinstance(config, OpdConfig):  # of the teachers themselves: twins are all alike
+        config, said = with_estimator(config)
+        if said:
+            console.print(said, markup=False, highlight=False)
     out = Path(config.out)
     place = _cleared(out.with_name(f"{out.name}-rehearsal"))
     small = small_run(config, place)
@@ -119,6 +125,8 @@ class _Rehearsal:
                 " (stands in for one that runs elsewhere)" if name in self._small.stand_ins else ""
             )
             self._found(f"twin of {name}", True, f"{twin.told}{said}")
+        self._ask_those_elsewhere()
+        before = len(self._outcomes)
         with self._tried("the run, and its deaths"):
             strikes = self._with_deaths()
             for each in strikes.recoveries:
@@ -127,8 +135,16 @@ class _Rehearsal:
             self._measured()
             with self._tried("resume, and the run's end"):
                 self._resumed()
-        if all(each.works for each in self._outcomes):
+        if all(each.works for each in self._outcomes[before:]):
             self._ended()
+
+    def _ask_those_elsewhere(self) -> None:
+        """One canary to each teacher for which a twin stands in."""
+        objective = self._config.objective()
+        given, top_k = objective.asked_of_policy, objective.asked_of_teacher
+        for name, url in self._small.stand_ins.items():
+            asked = ask_once(url, self._config.temperature, given=given, top_k=top_k)
+            self._found(f"{name}, elsewhere", asked.works, asked.told, asked.seconds)
 
     def _with_deaths(self) -> Strikes:
         """The run until one actor of each kind has died and come back."""

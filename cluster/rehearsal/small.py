@@ -43,13 +43,14 @@ class SmallRun:
 
     Attributes:
         twins: by the setting that names the model.
-        stand_ins: settings of teachers that run elsewhere, for which a twin of the student stands.
+        stand_ins: addresses of teachers that run elsewhere, for which a twin of the student stands,
+            by setting.
         left_out: settings given by the user that the rehearsal does without.
     """
 
     config: RolloutConfig
     twins: dict[str, Twin] = field(default_factory=dict)
-    stand_ins: tuple[str, ...] = ()
+    stand_ins: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
 
@@ -59,11 +60,11 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     Raises:
         CheckpointError: a model's family cannot be made small.
     """
-    twins, stand_ins = {}, []
+    twins, stand_ins = {}, {}
     for seed, (name, model) in enumerate(_models(config)):
         elsewhere = is_url(model)
         if elsewhere:
-            stand_ins.append(name)
+            stand_ins[name] = model
         twins[name] = save_twin(
             config.student if elsewhere else model,
             out / "twins" / name,
@@ -91,7 +92,7 @@ def small_run(config: RolloutConfig, out: Path) -> SmallRun:
     return SmallRun(
         config=chz.replace(config, **changes, **_named(config, twins)),
         twins=twins,
-        stand_ins=tuple(stand_ins),
+        stand_ins=stand_ins,
         left_out=tuple(left_out),
     )
 

@@ -25,6 +25,7 @@ from distill.handshake.comparison import (
     TOLERANCE,
     concatenated,
     is_telling,
+    not_divided,
     probe_prompts,
 )
 from distill.sampling import UNSCALED
@@ -56,11 +57,17 @@ class CanaryRows:
 
     @classmethod
     def of(
-        cls, info: EngineInfo, temperature: float, *, given: int = 0, top_k: int = 0
+        cls,
+        info: EngineInfo,
+        temperature: float,
+        *,
+        given: int = 0,
+        top_k: int = 0,
+        number: int = NUM_ROWS,
     ) -> CanaryRows:
         """Rows for a model that training asks for so many given and likeliest tokens."""
         prompts = probe_prompts(info.vocab_size, info.context_length, seed=_SEED)
-        rows = sorted(prompts, key=len)[-NUM_ROWS:]
+        rows = sorted(prompts, key=len)[-number:]
         ids_K = _some_ids(info, given) if info.scores_given else ()
         requests = []
         for tokens_T in rows:
@@ -230,15 +237,42 @@ def _gaps(a: Answer, b: Answer) -> tuple[float, float]:
 
 
 def _cause(answer: Answer, first: Answer, tolerance: Tolerance, rows: CanaryRows) -> str:
-    values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
-    if not np.isfinite(values_N).all():
+    if not np.isfinite(answer.at_T_N).all():
         return ""
-    if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
-        return f"every log-prob is -ln {rows.vocab_size}, so its weights are empty"
+    if empty := _empty(answer, rows):
+        return empty
     undivided = float(np.abs(answer.at_T_N - first.unscaled_N).max())
     if is_telling(rows.temperature) and undivided <= tolerance.max_gap:
         return "its log-probs are not divided by T any more"
     return "it holds other weights than at first, or computes otherwise"
+
+
+def _empty(answer: Answer, rows: CanaryRows) -> str:
+    """That a model of zeros has answered, if one has."""
+    values_N, uniform = answer.at_T_N, -math.log(rows.vocab_size)
+    if np.ptp(values_N) < _ALL_ALIKE and abs(float(values_N.mean()) - uniform) < _NEAR_UNIFORM:
+        return f"every log-prob is -ln {rows.vocab_size}, so its weights are empty"
+    return ""
+
+
+def first_fault(answer: Answer, rows: CanaryRows) -> str:
+    """What is wrong with a model by its very first answer, with the remedy; "": nothing shows.
+
+    A server that divides by T twice heeds it all the same: that is for the handshake to find.
+    """
+    if not np.isfinite(answer.all_N).all():
+        return "some of its log-probs are not finite: its weights, or its numbers, are broken"
+    if empty := _empty(answer, rows):
+        return f"{empty}: load them, and restart it"
+    undivided_N = np.abs(answer.at_T_N - answer.unscaled_N)
+    unmoved_N = np.abs(answer.at_T_N - answer.at_other_N)
+    # One engine, asked twice: what ignores T comes back as it was.
+    ignored = TOLERANCE["float32"] / min(rows.temperature, 1.0)
+    if (
+        is_telling(rows.temperature) and undivided_N.max() <= ignored
+    ) or unmoved_N.max() <= ignored:
+        return not_divided("its prefill")
+    return ""
 
 
 def outliers(

@@ -40,6 +40,13 @@ def proper_answer(tokens: list[int], params: dict[str, Any], body: Answer, i: in
     return {"output_ids": [7] * length, "meta_info": meta}
 
 
+def _biased(body: Answer) -> int:
+    """The largest token id with a bias; -1 without."""
+    params = body["sampling_params"]
+    bias = params.get("logit_bias", {}) if isinstance(params, dict) else {}
+    return max(map(int, bias), default=-1)
+
+
 class MisbehavingServer:
     """Counts what it is asked; `spoil` sees every answer, `failures` are used up one a request."""
 
@@ -48,6 +55,9 @@ class MisbehavingServer:
         self.spoil: Spoil = lambda answer: answer
         # A status to answer with, "hang" or "drop"; in order, then it behaves.
         self.failures: list[int | str] = []
+        # What /server_info and /v1/tokenize answer; empty: as no SGLang server does.
+        self.introduces: Answer = {}
+        self.scored: list[list[int]] = []  # the prompts of each call that asks for log-probs
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -63,9 +73,16 @@ class MisbehavingServer:
             return web.Response()
         if isinstance(failure, int):
             return web.Response(status=failure, text=f"status {failure} on purpose")
+        if request.path in self.introduces:
+            return web.json_response(self.introduces[request.path])
         if request.path != "/generate":
             return web.json_response(self.spoil({"weight_version": "3"}))
-        content = self.spoil(self._generate(await request.json()))
+        body = await request.json()
+        if _biased(body) >= VOCAB_SIZE:
+            return web.Response(status=400, text="logit_bias outside of the vocabulary")
+        if "logprob_start_len" in body:
+            self.scored.append([len(tokens) for tokens in body["input_ids"]])
+        content = self.spoil(self._generate(body))
         if isinstance(content, str):
             return web.Response(text=content)
         return web.json_response(content)
@@ -73,7 +90,8 @@ class MisbehavingServer:
     def _generate(self, body: Answer) -> Any:
         params = body["sampling_params"]
         answers = []
-        for i, tokens in enumerate(body["input_ids"]):
+        prompts = body["input_ids"]
+        for i, tokens in enumerate(prompts if isinstance(prompts[0], list) else [prompts]):
             own = params[i] if isinstance(params, list) else params
             answers += [proper_answer(tokens, own, body, i)] * own.get("n", 1)
         return answers

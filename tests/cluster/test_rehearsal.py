@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cluster.config.checks import check_rollout
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.rehearsal import strikes
+from cluster.rehearsal.elsewhere import Elsewhere, ask_once
 from cluster.rehearsal.full_size import full_size
 from cluster.rehearsal.rehearse import _cleared
 from cluster.rehearsal.small import STEPS_AT_MOST, small_run
 from cluster.rehearsal.strikes import Recovery, Strikes
 from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
+from tests.actors.misbehaving_server import API_KEY, MisbehavingServer
 
 Opd = Callable[..., OpdConfig]
 
@@ -42,7 +48,7 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
     assert (config.prompts, config.seed, config.kl_coef) == (given.prompts, given.seed, 1.0)
     assert (config.prompts_per_step, config.group_size, config.steps) == (4, 4, STEPS_AT_MOST)
     assert (config.policy_engines, config.learner_workers, config.device) == (2, 2, "cpu")
-    assert small.stand_ins == ("teachers.far",)
+    assert small.stand_ins == {"teachers.far": "http://far:30000"}
     assert config.teachers["near"].weight == 2.0
     paths = [config.student, *(teacher.model for teacher in config.teachers.values())]
     assert all(path.startswith(str(tmp_path / "small" / "twins")) for path in paths)
@@ -50,6 +56,81 @@ def test_the_small_run_keeps_what_is_the_users_and_drops_what_is_the_machines(
         "policy_engines_max", "colocate", "gpus_per_actor", "wandb", "compile",
         "policy_server_flags",
     } == set(small.left_out)  # fmt: skip
+
+
+def elsewhere(spoil: Callable[[Any], Any] = lambda answer: answer) -> MisbehavingServer:
+    """A teacher that runs elsewhere, as far as an introduction and a canary look."""
+    server = MisbehavingServer()
+    server.introduces = {
+        "/server_info": {"max_req_input_len": 65, "tokenizer_path": "a", "dtype": "float32"},
+        "/v1/tokenize": {"tokens": [[1], [2]]},
+    }
+    server.spoil = spoil
+    return server
+
+
+def asked(server: MisbehavingServer, key: str, deadline_s: float = 60.0) -> Elsewhere:
+    """What a rehearsal finds of it, asked from another thread than the server's."""
+
+    async def ask() -> Elsewhere:
+        async with server.running():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ISOTHERM_TEACHER_API_KEY", key)
+                return await asyncio.to_thread(
+                    ask_once, server.url, 0.7, given=0, top_k=0, deadline_s=deadline_s
+                )
+
+    return asyncio.run(ask())
+
+
+def unmoved(answers: Any) -> Any:
+    """A stock server's: log-probs that no T divides."""
+    for answer in answers if isinstance(answers, list) else [answers]:
+        for row in answer.get("meta_info", {}).get("input_token_logprobs", [])[1:]:
+            row[0] = -0.5
+    return answers
+
+
+def emptied(answers: Any) -> Any:
+    for answer in answers if isinstance(answers, list) else [answers]:
+        for row in answer.get("meta_info", {}).get("input_token_logprobs", [])[1:]:
+            row[0] = -math.log(50)
+    return answers
+
+
+def test_a_teacher_elsewhere_is_asked_one_canary() -> None:
+    server = elsewhere()
+    found = asked(server, API_KEY)
+    assert found.works and "at T=0.7" in found.told and "vocabulary 50" in found.told, found
+    # Of what asks for log-probs the first is the introduction, which looks for the plugin.
+    introduction, *canary = server.scored
+    assert introduction == [2] and len(canary[0]) == 2, "one row, at T and at 1.5 T"
+    assert len(set(canary[0])) == 1 and all(length == [canary[0][0]] for length in canary[1:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "key", "said"),
+    [
+        (lambda answer: answer, "another", "refused the key"),
+        (unmoved, API_KEY, "not divided by T.*install isotherm where the server runs"),
+        (emptied, API_KEY, "weights are empty"),
+        (lambda answer: "nonsense", API_KEY, "does not score"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_with_the_remedy(
+    spoil: Callable[[Any], Any], key: str, said: str
+) -> None:
+    found = asked(elsewhere(spoil), key)
+    assert not found.works and re.search(said, found.told), found.told
+
+
+def test_nobody_there_and_one_that_hangs() -> None:
+    found = ask_once("http://127.0.0.1:9", 0.7, given=0, top_k=0)
+    assert not found.works and "cannot be reached" in found.told
+    server = elsewhere()
+    server.failures = ["hang"]
+    found = asked(server, API_KEY, deadline_s=0.5)
+    assert not found.works and "did not answer within 0.5 s" in found.told
 
 
 def test_only_a_rehearsals_directory_is_replaced(tmp_path: Path) -> None:

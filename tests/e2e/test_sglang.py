@@ -314,3 +314,18 @@ def test_an_external_teacher_goes_away_and_comes_back(
     assert trained_groups(out) == list(range(len(lines) * 4))
     assert audit(out / "ledger.jsonl").problems == []
     assert lines[0]["teacher_samples/forward_kl"] > 0.1, "it did not sample the warm-up"
+
+
+@pytest.mark.slow
+def test_a_rehearsal_asks_a_teacher_elsewhere_one_canary(
+    tiny_pair: TinyPair, tmp_path: Path, external_teacher: ExternalTeacher
+) -> None:
+    url = external_teacher.start()
+    arguments = opd_arguments(tiny_pair, tmp_path / "run", teacher=url, rehearse=True)
+    code, output = run("cluster.train", "recipe=opd", *arguments)
+    assert code == 0, output
+    report = json.loads((tmp_path / "run-rehearsal" / "rehearsal.json").read_text())
+    found = {each["what"]: each for each in report["outcomes"]}
+    assert found["teacher, elsewhere"]["works"]
+    assert "isotherm's plugin in the server" in found["teacher, elsewhere"]["told"]
+    assert "stands in" in found["twin of teacher"]["told"]
