@@ -3,7 +3,7 @@
     as it was    from the checkpoint before it, in one process: the steps between, and then the step
                  itself, on the groups that the run kept (replay_keep=). Bit-equal, or the first
                  tensor that differs. Equal bits need the same machine, the same number of threads,
-                 and a learner of one worker.
+                 and a learner of one worker; of several, norms must agree to a hundredth.
     what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
                  its metrics beside those of the run's own
     blame=20     the prompts, responses and tokens that have the largest shares of its gradient
@@ -13,6 +13,7 @@ Kept groups are pickles: replay the runs that you trust.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -40,6 +41,9 @@ _USAGE = f"""{__doc__}
 # What a step measures of itself is the same only on the machine that measured; these are no part of
 # what is computed.
 _MEASURED = ("time/", "push/", "tokens_per_s", "train/tflops_per_s", "rollout/ahead_share")
+# Of a run whose learner had several workers: how far a tensor's norm may be off, relative; and the
+# share of the norm of all below which a tensor's is no measure.
+_ALLOWED, _LEAST = 0.01, 1e-3
 # Characters of a text that are shown.
 _SHOWN = 60
 
@@ -77,6 +81,16 @@ def _config(out: str, changes: Mapping[str, str]) -> RolloutConfig:
     kind = RECIPES[recipe].config
     settings = given.settings(kind)
     return make(kind, settings | {"out": out, **changes})  # type: ignore[return-value]
+
+
+def _agreement(step: int, tensors: int, workers: int, differing: int, largest: float) -> str:
+    if not differing:
+        return f"step {step} is bit-equal: gradient and weights of {tensors} tensors"
+    return (
+        f"step {step} is the same to {largest:.1e} of a tensor's norm, gradient and weights of "
+        f"{tensors} tensors ({_ALLOWED:g} is allowed: the run's learner had {workers} workers, "
+        "whose sums are in another order; one worker's would be bit-equal)"
+    )
 
 
 class Replay:
@@ -140,35 +154,45 @@ class Replay:
         )
 
     def _compare(self, step: int, loop: Any, *, final: bool = False) -> None:
-        """Raises RunFailed if the weights after `step` are not those of the run."""
-        from cluster.run_files.replay_log import fingerprints
-
+        """Raises RunFailed if gradient and weights after `step` are not those of the run."""
         was = self._kept.outcome(step)
-        if was is None:
+        why = self._why_not_compared(step, was)
+        if why or was is None:
             if final:
-                self._say(f"step {step} never ended in the run; here it does")
+                self._say(why)
             return
-        if "weights" not in was:
-            if final:
-                self._say(
-                    "the run's learner had several workers, of which no fingerprints are kept: "
-                    "compare the metrics"
-                )
-            return
+        workers = was.get("workers", 1)  # an earlier release kept those of one alone
+        largest = differing = 0.0
+        here = loop.learner.fingerprints()
         for what in ("gradient", "weights"):
-            now = fingerprints(loop.learner.model, of_gradient=what == "gradient")
+            least = _LEAST * math.hypot(*(norm for _, norm in was[what].values()))
             for name, (bits, norm) in was[what].items():
-                if now.get(name, (None, 0.0))[0] != bits:
-                    there = now.get(name, (0, float("nan")))[1]
+                now_bits, now = here[what].get(name, (None, math.nan))
+                if now_bits == bits:
+                    continue
+                gap, differing = abs(now - norm) / max(norm, least), differing + 1
+                if workers == loop.learner.workers or not gap <= _ALLOWED:
                     raise RunFailed(
                         f"step {step} is not as it was: the first tensor that differs is the "
-                        f"{what} of {name}, of norm {there!r} here and {norm!r} in the run (a gap "
-                        f"of {abs(there - norm):.2g})"
+                        f"{what} of {name}, of norm {now!r} here and {norm!r} in the run (a gap "
+                        f"of {abs(now - norm):.2g})"
                     )
+                largest = max(largest, gap)
         if final:
-            self._say(
-                f"step {step} is bit-equal: gradient and weights of {len(was['weights'])} tensors"
+            self._say(_agreement(step, len(was["weights"]), workers, int(differing), largest))
+
+    def _why_not_compared(self, step: int, was: Mapping[str, Any] | None) -> str:
+        """Why there is nothing to compare with; "" if there is."""
+        if was is None:
+            return f"step {step} never ended in the run; here it does"
+        if "weights" not in was:
+            return (
+                "an earlier release of isotherm kept no fingerprints of several workers: compare "
+                "the metrics"
             )
+        if was.get("workers", 1) > 1 and self.config.lora_dropout:
+            return "dropout draws otherwise on one worker than on several: compare the metrics"
+        return ""
 
     def _what_if(
         self, config: RolloutConfig, before: Any, scratch: str, metrics: Mapping[str, float]

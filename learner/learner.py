@@ -39,6 +39,7 @@ from distill.weights.model_weights import Weights, joined, save_weights, total_b
 from distill.weights.tensors import TensorLayout
 from learner.canaries import CopyAnswer, CopyQuestion
 from learner.config import LearnerConfig, ShadowRule
+from learner.fingerprints import Fingerprints, of_all
 from learner.flops import ModelFlops
 from learner.lora import save_adapter
 from learner.policy_loss import PolicyObjectiveLoss
@@ -308,6 +309,10 @@ class Learner:
     def base_logprobs(self, rows_D: Sequence[TrainingRow]) -> list[FloatArray]:
         """The same by the model without its adapter: a reference that takes no memory."""
         return self._logprobs("base_logprobs", rows_D)
+
+    def fingerprints(self) -> Fingerprints:
+        """Of every trained tensor's weights, and of its gradient as long as it is there."""
+        return of_all(self.on_all("fingerprints"))
 
     def canary(self, question: CopyQuestion) -> list[list[CopyAnswer]]:
         """What every worker's frozen models answer, by rank (`learner.canaries`)."""

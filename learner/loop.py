@@ -34,6 +34,7 @@ from distill.types import TrajectoryGroup
 from distill.weights.model_weights import Weights
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
+from learner.fingerprints import Fingerprints
 from learner.foresight import Foresee, Foresight
 from learner.forward import Forward
 from learner.learner import Learner, Part
@@ -94,9 +95,9 @@ class Record(Protocol):
         ...
 
     def trained(
-        self, step: int, metrics: Mapping[str, float], model: torch.nn.Module | None
+        self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
-        """What became of it; `model` holds its gradient still. None: this process has a share."""
+        """What became of it, on so many workers."""
         ...
 
 
@@ -241,8 +242,8 @@ class PolicyLoop:
         self.step_count += 1
         self.learner.follow(self.step_count)
         if self._record is not None:
-            model = self.learner.model if self.learner.workers == 1 else None
-            self._record.trained(self.step_count, metrics, model)
+            prints = self.learner.fingerprints()
+            self._record.trained(self.step_count, metrics, prints, self.learner.workers)
         with self._stages("push"):
             metrics |= self.publish(anew=False)
         seconds = time.perf_counter() - started

@@ -35,6 +35,7 @@ from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
 from learner.config import TOKEN_BUDGET, LearnerConfig, ShadowRule
 from learner.export import Exported, Names, StoredWeights, carried_over
+from learner.fingerprints import Fingerprints, shares
 from learner.foresight import listen_ahead
 from learner.forward import Forward
 from learner.liger import use_liger
@@ -457,6 +458,10 @@ class LearnerWorker:
         assert self.lora is not None, "a model without an adapter has no base beside it"
         with adapter_off(self.lora):
             return self.logprobs(batches)
+
+    def fingerprints(self, _: None) -> Fingerprints:
+        """Of its share of gradient and weights."""
+        return shares(self.model, self._group.rank)
 
     def canary(self, question: CopyQuestion) -> list[CopyAnswer]:
         """What the frozen models that it holds answer: its copies of teachers, and its base."""

@@ -6,8 +6,8 @@
                                      which drops them in time
 
 The newest `keep` steps are there, and for good those that were out of bounds with those in the
-window before them, and a step that never ended: one that was not finite. Fingerprints are those of
-a learner of one worker; the parts of several are not put together for one.
+window before them, and a step that never ended: one that was not finite. Fingerprints of several
+workers' shares are put together to those of whole tensors (learner/fingerprints.py).
 
 A run that only keeps (train=False) has the groups of all its steps there, and nothing else:
 
@@ -37,17 +37,14 @@ from distill.types import TrajectoryGroup
 from learner.checkpoint import Checkpoint, CheckpointStore
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from distill.weights.model_weights import Weights
+    from learner.fingerprints import Fingerprints
 
 logger = logging.getLogger(__name__)
 
 # Of a run that only keeps, the folder that marks what it has kept.
 KEPT = "kept"
 _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
-# (sum of its bits as 32-bit numbers, norm) of a tensor.
-Fingerprint = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +80,12 @@ class ReplayLog:
         with self._going_on(step):
             self._write_taken(step, taken, groups_P)
 
-    def trained(self, step: int, metrics: Mapping[str, float], model: nn.Module | None) -> None:
-        """What became of it. `model` is None where this process holds a share of it only."""
+    def trained(
+        self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
+    ) -> None:
+        """What became of it, on so many workers."""
         with self._going_on(step):
-            self._write_trained(step, metrics, model)
+            self._write_trained(step, metrics, prints, workers)
 
     @contextmanager
     def _going_on(self, step: int) -> Iterator[None]:
@@ -103,16 +102,15 @@ class ReplayLog:
         write_groups(self._root, step, taken, groups_P)
 
     def _write_trained(
-        self, step: int, metrics: Mapping[str, float], model: nn.Module | None
+        self, step: int, metrics: Mapping[str, float], prints: Fingerprints, workers: int
     ) -> None:
         line = {
             "step": step,
             "metrics": dict(metrics),
             "stays": self._is_out_of_bounds(step, metrics),
+            "workers": workers,
+            **prints,
         }
-        if model is not None:
-            line |= {"gradient": fingerprints(model, of_gradient=True)}
-            line |= {"weights": fingerprints(model, of_gradient=False)}
         _replace(self._path(step, "json"), json.dumps(line).encode())
         self._drop(step)
 
@@ -267,19 +265,6 @@ def steps_in(root: Path) -> list[int]:
     """The steps whose groups are kept, in order."""
     names = (_NAME.match(path.name) for path in root.glob("step-*.groups"))
     return sorted(int(match[1]) for match in names if match)
-
-
-def fingerprints(model: nn.Module, *, of_gradient: bool) -> dict[str, Fingerprint]:
-    """Of each trained tensor, or of its gradient, in the model's order."""
-    import torch
-
-    found = {}
-    for name, parameter in model.named_parameters():
-        tensor = parameter.grad if of_gradient else parameter
-        if tensor is not None and parameter.requires_grad:
-            bits = tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64)
-            found[name] = (int(bits), float(tensor.detach().double().norm()))
-    return found
 
 
 def _path(root: Path, step: int, kind: str) -> Path:

@@ -26,6 +26,7 @@ from distill.errors import ConfigError
 from distill.objective.whole_groups import GroupsHere
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
+from learner.fingerprints import Fingerprints
 from tests.conftest import TinyPair
 from tests.samples import group
 
@@ -89,6 +90,27 @@ def test_what_differs_is_named(out: Path, printed: Printed) -> None:
     assert f"the first tensor that differs is the weights of {name}" in told
 
 
+def test_a_step_of_several_workers_is_the_same_to_a_hundredth(out: Path, printed: Printed) -> None:
+    path = out / "replay" / "step-000006.json"
+    written = path.read_bytes()
+    name = list(json.loads(written)["weights"])[2]
+    told = {}
+    try:
+        for factor in (1.0, 1.001, 1.1):
+            outcome = json.loads(written) | {"workers": 2}
+            bits, norm = outcome["gradient"][name]
+            outcome["gradient"][name] = [bits + (factor != 1.0), norm * factor]
+            path.write_text(json.dumps(outcome))
+            told[factor] = printed(f"out={out}", "step=6")
+    finally:
+        path.write_bytes(written)
+    assert [told[factor][0] for factor in (1.0, 1.001, 1.1)] == [0, 0, 1], told
+    assert "step 6 is bit-equal" in told[1.0][1]
+    assert "is the same to 1.0e-03 of a tensor's norm" in told[1.001][1]
+    assert "had 2 workers" in told[1.001][1]
+    assert f"the first tensor that differs is the gradient of {name}" in told[1.1][1]
+
+
 def test_a_step_that_was_not_finite_is_not_again(out: Path, printed: Printed) -> None:
     groups, outcome = (out / "replay" / f"step-000007.{kind}" for kind in ("groups", "json"))
     written = groups.read_bytes(), outcome.read_bytes()
@@ -127,7 +149,7 @@ def test_a_disk_that_takes_nothing_costs_the_replay_and_not_the_run(
 ) -> None:
     (tmp_path / "replay").write_text("in the way")
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    keep_steps(ReplayLog(tmp_path, store, 2, Bounds()), [1.0, 2.0], torch.nn.Linear(1, 1))
+    keep_steps(ReplayLog(tmp_path, store, 2, Bounds()), [1.0, 2.0])
     [said] = [record.getMessage() for record in caplog.records]
     assert "step 1 and others cannot be replayed" in said
 
@@ -179,19 +201,19 @@ def show(log: ReplayLog, step: int) -> None:
     log.taken(step, GroupsHere().taken(groups, set_aside={}), groups)
 
 
-def keep_steps(log: ReplayLog, norms: list[float], model: torch.nn.Module) -> None:
+NO_PRINTS: Fingerprints = {"gradient": {}, "weights": {}}
+
+
+def keep_steps(log: ReplayLog, norms: list[float]) -> None:
     for step, norm in enumerate(norms, 1):
         show(log, step)
-        log.trained(step, {"train/grad_norm": norm}, model)
+        log.trained(step, {"train/grad_norm": norm}, NO_PRINTS, 1)
 
 
 def test_a_step_above_the_threshold_stays_with_what_it_needs(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=1)
     save(store, 2)
-    model = torch.nn.Linear(2, 2)
-    keep_steps(
-        ReplayLog(tmp_path, store, 2, Bounds(grad_norm=5.0)), [1, 1, 1, 9, 1, 1, 1, 1], model
-    )
+    keep_steps(ReplayLog(tmp_path, store, 2, Bounds(grad_norm=5.0)), [1, 1, 1, 9, 1, 1, 1, 1])
     assert steps_in(tmp_path / "replay") == [3, 4, 7, 8]
     save(store, 6)
     kept = KeptSteps(tmp_path)
@@ -215,12 +237,14 @@ def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
     log = ReplayLog(tmp_path, store, 1, Bounds())
     show(log, 1)  # was not finite
     show(log, 2)
-    log.trained(2, {}, torch.nn.Linear(1, 1))
+    log.trained(2, {}, NO_PRINTS, 1)
     show(log, 3)
-    log.trained(3, {}, None)
+    log.trained(3, {}, NO_PRINTS, 2)
     kept = KeptSteps(tmp_path)
     assert kept.steps == [1, 3] and kept.outcome(1) is None
-    assert kept.outcome(3) == {"step": 3, "metrics": {}, "stays": False}
+    assert kept.outcome(3) == {
+        "step": 3, "metrics": {}, "stays": False, "workers": 2, **NO_PRINTS
+    }  # fmt: skip
 
 
 def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
@@ -252,7 +276,7 @@ def test_a_jump_of_the_kl_stays(tmp_path: Path) -> None:
     log = ReplayLog(tmp_path, store, 1, Bounds(kl_jump=0.5))
     for step, kl in ((1, 2.0), (2, 2.4), (3, 3.0), (4, 1.0), (5, 1.2)):
         show(log, step)
-        log.trained(step, {"opd/reverse_kl": kl}, None)
+        log.trained(step, {"opd/reverse_kl": kl}, NO_PRINTS, 1)
     assert steps_in(tmp_path / "replay") == [3, 5], "3 jumped by 0.6; 5 is the newest"
 
 

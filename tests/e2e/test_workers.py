@@ -30,6 +30,7 @@ from tests.e2e.harness import (
     metrics,
     opd_arguments,
     process_of,
+    run,
     start,
     trained_groups,
     wait_until,
@@ -114,7 +115,9 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
     tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = opd_arguments(tiny_pair, out, steps=20, eval_size=1, learner_workers=2)
+    arguments = opd_arguments(
+        tiny_pair, out, steps=20, eval_size=1, learner_workers=2, replay_keep=4
+    )
     process = start("cluster.train", "recipe=opd", *arguments)
     wait_until(lambda: len(metrics(out)) >= 5, process)
     children = psutil.Process(process.pid).children(recursive=True)
@@ -127,6 +130,8 @@ def test_a_dead_worker_takes_all_back_to_the_checkpoint(
     assert [step["step"] for step in metrics(out)] == list(range(1, 21))
     assert trained_groups(out) == list(range(80))
     assert audit(out / "ledger.jsonl").problems == []
+    code, output = run("cluster.replay", f"out={out}", "step=20")
+    assert code == 0 and "step 20 is the same to" in " ".join(output.split()), output
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from distill.weights.model_weights import gather_all
 from learner import rollout_share
 from learner.checkpoint import CheckpointStore
 from learner.config import LearnerConfig
+from learner.fingerprints import Fingerprints
 from learner.learner import Learner, Part
 from learner.loop import PolicyLoop
 from learner.policy_loss import PolicyObjectiveLoss, TeacherSamplesLoss
@@ -142,9 +143,14 @@ def steps(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
         base_is_reference=given["base_is_reference"],
         keep=keep,
     )
-    metrics = [loop.step() for _ in range(2)]
+    prints = [learner.fingerprints()]
+    metrics = []
+    for _ in range(2):
+        metrics.append(loop.step())
+        prints.append(learner.fingerprints())
     return {
         "metrics": metrics,
+        "prints": prints,
         "weights": {name: t.clone().numpy() for name, t in gather_all(learner.weights()).items()},
         "fetched": world.fetched,
         "kept": keep.kept,
@@ -166,8 +172,22 @@ def assert_one_learner(alone: dict[str, Any], together: dict[str, Any]) -> None:
         # As a whole: AdamW makes much of the last bits of gradients that are next to nothing.
         gap = np.linalg.norm(together["weights"][name] - theirs)
         assert gap <= 1e-4 * np.linalg.norm(theirs), name
+    assert_prints_alike(alone["prints"], together["prints"])
     for theirs, ours in zip(alone["kept"], together["kept"], strict=True):
         assert_kept_alike(theirs, ours)
+
+
+def assert_prints_alike(alone: list[Fingerprints], together: list[Fingerprints]) -> None:
+    """Of equal weights they are equal, however those are shared out."""
+    for name, (bits, norm) in alone[0]["weights"].items():
+        assert together[0]["weights"][name] == (bits, pytest.approx(norm, rel=1e-9)), name
+    assert not alone[0]["gradient"] and not together[0]["gradient"]
+    for theirs, ours in zip(alone[1:], together[1:], strict=True):
+        for what in ("gradient", "weights"):
+            whole = np.hypot.reduce([norm for _, norm in theirs[what].values()])
+            assert theirs[what].keys() == ours[what].keys() and whole > 0
+            for name, (_, norm) in theirs[what].items():
+                assert ours[what][name][1] == pytest.approx(norm, rel=1e-2, abs=1e-5 * whole), name
 
 
 def assert_kept_alike(theirs: Any, ours: Any) -> None:
