@@ -103,6 +103,8 @@ MUST_STAY_BESIDE = {
     "sft_coef": ({"sft_data": "rows"}, 0.2),
     "overdue": ({}, "late"),
     "right_from": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
+    "teacher_lag": ({"teacher": "policy", "teacher_lag": 2}, 3),
+    "teacher_ema": ({"teacher": "policy", "teacher_ema": 0.9}, 0.95),
 }
 
 
