@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, An
     assert segment["teacher_logprobs"] == pytest.approx(expected, abs=2e-3)
 
 
-def expect_followed(pair: TinyPair, out: Path, rule: dict[str, float]) -> set[int]:
+def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
     """Each kept group of `hinted` prompts is scored by the weights that its teacher's version has
     by the checkpoints of the run. Returns these versions."""
     tokenizer = AutoTokenizer.from_pretrained(pair.student)
