@@ -250,7 +250,9 @@ class ExternalTeacher:
 
         monkeypatch.setattr(sglang_server, "claim_port", claim_again)
         keys = cycle([secrets.token_urlsafe(), secrets.token_urlsafe()])
-        made = SimpleNamespace(token_urlsafe=lambda _length: next(keys))
+        made = SimpleNamespace(
+            token_urlsafe=lambda _length: next(keys), token_bytes=secrets.token_bytes
+        )
         monkeypatch.setattr(sglang_server, "secrets", made)
         self._engine: HostedSglangEngine | None = None
 
