@@ -194,7 +194,10 @@ def test_in_place_keeps_the_context_of_samples_under_way_and_of_no_others(server
     assert again[1] > 0, "prefixes of present weights are of no use"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=pytest.mark.slow) if m == "restart" else m for m in MODES],
+)
 def test_many_pushes_beside_generation_lose_nothing(server: Served, mode: InFlight) -> None:
     server.session(mode)
     last = 8

@@ -87,7 +87,12 @@ def house(ray_cluster: None, tmp_path: Path) -> Iterator[House]:
 
 
 @pytest.mark.parametrize(
-    "way", ["dies", "waits", pytest.param("holds the interpreter", marks=pytest.mark.slow)]
+    "way",
+    [
+        "dies",
+        pytest.param("waits", marks=pytest.mark.slow),
+        pytest.param("holds the interpreter", marks=pytest.mark.slow),
+    ],
 )
 def test_a_second_end_in_the_same_code_ends_the_run_by_its_name(house: House, way: str) -> None:
     with pytest.raises(RunFailed) as failed:

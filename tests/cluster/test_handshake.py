@@ -489,6 +489,7 @@ def opd_run(
         copies_teachers=objective is not None and objective.estimator == "full",
         teacher_models=lambda: {"": None},
         teacher_moves=False,
+        teacher_rule=None,
     )
     run._device = "cpu"
     run._tokenizer_probe = parties.tokenizer

@@ -69,6 +69,7 @@ MUST_STAY = {
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
     "fork_from": "other", "rollouts": "other", "train": False, "teacher_feedback": "{prompt}",
     "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
+    "warmup": 1, "teacher_samples": 0.5,
 }  # fmt: skip
 # Never beside a teacher.
 REFUSED = {"remove_constant_reward_groups"}
@@ -105,6 +106,7 @@ MUST_STAY_BESIDE = {
     "right_from": ({"teacher_feedback": "{prompt} {outcome}"}, 0.9),
     "teacher_lag": ({"teacher": "policy", "teacher_lag": 2}, 3),
     "teacher_ema": ({"teacher": "policy", "teacher_ema": 0.9}, 0.95),
+    "hint_bonus_coef": ({"teacher": "policy", "hint_bonus_coef": 0.1}, 0.2),
 }
 
 

@@ -257,6 +257,7 @@ def test_of_long_tails_due_first_makes_more_steps_at_no_cost_in_staleness() -> N
     assert synchronous[0] == synchronous[1] and synchronous[0].most == 0
 
 
+@pytest.mark.slow
 def test_tools_without_end_hold_up_a_bound_and_not_those_that_are_late() -> None:
     bounded = simulated(agents=True, rule="due_first", max_staleness=2)
     late = simulated(agents=True, rule="due_first", max_staleness=2, overdue="late")

@@ -65,6 +65,7 @@ def place(out: Path, event: str, **fields: object) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_steps_go_on_beside_an_evaluation_and_its_numbers_are_the_same(
     tiny_pair: TinyPair, tmp_path: Path

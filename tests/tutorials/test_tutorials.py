@@ -49,6 +49,7 @@ def test_a_tutorial_runs_as_a_script(path: Path, tmp_path: Path) -> None:
     run_python(tmp_path, str(path))
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_each_tutorial_run(tmp_path: Path) -> None:
     paths = [str(path) for path in TUTORIALS]
     printed = run_python(tmp_path, "-c", A_FEW_STEPS_OF_EACH, *paths)
