@@ -6,7 +6,8 @@
                  and a learner of one worker; of several, norms must agree to a hundredth.
     what if      loss=ppo lr=1e-5 ...: the same step, from the same weights, under other settings;
                  its metrics beside those of the run's own
-    blame=20     the prompts, responses and tokens that have the largest shares of its gradient
+    blame=20     the prompts, responses and tokens that have the largest shares of its gradient, and
+                 where the page of cluster.report shows them
 
 Kept groups are pickles: replay the runs that you trust.
 """
@@ -16,9 +17,9 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +32,9 @@ from cluster.early_ends import RunFailed
 from cluster.train import RECIPES
 from distill.errors import ConfigError, NonFiniteError
 from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from cluster.inspect.replayed import Blamed
 
 _USAGE = f"""{__doc__}
   out=DIR      the run's directory
@@ -99,6 +103,7 @@ class Replay:
     def __init__(self, out: Path, step: int, console: Console) -> None:
         from cluster.config.checks import check_rollout
         from cluster.run_files.replay_log import KeptSteps
+        from cluster.run_files.run_directory import RunDirectory
 
         self._step, self._console = step, console
         self.config = _config(str(out), {})
@@ -107,6 +112,7 @@ class Replay:
                 f"out={out} holds groups that no step has trained on (train=False); train on them "
                 f"with rollouts={out}"
             )
+        self._directory = RunDirectory(self.config.recipe, self.config)
         self._kept = KeptSteps(out)
         self._start = self._kept.start_of(step)
         self._inputs = check_rollout(self.config)
@@ -218,13 +224,36 @@ class Replay:
         groups_P = self._kept.groups(self._step)
         if self.config.base_is_reference:
             groups_P = with_reference(groups_P, loop.learner.base_logprobs)
-        for title, rows in blame(loop, groups_P, self._text, number).items():
+        found = blame(loop, groups_P, self._text, number)
+        for title, rows in found.items():
             table = Table(title=f"{title}: share of the gradient")
             for header in ("share", "where", "text"):
                 table.add_column(header, justify="right" if header == "share" else "left")
             for row in rows:
                 table.add_row(f"{row.share:+.1%}", row.where, escape(row.text))
             self._console.print(table)
+        self._tell_links([row for rows in found.values() for row in rows])
+
+    def _tell_links(self, rows: Sequence[Blamed]) -> None:
+        """Where they stand on the page of cluster.report, if the run kept their groups for it."""
+        from cluster.run_files.rollouts import read_rollouts
+
+        kept = read_rollouts(self._directory.rollouts)
+        shown = {group.group_id for group in kept if group.step == self._step}
+        links = [f"  #{row.link(self._step)}  {row.where}" for row in rows if row.group in shown]
+        if not links:
+            self._say(
+                "none of these groups is on the page of cluster.report, which shows what "
+                "rollouts.jsonl has of a step (keep_rollouts=all: all of it)"
+            )
+            return
+        page = self._directory.path / "report.html"
+        self._say(
+            f"python -m cluster.report out={self._directory.path} groups={len(kept)} writes "
+            f"{page}, which has them at"
+        )
+        for link in links:
+            self._say(link)
 
     def _text(self, tokens_T: TokenArray) -> str:
         text = str(self._inputs.tokenizer.decode(tokens_T.tolist()))

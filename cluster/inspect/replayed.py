@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
 import numpy as np
 import torch
@@ -26,13 +27,29 @@ Decode = Callable[[TokenArray], str]
 _TAKEN_APART = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blamed:
-    """A share of the step's gradient, and whose it is."""
+    """A share of the step's gradient, and whose it is: a group's, a member's, or one token's.
+
+    `member` and `token`, which counts what the member sampled, begin at 0.
+    """
 
     share: float
-    where: str
     text: str
+    group: int
+    member: int | None = None
+    token: int | None = None
+
+    @property
+    def where(self) -> str:
+        member = "" if self.member is None else f", trajectory {self.member + 1}"
+        token = "" if self.token is None else f", token {self.token}"
+        return f"group {self.group}{member}{token}"
+
+    def link(self, step: int) -> str:
+        """The fragment of its place on cluster.report's page (cluster/inspect/report/links.js)."""
+        place = {"step": step, "group": self.group, "member": self.member, "token": self.token}
+        return urlencode({name: at for name, at in place.items() if at is not None})
 
 
 def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
@@ -72,11 +89,11 @@ def blame(
             share = shares.of(own)
             total += share
             said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own]))
-            where = f"group {group.group_id}, trajectory {g + 1}"
-            of_responses.append((Blamed(share, where, said), own))
+            blamed = Blamed(share=share, text=said, group=group.group_id, member=g)
+            of_responses.append((blamed, own))
         first = group.trajectories_G[0].segments[0]
         prompt = decode(first.tokens_T[: first.first_action])
-        of_prompts.append(Blamed(total, f"group {group.group_id}", prompt))
+        of_prompts.append(Blamed(share=total, text=prompt, group=group.group_id))
     of_responses.sort(key=lambda pair: -abs(pair[0].share))
     found = {
         "prompts": _worst(of_prompts, number),
@@ -115,10 +132,11 @@ class _Shares:
     ) -> list[Blamed]:
         places = [(row, int(t)) for row in rows_D for t in np.flatnonzero(row.loss_mask_T)]
         return [
-            Blamed(
-                self.of([_of_one_token(row, t)]),
-                f"{blamed.where}, token {n}",
-                decode(row.tokens_T[t : t + 1]),
+            replace(
+                blamed,
+                share=self.of([_of_one_token(row, t)]),
+                text=decode(row.tokens_T[t : t + 1]),
+                token=n,
             )
             for n, (row, t) in enumerate(places)
         ]

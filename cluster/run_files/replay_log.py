@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.delivery import Taken, TrainedGroups
-from distill.errors import ConfigError
+from distill.errors import ConfigError, described
 from distill.objective.whole_groups import GroupsHere
 from distill.outlines import Fetched, Place
 from distill.types import TrajectoryGroup
@@ -44,6 +44,16 @@ logger = logging.getLogger(__name__)
 
 # Of a run that only keeps, the folder that marks what it has kept.
 KEPT = "kept"
+# What a pickle of classes that have changed since raises, or one that is cut short.
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    ImportError,
+)
 _NAME = re.compile(r"step-(\d{6,})\.(groups|json)$")
 
 
@@ -202,7 +212,14 @@ class KeptSteps:
         return source.taken(state.pop("groups"), **state)
 
     def _state(self, step: int) -> dict[str, Any]:
-        return pickle.loads(_path(self._root, step, "groups").read_bytes())
+        path = _path(self._root, step, "groups")
+        try:
+            return pickle.loads(path.read_bytes())
+        except _UNREADABLE as error:
+            raise ConfigError(
+                f"{path} cannot be read ({described(error)}): another version of isotherm kept it, "
+                "or it is damaged; make these groups again"
+            ) from error
 
     def outcome(self, step: int) -> dict[str, Any] | None:
         """Metrics and fingerprints after `step`; None of a step that never ended."""

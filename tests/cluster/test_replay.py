@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import Replay, main
 from cluster.run_files.replay_log import Bounds, KeptSteps, ReplayLog, steps_in
+from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from distill.delivery import TrainedGroups
 from distill.errors import ConfigError
@@ -73,6 +75,19 @@ def test_a_step_is_done_again_to_the_bit(
 def test_a_step_that_was_not_kept_says_which_were(out: Path, printed: Printed) -> None:
     code, told = printed(f"out={out}", "step=2")
     assert code == 2 and "These can: 4, 5, 6, 7" in told
+
+
+def test_groups_that_cannot_be_read_are_named(out: Path, printed: Printed) -> None:
+    path = out / "replay" / "step-000006.groups"
+    written = path.read_bytes()
+    renamed = b"cdistill.types\nGone\n."  # a class that was
+    try:
+        for damaged in (written[: len(written) // 2], b"", renamed):
+            path.write_bytes(damaged)
+            code, told = printed(f"out={out}", "step=6")
+            assert code == 2 and "step-000006.groups cannot be read" in told, told
+    finally:
+        path.write_bytes(written)
 
 
 def test_what_differs_is_named(out: Path, printed: Printed) -> None:
@@ -187,6 +202,20 @@ def test_shares_of_the_gradient_add_up(out: Path, tmp_path: Path, printed: Print
         assert sum(of_it) == pytest.approx(response.share, abs=1e-3) and len(of_it) > 1
     code, told = printed(f"out={out}", "step=4", "blame=2")
     assert code == 0 and "responses: share of the gradient" in told
+    assert "none of these groups is on the page of cluster.report" in told
+
+
+def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: Printed) -> None:
+    code, told = printed(f"out={out}", "step=7", "blame=99")
+    assert code == 0, told
+    [kept] = [group for group in read_rollouts(out / "rollouts.jsonl") if group.step == 7]
+    for member, trajectory in enumerate(kept.trajectories_G):
+        place = f"step=7&group={kept.group_id}&member={member}"
+        assert f"#{place} group {kept.group_id}, trajectory {member + 1}" in told
+        sampled = sum(len(segment.sampled_N) for segment in trajectory.segments)
+        assert f"#{place}&token={sampled - 1} " in told and f"#{place}&token={sampled} " not in told
+    others = set(re.findall(r"#step=7&group=(\d+)", told)) - {str(kept.group_id)}
+    assert not others and f"groups={len(read_rollouts(out / 'rollouts.jsonl'))} writes" in told
 
 
 def save(store: CheckpointStore, step: int) -> None:
