@@ -233,7 +233,8 @@ class Driver:
 
     def _explained(self, what: str, error: RayError, lost: type[ActorLost]) -> Exception:
         if is_death(error):
-            return lost(f"{what} failed because its actor died ({reason_of(error)})")
+            who = "the learner" if lost is LearnerLost else "its actor"
+            return lost(f"{what} failed because {who} died ({reason_of(error)})")
         cause = root_cause(error)
         if isinstance(cause, IsothermError):
             return cause
