@@ -4,7 +4,8 @@
     sampled    all by the teacher  | of each block a share, chosen by the seed
 
 A pure function of the id, so that every attempt at a group, on any worker and after any resume, has
-the same sampler. What is trained of such groups: `distill.objective.objectives.teacher_samples`.
+the same sampler. What is trained of such groups:
+`distill.objective.objectives.teacher_cross_entropy`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ share, and all run the rows together. Who asks, and when, is for cluster/runtime
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from distill.handshake.canary import Answer, CanaryRows
 from distill.models.loading import context_length, vocab_size
 from distill.objective.batching import TrainingRow, split_by_token_budget
 from distill.types import FloatArray, TopLogprobs
-from distill.weights.digests import tensor_checksum
+from distill.weights.digests import digest_of, tensor_checksum
 from learner.sharding import local, stored
 from learner.teachers import LocalTeachers
 
@@ -107,7 +106,7 @@ class FrozenModel:
         return CopyAnswer(
             teacher=self._teacher,
             info=self._info,
-            digest=hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16],
+            digest=digest_of(sums),
             changed=tuple(name for name, value in sums.items() if self._first.get(name) != value),
             rows=rows,
             answers=[self._answered(rows, company) for company in question.company],

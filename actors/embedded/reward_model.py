@@ -10,7 +10,6 @@ Requests that come while a batch runs are the next batch: one scorer serves all 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from distill.models.reward import load_reward_model, score_head
 from distill.rewards.conversations import ConversationEncoder
 from distill.rewards.model_reward import Conversation
 from distill.types import TokenArray
-from distill.weights.digests import tensor_checksum
+from distill.weights.digests import digest_of, tensor_checksum
 
 # Requests of one group arrive a little apart; an idle model waits so long for the others.
 _GATHER_S = 0.002
@@ -149,8 +148,7 @@ class EmbeddedRewardModel:
         ]
 
     def _digest(self) -> str:
-        sums = {name: tensor_checksum(t) for name, t in self._model.state_dict().items()}
-        return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16]
+        return digest_of({name: tensor_checksum(t) for name, t in self._model.state_dict().items()})
 
     async def health(self) -> int:
         """Number of rows scored so far: the heartbeat."""

@@ -309,12 +309,10 @@ class _Run:
         step = int(metrics["step"])
         for finding in self._watch.see(metrics):
             self._running.found(finding)
-        self._running.directory.append_event(
-            "step",
-            step=step,
-            tokens_per_s=metrics["tokens_per_s"],
-            staleness=metrics.get("staleness/mean", 0.0),  # a warm-up's samples have no age
-        )
+        told = {"tokens_per_s": metrics["tokens_per_s"]}
+        if "staleness/mean" in metrics:  # what the teacher samples has no age
+            told["staleness"] = metrics["staleness/mean"]
+        self._running.directory.append_event("step", step=step, **told)
         try:
             if self._running.signals.received is None:  # or no checkpoint would be made
                 metrics = metrics | self._evaluations.after_step(step)

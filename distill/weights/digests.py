@@ -8,6 +8,7 @@ server has its say, `checksum` is a tenth of the work.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ def tensor_checksum(tensor: Tensor) -> str:
     if not data.is_cuda:
         return checksum(data.cpu().numpy())
     return checksum_by_torch(data)
+
+
+def digest_of(checksums: Mapping[str, str]) -> str:
+    """Sixteen hexadecimal digits of many tensors, by their checksums, in whatever order."""
+    return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()[:16]
 
 
 def checksum_by_torch(data: Tensor) -> str:

@@ -791,15 +791,21 @@ def test_a_run_over_the_disk_is_probed_to_its_last_version(
 # ---- SGLang: one server for all that follows
 
 
-@pytest.fixture(scope="module")
-def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
+def served(pair: TinyPair) -> Any:
+    """A server of the student's, that has started."""
     if not sglang_installed():
         pytest.skip("SGLang is not installed")
     engine = actor(
-        HostedSglangEngine, model_path=tiny_pair.student, device="cpu", start_deadline_s=300,
+        HostedSglangEngine, model_path=pair.student, device="cpu", start_deadline_s=300,
         request_deadline_s=TIMEOUT_S,
     )  # fmt: skip
     ray.get(engine.info.remote(), timeout=300)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server(tiny_pair: TinyPair, ray_cluster: None) -> Iterator[Any]:
+    engine = served(tiny_pair)
     yield engine
     ray.kill(engine)
 
@@ -888,13 +894,7 @@ def test_a_server_that_is_lost_while_it_is_lent_weights(
 ) -> None:
     """A real server ends in the middle of a push, or may not open what it is lent, and dies of it:
     the engine is ended, the learner goes on, its memory is free."""
-    if not sglang_installed():
-        pytest.skip("SGLang is not installed")
-    engine = actor(
-        HostedSglangEngine, model_path=tiny_pair.student, device="cpu", start_deadline_s=300,
-        request_deadline_s=TIMEOUT_S,
-    )  # fmt: skip
-    ray.get(engine.info.remote(), timeout=300)
+    engine = served(tiny_pair)
     publish = publisher(
         {"policy engine 0": engine}, learner, Queue(), choice="ipc", served=True,
         bucket_bytes=BUCKET_BYTES, probe_every=0, prove_every=0,
