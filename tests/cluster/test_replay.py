@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import re
@@ -221,10 +222,10 @@ def test_who_is_to_blame_is_found_on_the_page_of_the_report(out: Path, printed: 
     assert code == 0, told
     kept = [group for group in read_rollouts(out / "rollouts.jsonl") if group.step == 7]
     taken_apart = 0
-    for group, member in ((group, member) for group in kept for member in range(2)):
-        place = f"step=7&group={group.group_id}&member={member}"
-        assert f"#{place} group {group.group_id}, trajectory {member + 1}" in told
-        segments = group.trajectories_G[member].segments
+    for shown, member in itertools.product(kept, range(2)):
+        place = f"step=7&group={shown.group_id}&member={member}"
+        assert f"#{place} group {shown.group_id}, trajectory {member + 1}" in told
+        segments = shown.trajectories_G[member].segments
         sampled = sum(len(segment.sampled_N) for segment in segments)
         linked = [n for n in range(sampled + 1) if f"#{place}&token={n} " in told]
         # Responses with small shares are not taken apart; of the others every token is there.
