@@ -101,7 +101,7 @@ class Replay:
     """One step of one run."""
 
     def __init__(self, out: Path, step: int, console: Console) -> None:
-        from cluster.config.checks import check_rollout
+        from cluster.config.rollout_checks import check_rollout
         from cluster.run_files.replay_log import KeptSteps
         from cluster.run_files.run_directory import RunDirectory
 

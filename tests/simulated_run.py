@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.config.checks import check_rollout
 from cluster.config.on_policy import RlConfig
+from cluster.config.rollout_checks import check_rollout
 from cluster.handshake.handshake import handshake
 from cluster.hosts.build import LearnerActors, RolloutCast
 from cluster.hosts.engine_pool import EnginePool

@@ -10,7 +10,7 @@ import torch
 
 from actors.config import choose_dtype
 from actors.sglang.address import is_url
-from cluster.config.checks import ask_server
+from cluster.config.model_checks import ask_server
 from cluster.config.on_policy import OpdConfig
 from distill.errors import ConfigError
 from distill.models.loading import load_config, resolve_device, vocab_size

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, tried
-from cluster.config.checks import RolloutInputs
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError

@@ -25,10 +25,11 @@ from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
-from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.supervised import SupervisedConfig
+from cluster.config.supervised_checks import SupervisedInputs
 from cluster.handles.local_actor import LocalActor
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper

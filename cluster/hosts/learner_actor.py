@@ -11,9 +11,10 @@ import chz
 import torch
 
 from actors.config import choose_dtype
-from cluster.config.checks import RolloutInputs, SupervisedInputs
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SupervisedConfig
+from cluster.config.supervised_checks import SupervisedInputs
 from cluster.queue.group_queue import GroupQueue
 from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog

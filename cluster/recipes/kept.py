@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from cluster.config.checks import RolloutInputs
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.hosts.build import kept_learners
 from cluster.recipes.common import RunSession, placed
 from cluster.recipes.learner_alone import LearnerAlone

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from actors.config import choose_dtype, choose_engine
-from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
 from cluster.findings.finding import Setup

@@ -7,12 +7,17 @@ from functools import partial
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.config.checks import SupervisedInputs, check_dpo, check_reward_model, check_sft
 from cluster.config.supervised import (
     DpoConfig,
     RewardModelConfig,
     SftConfig,
     SupervisedConfig,
+)
+from cluster.config.supervised_checks import (
+    SupervisedInputs,
+    check_dpo,
+    check_reward_model,
+    check_sft,
 )
 from cluster.hosts.build import supervised_learners
 from cluster.placement.roles import describe_layout

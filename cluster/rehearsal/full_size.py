@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.config.checks import RolloutInputs
 from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
 from cluster.placement.roles import describe_layout
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.early_ends import Interrupted, RunFailed
 from cluster.inspect.audit import audit
 from cluster.placement.roles import (

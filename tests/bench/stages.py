@@ -13,8 +13,8 @@ import torch
 
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import score_group
-from cluster.config.checks import check_rollout
 from cluster.config.on_policy import OpdConfig
+from cluster.config.rollout_checks import check_rollout
 from distill.envs.base import EnvStream
 from distill.objective.rows import policy_rows
 from distill.types import TrajectoryGroup

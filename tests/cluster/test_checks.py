@@ -15,9 +15,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
-from cluster.config.checks import check_dpo, check_reward_model, check_rollout, check_sft
 from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.config.supervised_checks import check_dpo, check_reward_model, check_sft
 from distill.data.prompts import Prompt
 from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames

@@ -21,11 +21,12 @@ from actors.config import EngineConfig
 from cluster.calibrate import CalibrateConfig
 from cluster.command import complaint, parse
 from cluster.config.arguments import key_values
-from cluster.config.checks import check_rollout, check_sft
 from cluster.config.env import BUILT_IN
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import SelfplayConfig
+from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from cluster.config.supervised_checks import check_sft
 from cluster.early_ends import Interrupted
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main

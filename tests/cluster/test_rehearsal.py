@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config.checks import check_rollout
 from cluster.config.on_policy import OpdConfig, TeacherConfig
+from cluster.config.rollout_checks import check_rollout
 from cluster.rehearsal import strikes
 from cluster.rehearsal.elsewhere import Elsewhere, ask_once
 from cluster.rehearsal.full_size import full_size

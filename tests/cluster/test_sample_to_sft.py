@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config.checks import check_sft
 from cluster.config.supervised import SftConfig
+from cluster.config.supervised_checks import check_sft
 from cluster.sample_to_sft import main
 from tests.actors.judge_server import API_KEY, MODEL, ScriptedJudge, running_judge
 from tests.tiny import TinyPair

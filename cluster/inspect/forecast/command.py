@@ -22,12 +22,12 @@ from rich.table import Table
 from actors.config import choose_dtype, running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
-from cluster.config.checks import RolloutInputs, check_rollout
 from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
 from cluster.config.estimator import with_estimator
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
+from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.errors import ConfigError

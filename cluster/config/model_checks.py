@@ -1,0 +1,161 @@
+"""Validation of checkpoints, servers and columns: what every recipe asks of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.sglang.address import is_url
+from actors.sglang.external import ExternalSglangEngine
+from cluster.config.common import CommonConfig
+from distill.data.columns import Columns
+from distill.data.row_reader import RowReader
+from distill.engine import EngineInfo
+from distill.errors import CheckpointError, ConfigError, EngineError
+from distill.models.loading import context_length, ends_of, load_config, meta_causal_lm, vocab_size
+from distill.settings import values_of
+from distill.tokenizer import check_same_tokenizer, load_tokenizer, probe_tokenizer
+from learner.lora import check_lora
+from learner.router_balance import check_balances
+
+# An external teacher says who it is in far less; one that does not answer is not there.
+_INTRODUCTION_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """A teacher or a reference, by what matters before it runs.
+
+    Attributes:
+        tokenizer, ends: its own, and where it ends; None for a running server's.
+        chat: what a running server's chat template makes of a known chat; None where it has none.
+        scores_given: False of a running server without our plugin.
+    """
+
+    model: str
+    vocab_size: int
+    context_length: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    ends: frozenset[int] | None = None
+    chat: tuple[int, ...] | None = None
+    scores_given: bool = True
+
+
+def check_scorer(role: str, model: str, tokenizer: PreTrainedTokenizerBase) -> Scorer:
+    """Checks a checkpoint, or a running server; either must share the tokenizer."""
+    if is_url(model):
+        try:
+            info = ask_server(model)
+        except EngineError as error:
+            raise ConfigError(f"{role}={model} does not serve: {error}") from error
+        if info.tokenizer is not None and info.tokenizer.texts != probe_tokenizer(tokenizer).texts:
+            raise ConfigError(
+                f"student and teacher={model} do not share a tokenizer: the server encodes known "
+                "texts differently. It scores the student's token ids as they are"
+            )
+        return Scorer(
+            model=model,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            chat=None if info.tokenizer is None else info.tokenizer.chat,
+            scores_given=info.scores_given,
+        )
+    config, own = check_model(model), load_tokenizer(model)
+    check_same_tokenizer(tokenizer, own)
+    return Scorer(
+        model=model,
+        vocab_size=vocab_size(config),
+        context_length=context_length(config),
+        tokenizer=own,
+        ends=ends_of(model, own),
+    )
+
+
+def ask_server(url: str) -> EngineInfo:
+    """What a running server says of itself.
+
+    Raises:
+        ConfigError, EngineError: it is no SGLang server, or does not answer.
+    """
+    return asyncio.run(_ask(url))
+
+
+async def _ask(url: str) -> EngineInfo:
+    engine = ExternalSglangEngine(url=url, request_deadline_s=_INTRODUCTION_DEADLINE_S)
+    try:
+        return await engine.info()
+    finally:
+        await engine.close()
+
+
+def check_holds_tokenizer(
+    role: str, model: str, size: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises ConfigError for a vocabulary of `size` that is smaller than the tokenizer's."""
+    if size < len(tokenizer):
+        raise ConfigError(
+            f"{role}={model} has a vocabulary of {size}, smaller than the tokenizer's "
+            f"{len(tokenizer)}; model and tokenizer do not belong together"
+        )
+
+
+def check_model(path: str) -> Any:
+    """The model's config; in a local directory, each weights file's header is checked first."""
+    config = load_config(path)
+    directory = Path(path)
+    if directory.is_dir():
+        files = sorted(directory.glob("*.safetensors"))
+        for shard in _shards(directory):
+            if not (directory / shard).is_file():
+                raise CheckpointError(f"{path} lacks {shard}, which its index names; copy it again")
+        if not files and not list(directory.glob("pytorch_model*.bin")):
+            raise CheckpointError(f"{path} holds no weights (no *.safetensors file)")
+        for file in files:
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    tensors.keys()
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is corrupt or cut short: {error}") from error
+    return config
+
+
+def _shards(directory: Path) -> list[str]:
+    """Files that a sharded checkpoint's index names; none where there is no index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is unreadable: {error}") from error
+
+
+def check_routers(
+    config: CommonConfig,
+    model: str,
+    meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
+) -> None:
+    """Raises ConfigError for a router_aux_coef that no loss of the model could be multiplied by."""
+    if config.router_aux_coef < 0:
+        raise ConfigError(f"router_aux_coef={config.router_aux_coef} must be 0 or above")
+    if config.router_aux_coef:
+        check_balances(meta_model(model))
+
+
+def check_adapter(config: CommonConfig, base: str) -> None:
+    """Raises ConfigError, or CheckpointError, if the run's adapter does not fit its base."""
+    if config.trains_adapter:
+        check_lora(config, base)
+
+
+def reader_of(columns: type[Columns], config: Any) -> RowReader:
+    """A reader of rows with the run's own columns."""
+    return RowReader(columns(**values_of(columns, config)))

@@ -1,0 +1,375 @@
+"""Validation of opd and rl runs and their files, before an actor starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.config import choose_engine
+from actors.sglang.address import is_url
+from cluster.config.model_checks import (
+    Scorer,
+    check_adapter,
+    check_holds_tokenizer,
+    check_model,
+    check_routers,
+    check_scorer,
+    reader_of,
+)
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.rows import digests_of, unweighted_sources
+from distill.data.columns import PromptColumns
+from distill.data.order import MixedPart, shares
+from distill.data.row_reader import RowReader
+from distill.data.sft_rows import load_sft_rows
+from distill.data.sources import Source, parse_sources
+from distill.envs.base import (
+    EnvConfig,
+    EnvContext,
+    EnvDataset,
+    EnvGroupBuilder,
+    Mixture,
+    Subset,
+    mixture,
+    problems_of,
+)
+from distill.errors import ConfigError
+from distill.models.attention_probe import check_packs
+from distill.models.loading import context_length, ends_of, meta_causal_lm, vocab_size
+from distill.models.reward import check_reward_config
+from distill.objective.batching import TrainingRow
+from distill.objective.settings import ObjectiveConfig
+from distill.stops import StopTokens
+from distill.tokenizer import load_tokenizer, probe_tokenizer
+from learner.export import check_export
+
+Loaded = TypeVar("Loaded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInputs:
+    """A checked opd or rl run: what its actors are built from.
+
+    `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources;
+    `judged` is False where no problem has anything that a reward could compare with.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train: EnvDataset
+    held_out: EnvDataset
+    judged: bool
+    sft_rows_D: list[TrainingRow]
+    stops: StopTokens
+    sft_parts: list[MixedPart]
+    digests: Mapping[str, str]
+
+
+def check_rollout(config: RolloutConfig) -> RolloutInputs:
+    """Reads all checkpoints' headers, their tokenizers and every prompt.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    choose_engine(config.engine)
+    student = check_model(config.student)
+    if config.packing:
+        check_packs(meta_causal_lm(config.student))
+    check_export(config.student)
+    check_routers(config, config.student)
+    check_adapter(config, config.student)
+    tokenizer = load_tokenizer(config.student)
+    own_template = tokenizer.chat_template
+    tokenizer = config.choose_template(tokenizer)
+    check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
+    named = {
+        f"teachers.{name}" if name else "teacher": teacher.model
+        for name, teacher in config.teacher_models().items()
+    }
+    if config.reference is not None:
+        named["reference"] = config.reference
+    scorers = {role: check_scorer(role, model, tokenizer) for role, model in named.items()}
+    own = ends_of(config.student, tokenizer)
+    stops = config.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])
+    _check_stops(config, stops, own, tokenizer)
+    for role, scorer in scorers.items():
+        check_holds_tokenizer(role, scorer.model, scorer.vocab_size, tokenizer)
+        if scorer.vocab_size < vocab_size(student):
+            raise ConfigError(
+                f"{role}={scorer.model} has a vocabulary of {scorer.vocab_size}, smaller than the "
+                f"student's {vocab_size(student)}: a token that the student may sample could not "
+                "be scored. Resize its embeddings, or choose another pair"
+            )
+        if role != "reference":
+            _check_top(config.objective(), role, scorer, vocab_size(student), stops.event)
+    teacher_tokenizers = {
+        name: _for_teacher_messages(
+            config, scorers[f"teachers.{name}" if name else "teacher"], own_template, tokenizer
+        )
+        for name in config.teacher_models()
+    }
+    if config.reward_model is not None:
+        check_model(config.reward_model)
+        check_reward_config(config.reward_model)
+    read, read_sft = reader_of(PromptColumns, config), RowReader()
+    train, held_out = _load_problems(
+        config, tokenizer, student, list(scorers.values()), teacher_tokenizers, read
+    )
+    read.require_columns()
+    if config.eval_engines and not len(held_out):
+        raise ConfigError(
+            f"eval_engines={config.eval_engines} have nothing to evaluate: no problem is held out; "
+            "give eval_prompts=, or leave it out"
+        )
+    _check_signal(config, train)
+    sft_rows_D, sft_parts = [], []
+    if config.sft_data is not None:
+        sft_rows_D, sft_parts = _each_source(
+            parse_sources("sft_data", config.sft_data),
+            lambda place: load_sft_rows(
+                place,
+                tokenizer,
+                vocab_size=vocab_size(student),
+                max_length=context_length(student),
+                stop_ids=stops.ids,
+                read=read_sft,
+            ),
+        )
+    readers = {"prompts": read, "eval_prompts": read, "sft_data": read_sft}
+    return RolloutInputs(
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        judged=any(train.builder(p, config.group_size).judged for p in range(len(train))),
+        sft_rows_D=sft_rows_D,
+        sft_parts=sft_parts,
+        digests=digests_of(config, readers),
+        stops=stops,
+    )
+
+
+def _check_stops(
+    config: RolloutConfig,
+    stops: StopTokens,
+    own: frozenset[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raises ConfigError for a server of the student that would end elsewhere as well."""
+    missing = own - set(stops.ids)
+    if missing and choose_engine(config.engine) == "sglang":
+        names = ", ".join(str(tokenizer.convert_ids_to_tokens(id_)) for id_ in sorted(missing))
+        raise ConfigError(
+            f"stop_tokens={config.stop_tokens} leaves out {names}, at which an SGLang server of "
+            f"student={config.student} ends in any case; add it, change eos_token in the student's "
+            "tokenizer_config.json and generation_config.json, or use engine=embedded"
+        )
+
+
+def _each_source(
+    sources: Sequence[Source], load: Callable[[str], Sequence[Loaded]]
+) -> tuple[list[Loaded], list[MixedPart]]:
+    """What is loaded of each source, one after another, and what of it is whose."""
+    loaded, parts = [], []
+    for source in sources:
+        ours = load(source.place)
+        loaded += ours
+        parts.append(MixedPart(name=source.name, size=len(ours), weight=source.weight))
+    return loaded, parts
+
+
+def _check_top(
+    objective: ObjectiveConfig,
+    role: str,
+    teacher: Scorer,
+    student_vocab: int,
+    event: Sequence[int],
+) -> None:
+    """A bucket for the rest needs tokens that are not in the top, and given tokens our plugin."""
+    if objective.asked_of_policy and not teacher.scores_given:
+        raise ConfigError(
+            f"top_k_from={objective.support} asks the teacher at the student's likeliest tokens, "
+            f"and the server at {role}={teacher.model} runs without isotherm's plugin (or with one "
+            "of another version): it returns the log-probs of its own likeliest alone. Install "
+            "isotherm where it runs, or use top_k_from=teacher or estimator=sampled"
+        )
+    each = objective.asked_of_policy or objective.asked_of_teacher
+    asked = objective.asked_of_policy + objective.asked_of_teacher
+    if asked >= student_vocab - max(0, len(event) - 1):
+        both = f", so {asked} with top_k_from=union," if asked > each else ""
+        raise ConfigError(
+            f"teacher_top_k={each}{both} must be below the vocabulary of {student_vocab}: nothing "
+            "would be left for the tail; estimator=full takes all of it"
+        )
+
+
+def _load_problems(
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    student: Any,
+    scorers: Sequence[Scorer],
+    teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    read: RowReader,
+) -> tuple[EnvDataset, EnvDataset]:
+    """Problems to train on and held-out ones, each of which every model has room for."""
+    rooms = [scorer.context_length for scorer in scorers]
+
+    def load(env: EnvConfig, sources: Sequence[Source], max_new_tokens: int) -> list[EnvDataset]:
+        setting = EnvContext(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size(student),
+            context_length=min([context_length(student), *rooms]),
+            max_new_tokens=max_new_tokens,
+            reward=config.reward_function(),
+            teachers=[name for name in config.teacher_models() if name],
+            teacher_context_length=min(rooms, default=None),
+            read=read,
+            teacher_tokenizers=teacher_tokenizers,
+            feedback=config.feedback_template(),
+        )
+        places = [source.place for source in sources] or [None]
+        return [problems_of(env, place, setting) for place in places]
+
+    longest = max(config.max_new_tokens, config.longest_evaluation())
+    evaluation = config.env.evaluation()
+    sources = [] if config.prompts is None else parse_sources("prompts", config.prompts)
+    if config.eval_prompts is None:
+        train = load(config.env, sources, longest)
+        same = evaluation is config.env
+        return _hold_out(
+            train, train if same else load(evaluation, sources, longest), sources, config
+        )
+    train = load(config.env, sources, config.max_new_tokens)
+    apart = unweighted_sources("eval_prompts", config.eval_prompts)
+    held_out = load(evaluation, apart, longest)
+    sizes = [len(problems) for problems in held_out]
+    counts = shares(sizes, min(sum(sizes), config.eval_size))
+    taken = [Subset(each, range(count)) for each, count in zip(held_out, counts, strict=True)]
+    return mixture(train, sources), mixture(taken, apart)
+
+
+def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
+    """Refuses problems that leave a term of the objective without anything to learn from."""
+    objective = config.objective()
+    builders_P = [train.builder(p, config.group_size) for p in range(len(train))]
+    if not builders_P:
+        raise ConfigError(f"env={type(config.env).__name__} has no problem to train on")
+    several = isinstance(train, Mixture)
+    if several and (empty := [part.name for part in train.parts if not part.size]):
+        raise ConfigError(
+            f"prompts={config.prompts}: {empty[0]} has no problem to train on; leave it out"
+        )
+    unjudged = [train.label(p) for p, builder in enumerate(builders_P) if not builder.judged]
+    if objective.reward_coef > 0 and unjudged:
+        raise ConfigError(
+            f"reward_coef={objective.reward_coef} needs an `answer` with every prompt; "
+            f"{unjudged[0] if several else f'{config.prompts}:{unjudged[0]}'} has none "
+            "(answer_key= says which column it is)"
+        )
+    if objective.hint_bonus_coef > 0 and unjudged:
+        raise ConfigError(
+            f"hint_bonus_coef={objective.hint_bonus_coef} is for answers that are right, and "
+            f"{config.prompts}:{unjudged[0]} has no `answer` (answer_key= says which column it is)"
+        )
+    if objective.bonus_coef > 0 and not any(builder.pays_bonuses for builder in builders_P):
+        raise ConfigError(
+            f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
+            "`bonuses`, and the environment pays none"
+        )
+    _check_feedback(config, builders_P, unjudged)
+    for name, teacher in config.teacher_models().items():
+        its_P = [builder for builder in builders_P if builder.teacher == name]
+        if not its_P:
+            raise ConfigError(
+                f"teachers.{name}={teacher.model} scores nothing: no prompt of {config.prompts} "
+                "names it; leave it out"
+            )
+        same = not is_url(teacher.model) and os.path.realpath(teacher.model) == os.path.realpath(
+            config.student
+        )
+        hinted = any(builder.hinted for builder in its_P)
+        if objective.hint_bonus_coef and not hinted:
+            raise ConfigError(
+                f"hint_bonus_coef={objective.hint_bonus_coef} changes nothing: the teacher sees no "
+                "hint; give teacher_feedback, or `teacher_prompt` or `teacher_messages` with each "
+                "prompt"
+            )
+        if config.teacher_moves and config.teacher_rule is None and not hinted:
+            raise ConfigError(
+                "teacher=policy is the student itself, at every step, and sees what the student "
+                "sees: the KL and its gradient are zero. Show it more (teacher_feedback, or "
+                "`teacher_prompt` or `teacher_messages` with each prompt)"
+            )
+        fork = config.fork_from is not None and not config.teacher_moves
+        if same and not hinted and objective.reward_coef == 0 and not fork:
+            raise ConfigError(
+                f"teacher={teacher.model} is the student itself and sees what the student sees: "
+                "the KL and its gradient are zero. Give another teacher, or show it more than the "
+                "student (`teacher_prompt` or `teacher_messages` with each prompt)"
+            )
+
+
+def _check_feedback(
+    config: RolloutConfig, builders_P: Sequence[EnvGroupBuilder], unjudged: Sequence[str]
+) -> None:
+    """Refuses feedback that an environment does not make, or that tells of rewards nobody gives."""
+    template = config.feedback_template()
+    if template is None:
+        return
+    if any(builder.feedback is None for builder in builders_P):
+        raise ConfigError(
+            f"teacher_feedback is for prompts of a file, and env={type(config.env).__name__} makes "
+            "problems without; give `feedback` with them (distill.data.feedback.FeedbackContext), "
+            "or leave it out"
+        )
+    if template.judges and unjudged:
+        raise ConfigError(
+            "teacher_feedback tells of the reward, and there is none without an `answer`: "
+            f"{config.prompts}:{unjudged[0]} has none (answer_key= says which column it is)"
+        )
+
+
+def _for_teacher_messages(
+    config: RolloutConfig, teacher: Scorer, own_template: object, run: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """The tokenizer whose chat template writes the teacher's `teacher_messages`.
+
+    A running server's template is not to be had: where it writes otherwise than the run's, the
+    tokenizer refuses to render any chat.
+    """
+    if teacher.tokenizer is not None:
+        return config.choose_teacher_template(teacher.tokenizer, own_template, run)
+    if teacher.chat is None or teacher.chat == probe_tokenizer(run).chat:
+        return run
+    refusing = copy(run)
+    refusing.chat_template = (
+        "{{- raise_exception('the server at " + teacher.model + " writes chats otherwise than the "
+        "run, and its template is not known here: give teacher_prompt, or chat_template=FILE') }}"
+    )
+    return refusing
+
+
+def _hold_out(
+    problems: Sequence[EnvDataset],
+    evaluated: Sequence[EnvDataset],
+    sources: Sequence[Source],
+    config: RolloutConfig,
+) -> tuple[EnvDataset, EnvDataset]:
+    """(train, held out): a seeded choice of at most eval_size problems and a tenth of them all.
+
+    Of each source as many as its size asks for. `evaluated` are the same problems, as evaluations
+    play them.
+    """
+    sizes = [len(each) for each in problems]
+    counts = shares(sizes, min(config.eval_size, sum(sizes) // 10))
+    train, apart = [], []
+    for i, (each, played, count) in enumerate(zip(problems, evaluated, counts, strict=True)):
+        order = np.random.default_rng([config.seed, i]).permutation(len(each)).tolist()
+        held_out = set(order[: min(count, len(each) - 1)])
+        train.append(Subset(each, [p for p in range(len(each)) if p not in held_out]))
+        apart.append(Subset(played, sorted(held_out)))
+    return mixture(train, sources), mixture(apart, sources)

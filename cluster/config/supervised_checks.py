@@ -1,0 +1,273 @@
+"""Validation of sft, dpo and reward_model runs and their files, before an actor starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from cluster.config.model_checks import (
+    check_adapter,
+    check_holds_tokenizer,
+    check_model,
+    check_routers,
+    check_scorer,
+    reader_of,
+)
+from cluster.config.rows import digests_of, unweighted_sources
+from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig, SupervisedConfig
+from distill.data.columns import CompletionColumns, PreferenceColumns
+from distill.data.held_out import HeldOut, Unit, hold_out
+from distill.data.order import MixedPart
+from distill.data.preferences import load_preference_pairs, scored_row
+from distill.data.row_reader import RowReader
+from distill.data.sft_rows import load_sft_rows
+from distill.data.sources import Source, parse_sources
+from distill.errors import ConfigError
+from distill.models.attention_probe import check_packs
+from distill.models.loading import (
+    context_length,
+    ends_of,
+    load_config,
+    meta_causal_lm,
+    train_time_noise,
+    vocab_size,
+)
+from distill.models.reward import HEAD_WEIGHT, meta_reward_model, padding_token
+from distill.objective.batching import TrainingRow
+from distill.stops import StopTokens, hits
+from distill.tokenizer import load_tokenizer
+from learner.export import check_export
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedInputs:
+    """A checked sft, dpo or reward_model run; a pair is two rows, the chosen one first.
+
+    `parts` are the sources, sized in rows or pairs; `digests` are of the rows of each setting;
+    `padding` is a reward model's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    rows_D: list[TrainingRow]
+    stops: StopTokens
+    parts: list[MixedPart]
+    digests: Mapping[str, str]
+    held_out: Sequence[HeldOut] = ()
+    padding: int | None = None
+    warning: str | None = None
+
+
+def check_sft(config: SftConfig) -> SupervisedInputs:
+    """Reads the checkpoint's headers, the tokenizer, and every row.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    limits, stops, tokenizer = _limits(config)
+    if config.dropout:
+        _check_dropout(config)
+    read = reader_of(CompletionColumns, config)
+
+    def examples(place: str) -> list[Unit]:
+        rows_D = load_sft_rows(place, tokenizer, **limits, read=read)
+        return [list(rows) for _, rows in groupby(rows_D, key=lambda row: row.source)]
+
+    inputs = _supervised_inputs(config, read, examples, stops, tokenizer)
+    return replace(inputs, warning=_without_end(inputs.rows_D, stops, tokenizer))
+
+
+def _check_dropout(config: SftConfig) -> None:
+    """Raises ConfigError for dropout=True where it changes nothing, or cannot be."""
+    noise = train_time_noise(load_config(config.model))
+    if not noise:
+        raise ConfigError(
+            f"dropout=True changes nothing: no dropout or jitter in {config.model}/config.json is "
+            "above 0. Set attention_dropout there, or leave dropout out"
+        )
+    if config.packing:
+        raise ConfigError(
+            f"packing=True with dropout=True: a model with {', '.join(noise)} above 0 keeps its "
+            "own attention, which would let packed rows see one another; leave one of them out"
+        )
+
+
+def check_dpo(config: DpoConfig) -> SupervisedInputs:
+    """Reads the checkpoints' headers, the tokenizer, and every pair.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    limits, stops, tokenizer = _limits(config)
+    if config.reference is not None:
+        reference = check_scorer("reference", config.reference, tokenizer)
+        check_holds_tokenizer("reference", config.reference, reference.vocab_size, tokenizer)
+        if reference.context_length < limits["max_length"]:
+            raise ConfigError(
+                f"reference={config.reference} has a context of {reference.context_length}, "
+                f"shorter than max_length={limits['max_length']}; lower max_length"
+            )
+    return _pair_inputs(config, limits, stops, tokenizer)
+
+
+def check_reward_model(config: RewardModelConfig) -> SupervisedInputs:
+    """Reads the checkpoint's headers, the tokenizer, and every pair.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: with the field or file, the value and the remedy.
+    """
+    meta_reward_model(config.model)
+    limits, stops, tokenizer = _limits(config, meta_reward_model, fresh=(HEAD_WEIGHT,))
+    # A token more goes behind each row: see `scored_row`.
+    context = context_length(load_config(config.model))
+    limits["max_length"] = min(limits["max_length"], context - 1)
+    inputs = _pair_inputs(config, limits, stops, tokenizer)
+    rows = chain(inputs.rows_D, *(source.rows_D for source in inputs.held_out))
+    lasts = {int(row.tokens_T[-1]) for row in rows}.union(stops.ids)
+    padding = padding_token(tokenizer, limits["vocab_size"], lasts)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    tokenizer.padding_side = "right"
+    return replace(
+        inputs,
+        padding=padding,
+        rows_D=[scored_row(row, padding) for row in inputs.rows_D],
+        held_out=[
+            replace(source, rows_D=[scored_row(row, padding) for row in source.rows_D])
+            for source in inputs.held_out
+        ],
+    )
+
+
+def _supervised_inputs(
+    config: SftConfig | DpoConfig | RewardModelConfig,
+    read: RowReader,
+    load: Callable[[str], Sequence[Unit]],
+    stops: StopTokens,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SupervisedInputs:
+    """The rows to train on, and the held-out ones.
+
+    Args:
+        read: reads all sources, for `load`, which returns the units of one.
+    """
+    rows_D: list[TrainingRow] = []
+    parts: list[MixedPart] = []
+    held_out: list[HeldOut] = []
+    for number, source in enumerate(parse_sources("data", config.data)):
+        units = load(source.place)
+        if config.validation_share is not None:
+            units, apart = _hold_out_rows(config, config.validation_share, source, number, units)
+            held_out.append(HeldOut(name=source.name, rows_D=list(chain.from_iterable(apart))))
+        ours = list(chain.from_iterable(units))
+        rows_D += ours
+        size = len(ours) // config.rows_per_unit
+        parts.append(MixedPart(name=source.name, size=size, weight=source.weight))
+    if config.validation is not None:
+        held_out = _validation_rows(config, config.validation, load)
+    read.require_columns()
+    return SupervisedInputs(
+        tokenizer=tokenizer,
+        rows_D=rows_D,
+        parts=parts,
+        held_out=held_out,
+        digests=digests_of(config, {"data": read, "validation": read}),
+        stops=stops,
+    )
+
+
+def _hold_out_rows(
+    config: SupervisedConfig, share: float, source: Source, number: int, units: Sequence[Unit]
+) -> tuple[Sequence[Unit], Sequence[Unit]]:
+    """(trained, held out) of one source; raises ConfigError where nothing can be held out."""
+    trained, apart = hold_out(units, share, seed=config.seed, source=number)
+    if not apart:
+        raise ConfigError(
+            f"validation_share={share:g} of the {len(units)} rows of {source.place} is less than "
+            "its prompt with the fewest rows has, and a prompt's rows stay together; give a larger "
+            "share, or validation=FILE"
+        )
+    return trained, apart
+
+
+def _validation_rows(
+    config: SftConfig | DpoConfig | RewardModelConfig,
+    validation: str,
+    load: Callable[[str], Sequence[Unit]],
+) -> list[HeldOut]:
+    """The rows of each source of `validation`; raises ConfigError for one that is trained on."""
+    trained = {source.place for source in parse_sources("data", config.data)}
+    held_out = []
+    for source in unweighted_sources("validation", validation):
+        if source.place in trained:
+            raise ConfigError(
+                f"validation={validation}: {source.place} is in data= as well, and what is trained "
+                "on is not held out; give another file, or validation_share=0.05"
+            )
+        rows_D = list(chain.from_iterable(load(source.place)))
+        held_out.append(HeldOut(name=source.name, rows_D=rows_D))
+    return held_out
+
+
+def _without_end(
+    rows_D: Sequence[TrainingRow], stops: StopTokens, tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """A warning where rows train no token at which a server of the model would stop."""
+    endless = [row for row in rows_D if not hits(row.tokens_T[row.loss_mask_T], stops.ids).any()]
+    if not endless:
+        return None
+    said_T = endless[0].tokens_T[endless[0].loss_mask_T]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = said_T[hits(said_T, [id_ for id_, token in added.items() if token.special])]
+    ending = str(tokenizer.convert_ids_to_tokens(int(special[-1]))) if len(special) else "TOKEN"
+    return (
+        f"{len(endless)} of {len(rows_D)} rows ({endless[0].source} first) train no token at which "
+        f"a server of the model stops ({stops.described(tokenizer)}), so it would talk on; give "
+        f"stop_tokens='{ending}', what ends a turn in its chats"
+    )
+
+
+def _pair_inputs(
+    config: DpoConfig | RewardModelConfig,
+    limits: Mapping[str, Any],
+    stops: StopTokens,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SupervisedInputs:
+    """The pairs of a dpo or reward_model run; `limits` are the loader's."""
+    read = reader_of(PreferenceColumns, config)
+
+    def pairs(place: str) -> list[Unit]:
+        found = load_preference_pairs(place, tokenizer, **limits, read=read)
+        return [(pair.chosen, pair.rejected) for pair in found]
+
+    return _supervised_inputs(config, read, pairs, stops, tokenizer)
+
+
+def _limits(
+    config: SupervisedConfig,
+    meta_model: Callable[[str], PreTrainedModel] = meta_causal_lm,
+    fresh: Collection[str] = (),
+) -> tuple[dict[str, Any], StopTokens, PreTrainedTokenizerBase]:
+    """Limits of the model, as arguments for the loaders of supervised data; where it ends; its
+    tokenizer. `meta_model` and `fresh` are as `check_export` takes them."""
+    model = check_model(config.model)
+    if config.packing:
+        check_packs(meta_model(config.model))
+    check_export(config.model, meta_model, fresh)
+    check_routers(config, config.model, meta_model)
+    check_adapter(config, config.model)
+    limit = context_length(model)
+    if config.max_length is not None:
+        if not 2 <= config.max_length <= limit:
+            raise ConfigError(
+                f"max_length={config.max_length} must be between 2 and the model's context, {limit}"
+            )
+        limit = config.max_length
+    # Supervised tokens are trained as they are: each is an outcome of its own.
+    tokenizer = config.choose_template(load_tokenizer(config.model))
+    stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
+    limits = {"vocab_size": vocab_size(model), "max_length": limit, "stop_ids": stops.ids}
+    return limits, replace(stops, one_event=False), tokenizer
