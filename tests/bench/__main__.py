@@ -10,8 +10,6 @@ tokens: how long heartbeats wait for their reading; of step rules: a job of long
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -36,12 +34,11 @@ from tests.bench.learner import learner_tables, measure_learner
 from tests.bench.long_tails import long_tails_table, measure_long_tails
 from tests.bench.memory import measure_memory, memory_table
 from tests.bench.pair import make_pair
+from tests.bench.peer import run_peer
 from tests.bench.queue import measure_queue, queue_table
 from tests.bench.scaling import measure_scaling, scaling_tables
 from tests.bench.stages import measure_stages
 from tests.bench.transports import measure_transports, transports_tables
-
-HERE = Path(__file__).parent
 
 
 @chz.chz
@@ -126,7 +123,7 @@ def bench(config: BenchConfig, console: Console) -> None:
         opd = _opd(config, pair, work / mode, staleness)
         run_on_policy(opd, console)
         jobs[mode] = _job(work / mode)
-    peer = _run_peer(config, pair, work / "peer.json") if config.peer else None
+    peer = _peer(config, pair, work / "peer.json") if config.peer else None
     report = {
         "stages": stages,
         "transports": transports,
@@ -159,23 +156,14 @@ def _job(out: Path) -> dict[str, float]:
     }
 
 
-def _run_peer(config: BenchConfig, pair: tuple[str, str, str], out: Path) -> dict[str, Any]:
-    python = Path(".venv-peer/bin/python")
-    if not python.exists():
-        raise ConfigError(".venv-peer is missing: run `make bench`, or give peer=False")
+def _peer(config: BenchConfig, pair: tuple[str, str, str], out: Path) -> dict[str, Any]:
     student, teacher, prompts = pair
-    command = [
-        # -P: else its directory, ours, would be where it looks for `queue` and the like.
-        str(python), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
-        "--prompts", prompts, "--steps", str(config.steps), "--out", str(out),
-        "--prompts-per-step", str(config.prompts_per_step),
-        "--group-size", str(config.group_size), "--temperature", str(config.temperature),
-        "--max-new-tokens", str(config.max_new_tokens), "--lr", str(LR),
-    ]  # fmt: skip
-    # The peer is one process and may use every core; ours are several with a thread each.
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    subprocess.run(command, check=True, timeout=3600, stdout=subprocess.DEVNULL, env=environment)
-    return json.loads(out.read_text())
+    return run_peer(
+        student, teacher, Path(prompts), out,
+        steps=config.steps, prompts_per_step=config.prompts_per_step,
+        group_size=config.group_size, max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature, lr=LR,
+    )  # fmt: skip
 
 
 def _print(report: dict[str, Any], console: Console) -> None:

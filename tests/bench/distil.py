@@ -88,10 +88,7 @@ def distil(config: DistilConfig, console: Console) -> None:
     else:
         made = make_taught_pair(work / "pair", docstrings())
         student, teacher, prompts = made.student, made.teacher, made.prompts
-    lines = Path(prompts).read_text().splitlines(keepends=True)
-    trained, held_out = work / "trained.jsonl", lines[-JUDGED_PROMPTS:]
-    trained.write_text("".join(lines[:-JUDGED_PROMPTS]))
-    asked = [json.loads(line)["prompt"] for line in held_out]
+    trained, asked = split_prompts(prompts, work)
     rows: list[dict[str, Any]] = []
     before = judge(student, teacher, asked, config.temperature)
     for name, settings in _estimators(config.top_k).items():
@@ -107,7 +104,7 @@ def distil(config: DistilConfig, console: Console) -> None:
         run_on_policy(run, console)
         kls = {
             step: judge(str(model), teacher, asked, config.temperature)
-            for step, model in _weights(work / name)
+            for step, model in judged_weights(work / name)
         }
         seconds = [json.loads(line) for line in (work / name / "metrics.jsonl").open()]
         rows.append(
@@ -122,7 +119,15 @@ def distil(config: DistilConfig, console: Console) -> None:
         console.print(_table(before, rows))
 
 
-def _weights(run: Path) -> list[tuple[int, Path]]:
+def split_prompts(prompts: str, work: Path) -> tuple[Path, list[str]]:
+    """A file in `work` of the prompts to train on, and the last ones, which the judge asks."""
+    lines = Path(prompts).read_text().splitlines(keepends=True)
+    trained = work / "trained.jsonl"
+    trained.write_text("".join(lines[:-JUDGED_PROMPTS]))
+    return trained, [json.loads(line)["prompt"] for line in lines[-JUDGED_PROMPTS:]]
+
+
+def judged_weights(run: Path) -> list[tuple[int, Path]]:
     """Each checkpoint's step and model."""
     found = sorted((run / "checkpoints").glob("step-*/model"))
     return [(int(path.parent.name.removeprefix("step-")), path) for path in found]
@@ -135,14 +140,16 @@ def bytes_of_teacher(objective: ObjectiveConfig) -> int:
     return 0 if objective.estimator == "full" else 4 * numbers
 
 
-def judge(student: str, teacher: str, prompts: list[str], temperature: float) -> float:
-    """Mean exact KL(p_T || q_T) over the student's own samples: two of 64 tokens of each prompt."""
+def judge(
+    student: str, teacher: str, prompts: list[str], temperature: float, new_tokens: int = 64
+) -> float:
+    """Mean exact KL(p_T || q_T) over the student's own samples: two of each prompt."""
     tokenizer = load_tokenizer(student)
     engine = EmbeddedEngine(model_path=student, device="cpu")
     requests = [
         GenerateRequest(
             prompt_tokens_T=np.array(tokenizer.encode(prompt), np.int32),
-            sampling=TrainSampling(temperature=temperature, max_new_tokens=64),
+            sampling=TrainSampling(temperature=temperature, max_new_tokens=new_tokens),
             num_samples=2,
             seed=seed,
         )

@@ -4,7 +4,7 @@ Runs in its own virtualenv, `.venv-peer` (peer-requirements.txt says how to make
 imports isotherm. The objective is the one isotherm trains: full-vocabulary KL(p_T || q_T) on the
 student's own samples, one T for the sampling and for both sides of the loss, no truncation. TRL
 1.16 generates one completion per row and is always on-policy (it has no `lmbda`), so a group of G
-is a prompt repeated G times. `--steps` counts measured steps; one warm-up step runs before them.
+is a prompt repeated G times. `--steps` counts measured steps; `--warmup-steps` run before them.
 
     .venv-peer/bin/python tests/bench/peer_trl.py --student DIR --teacher DIR --prompts FILE.jsonl \
         --steps 20 --out FILE.json
@@ -44,7 +44,6 @@ STAGES = (
     "backward",  # through the divergence and the student
     "optimizer",  # AdamW's step
 )
-WARMUP_STEPS = 1
 
 
 def machine_cpu_seconds() -> float | None:
@@ -142,7 +141,7 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> tuple[TimedTrain
     """The fastest TRL configuration found for small models on a CPU."""
     rows = args.prompts_per_step * args.group_size
     micro_batches = 2 if rows % 2 == 0 else 1  # less CPU a token than one batch of 32
-    steps = args.steps + WARMUP_STEPS
+    steps = args.steps + args.warmup_steps
     settings: dict[str, Any] = {
         "output_dir": output_dir,
         "max_steps": steps,
@@ -205,10 +204,10 @@ def grouped_prompts(path: str, steps: int, prompts_per_step: int, group_size: in
 
 
 def summarize(clock: StepClock, trainer: TimedTrainer, args: argparse.Namespace) -> dict[str, Any]:
-    """What the measured steps took; the warm-up step is left out of everything."""
-    seconds, tokens = clock.seconds[WARMUP_STEPS:], clock.tokens[WARMUP_STEPS:]
+    """What the measured steps took; warm-up steps are left out of everything."""
+    seconds, tokens = clock.seconds[args.warmup_steps :], clock.tokens[args.warmup_steps :]
     stages = [split_stages(s, t) for s, t in zip(clock.stages, clock.seconds, strict=True)]
-    measured = stages[WARMUP_STEPS:]
+    measured = stages[args.warmup_steps :]
     mean_stages = {name: statistics.fmean(s[name] for s in measured) for name in measured[0]}
     config = trainer.args
     return {
@@ -240,15 +239,15 @@ def summarize(clock: StepClock, trainer: TimedTrainer, args: argparse.Namespace)
         }
         | {"optim": str(config.optim)},
         "step_seconds": seconds,
-        "cpu_seconds_per_step": clock.cpu_seconds[WARMUP_STEPS:],
-        "others_cpu_seconds_per_step": clock.others_cpu_seconds[WARMUP_STEPS:],
+        "cpu_seconds_per_step": clock.cpu_seconds[args.warmup_steps :],
+        "others_cpu_seconds_per_step": clock.others_cpu_seconds[args.warmup_steps :],
         "trained_tokens_per_step": tokens,
         "mean_seconds_per_step": statistics.fmean(seconds),
         "median_seconds_per_step": statistics.median(seconds),
         "trained_tokens_per_s": sum(tokens) / sum(seconds),
         "stage_seconds_per_step": mean_stages,
         "stage_share": {k: v / sum(mean_stages.values()) for k, v in mean_stages.items()},
-        "reverse_kl_per_step": clock.reverse_kl[WARMUP_STEPS:],
+        "reverse_kl_per_step": clock.reverse_kl[args.warmup_steps :],
     }
 
 
@@ -274,7 +273,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--student", required=True, help="checkpoint directory, with tokenizer")
     parser.add_argument("--teacher", required=True, help="checkpoint directory, same vocabulary")
     parser.add_argument("--prompts", required=True, help="JSONL with a `prompt` field")
-    parser.add_argument("--steps", type=int, required=True, help="measured steps, after a warm-up")
+    parser.add_argument("--steps", type=int, required=True, help="measured steps")
+    parser.add_argument("--warmup-steps", type=int, default=1, help="before the measured ones")
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -283,6 +283,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--save", help="directory for the trained student")
     parser.add_argument("--out", required=True, help="where to write the JSON")
     args = parser.parse_args()
     if args.steps < 1:
@@ -298,6 +299,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="peer-trl-") as output_dir:
         trainer, clock = build_trainer(args, output_dir)
         trainer.train()
+        if args.save:
+            trainer.save_model(args.save)
     result = summarize(clock, trainer, args)
     Path(args.out).write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
     print(

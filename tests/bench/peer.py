@@ -1,0 +1,58 @@
+"""TRL's DistillationTrainer as a process of its own, in its own virtualenv (peer_trl.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from distill.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+def run_peer(
+    student: str,
+    teacher: str,
+    prompts: Path,
+    out: Path,
+    *,
+    steps: int,
+    prompts_per_step: int,
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    lr: float,
+    seed: int = 0,
+    warmup_steps: int = 1,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """What peer_trl.py writes to `out` after `warmup_steps` and `steps` measured ones.
+
+    Args:
+        save: directory for the trained student.
+
+    Raises:
+        ConfigError: its virtualenv is missing.
+    """
+    python = Path(".venv-peer/bin/python")
+    if not python.exists():
+        raise ConfigError(
+            ".venv-peer is missing: `make .venv-peer/.installed` makes it; "
+            "`python -m tests.bench peer=False` does without"
+        )
+    command = [
+        # -P: else its directory, ours, would be where it looks for `queue` and the like.
+        str(python), "-P", str(HERE / "peer_trl.py"), "--student", student, "--teacher", teacher,
+        "--prompts", str(prompts), "--steps", str(steps), "--warmup-steps", str(warmup_steps),
+        "--prompts-per-step", str(prompts_per_step), "--group-size", str(group_size),
+        "--temperature", str(temperature), "--max-new-tokens", str(max_new_tokens),
+        "--lr", str(lr), "--seed", str(seed), "--out", str(out),
+        *(("--save", str(save)) if save else ()),
+    ]  # fmt: skip
+    # The peer is one process and may use every core; ours are several with a thread each.
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run(command, check=True, timeout=3600, stdout=subprocess.DEVNULL, env=environment)
+    return json.loads(out.read_text())

@@ -1,0 +1,221 @@
+"""Seconds to a KL, against TRL: how long each run takes to get where TRL is after so many steps.
+
+    python -m tests.bench.race out=DIR [student=DIR teacher=DIR prompts=FILE] [new_tokens=64,256]
+
+TRL's DistillationTrainer trains first, on both cores; the judge's exact KL(p_T || q_T) on held-out
+prompts says how far it has come. Then isotherm trains the same pair on the same prompts with the
+same learning rate until it is as far, with a checkpoint every few steps; the crossing is
+interpolated between two of them. Seconds count from the beginning of the first step, in which
+isotherm's pipeline is still empty; loading models and starting processes is left out on both sides.
+Shares say nothing on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import chz
+from rich.console import Console
+from rich.table import Table
+
+from cluster.command import run_command
+from cluster.config.on_policy import OpdConfig
+from cluster.jsonl_log import read_lines
+from cluster.recipes.on_policy import run_on_policy
+from distill.errors import ConfigError
+from tests.bench.distil import judge, judged_weights, split_prompts
+from tests.bench.pair import docstrings, make_taught_pair
+from tests.bench.peer import run_peer
+
+# Steps between two checkpoints that are judged.
+JUDGED_EVERY = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """A run of isotherm, and where it crossed the KL that TRL had come to.
+
+    Attributes:
+        kl: the judge's KL after some steps, by step.
+        step_s: mean seconds of a step.
+        steps, seconds: until the crossing; None: it was not crossed.
+    """
+
+    name: str
+    kl: dict[int, float]
+    step_s: float
+    steps: float | None
+    seconds: float | None
+
+
+# What estimator=auto takes for a local teacher, with and without the second core for the learner;
+# and what it takes where the teacher is served.
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    "estimator=full (auto)": {"estimator": "full"},
+    "estimator=full, two learner workers": {"estimator": "full", "learner_workers": 2},
+    "estimator=top_k, of the student": {"estimator": "top_k"},
+    "estimator=sampled": {"estimator": "sampled"},
+}
+
+
+@chz.chz
+class RaceConfig:
+    """Time to a KL, side by side with TRL."""
+
+    out: str = chz.field(doc="directory of the runs and of race.json")
+    student: str | None = chz.field(default=None, doc="checkpoint; default: made, 1.3 M parameters")
+    teacher: str | None = chz.field(default=None, doc="checkpoint; default: made, 5.8 M parameters")
+    prompts: str | None = chz.field(
+        default=None, doc="JSONL; default: the standard library's prose"
+    )
+    temperature: float = chz.field(default=0.7, doc="T of everything")
+    new_tokens: list[int] = chz.field(default_factory=lambda: [64, 256], doc="new tokens a sample")
+    peer_steps: int = chz.field(default=20, doc="TRL's steps, which set the mark")
+    most_steps: int = chz.field(default=48, doc="ours at most, a multiple of 4")
+    lr: float = chz.field(default=3e-4, doc="learning rate of both")
+    seeds: int = chz.field(default=1, doc="races, each with its own seed")
+    only: str | None = chz.field(default=None, doc="runs whose name contains this")
+    settings: str = chz.field(default="{}", doc="more settings of our runs, as a JSON object")
+
+    @chz.validate
+    def _in_range(self) -> None:
+        given = [self.student, self.teacher, self.prompts]
+        if any(given) and not all(given):
+            raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+        if self.peer_steps < 2:
+            raise ConfigError(f"peer_steps={self.peer_steps} must be at least 2")
+        if self.most_steps < JUDGED_EVERY or self.most_steps % JUDGED_EVERY:
+            raise ConfigError(f"most_steps={self.most_steps} must be a multiple of {JUDGED_EVERY}")
+
+
+def race(config: RaceConfig, console: Console) -> None:
+    """Runs all races, prints a table of each length, writes race.json."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
+    if config.student and config.teacher and config.prompts:
+        pair = (config.student, config.teacher, config.prompts)
+    else:
+        made = make_taught_pair(work / "pair", docstrings())
+        pair = (made.student, made.teacher, made.prompts)
+    rows = measure_race(config, pair, work, console)
+    (out / "race.json").write_text(json.dumps(rows, indent=1) + "\n")
+    for table in race_tables(rows):
+        console.print(table)
+
+
+def measure_race(
+    config: RaceConfig, pair: tuple[str, str, str], work: Path, console: Console
+) -> list[dict[str, Any]]:
+    """A dictionary of each length and seed: TRL's mark, its seconds, and our `Finish`es."""
+    student, teacher, prompts = pair
+    trained, asked = split_prompts(prompts, work)
+    rows: list[dict[str, Any]] = []
+    for new_tokens in config.new_tokens:
+        for seed in range(config.seeds):
+            here = work / f"{new_tokens}-{seed}"
+            here.mkdir()
+            peer = run_peer(
+                student, teacher, trained, here / "peer.json",
+                steps=config.peer_steps, prompts_per_step=8, group_size=4,
+                max_new_tokens=new_tokens, temperature=config.temperature, lr=config.lr,
+                seed=seed, save=here / "peer", warmup_steps=0,
+            )  # fmt: skip
+
+            def kl_of(model: str, length: int = new_tokens) -> float:
+                return judge(model, teacher, asked, config.temperature, length)
+
+            mark, seconds = kl_of(str(here / "peer")), sum(peer["step_seconds"])
+            console.print(
+                f"{new_tokens} new tokens, seed {seed}: TRL has a KL of {mark:.3f} "
+                f"after {config.peer_steps} steps, {seconds:.1f} s"
+            )
+            finishes: list[Finish] = []
+            for name, settings in CONTESTANTS.items():
+                if config.only and config.only not in name:
+                    continue
+                run = OpdConfig(
+                    student=student, teacher=teacher, prompts=str(trained), out=str(here / name),
+                    temperature=config.temperature, steps=config.most_steps, prompts_per_step=8,
+                    group_size=4, max_new_tokens=new_tokens, lr=config.lr, seed=seed,
+                    engine="embedded", eval_size=0, checkpoint_every=JUDGED_EVERY,
+                    keep_every=JUDGED_EVERY, keep_rollouts="none", replay_keep=0,
+                    **(settings | json.loads(config.settings)),
+                )  # fmt: skip
+                run_on_policy(run, console)
+                lines = read_lines(here / name / "metrics.jsonl", {"step", "time/step"})
+                clock = [line["time/step"] for line in lines]
+                kl = {step: kl_of(str(model)) for step, model in judged_weights(here / name)}
+                steps, at = crossing(kl, clock, mark)
+                finishes.append(
+                    Finish(name=name, kl=kl, step_s=fmean(clock), steps=steps, seconds=at)
+                )
+            rows.append(
+                {
+                    "new_tokens": new_tokens,
+                    "seed": seed,
+                    "before": kl_of(student),
+                    "mark": mark,
+                    "peer_steps": config.peer_steps,
+                    "peer_seconds": seconds,
+                    "finishes": [asdict(finish) for finish in finishes],
+                }
+            )
+    return rows
+
+
+def crossing(
+    kl: dict[int, float], step_s: Sequence[float], mark: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Steps and seconds until the KL is `mark`, linear between two that were judged.
+
+    The first that is judged is taken as it is: what was before it is another measure's.
+    """
+    before: tuple[int, float] | None = None
+    for step, value in sorted(kl.items()):
+        if value <= mark:
+            steps = float(step)
+            if before is not None:
+                steps -= (step - before[0]) * (mark - value) / (before[1] - value)
+            whole = int(steps)
+            return steps, sum(step_s[:whole]) + (steps - whole) * sum(step_s[whole : whole + 1])
+        before = step, value
+    return None, None
+
+
+def race_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """`measure_race` for people: a table of each length and seed."""
+    return [_table(row) for row in rows]
+
+
+def _table(row: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{row['new_tokens']} new tokens, seed {row['seed']}: to a KL of {row['mark']:.3f} "
+        f"(before: {row['before']:.3f})"
+    )
+    table.add_column("run")
+    for header in ("steps", "s/step", "seconds", "TRL's seconds over them"):
+        table.add_column(header, justify="right")
+    seconds, steps = row["peer_seconds"], row["peer_steps"]
+    table.add_row("TRL", str(steps), f"{seconds / steps:.2f}", f"{seconds:.1f}", "1")
+    for finish in row["finishes"]:
+        at = finish["seconds"]
+        table.add_row(
+            finish["name"],
+            "-" if at is None else f"{finish['steps']:.1f}",
+            f"{finish['step_s']:.2f}",
+            f"over {finish['step_s'] * max(finish['kl']):.1f}" if at is None else f"{at:.1f}",
+            "-" if at is None else f"{seconds / at:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(RaceConfig, race, None))
