@@ -221,7 +221,7 @@ class RolloutCast:
                 lengths=config.length_rules(),
                 routed_experts=config.replays_routing(),
                 teacher_samples=teacher_samples,
-                sink=WorkerEnd(queue, worker_title(index)),
+                sink=WorkerEnd(queue, worker_title(index), whole=config.learner_workers == 1),
                 dataset=dataset,
                 sampling=config.train_sampling(),
                 seed=config.seed,

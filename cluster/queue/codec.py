@@ -71,7 +71,7 @@ def pack(group: TrajectoryGroup, part_bytes: int = PART_BYTES) -> Packed:
         runs[-1] += rest
     return Packed(
         outline=pickle.dumps(outline(group), protocol=5),
-        parts=tuple(map(_pack_part, runs)),
+        parts=tuple(map(pack_part, runs)),
         firsts=tuple(firsts),
         nbytes=sum(sizes),
     )
@@ -88,7 +88,8 @@ def _nbytes(value: Any) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else 0
 
 
-def _pack_part(trajectories: Sequence[Trajectory]) -> Part:
+def pack_part(trajectories: Sequence[Trajectory]) -> Part:
+    """The trajectories as one part."""
     segments = [segment for trajectory in trajectories for segment in trajectory.segments]
     return Part(
         states=[

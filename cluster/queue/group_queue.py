@@ -22,6 +22,7 @@ import asyncio
 import logging
 import pickle
 import secrets
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from typing import Any
 from ray.exceptions import GetTimeoutError
 
 from cluster.handles import calls
-from cluster.queue.codec import Packed, pack
+from cluster.queue.codec import PART_BYTES, Packed, pack
 from cluster.queue.parcels import (
     OpenPart,
     Parcel,
@@ -246,8 +247,13 @@ class WorkerEnd:
     Puts that are made while one is under way travel together.
     """
 
-    def __init__(self, queue: GroupQueue, worker: str) -> None:
-        """`worker` is the name that the driver forfeits it by."""
+    def __init__(self, queue: GroupQueue, worker: str, *, whole: bool = False) -> None:
+        """
+        Args:
+            worker: the name that the driver forfeits it by.
+            whole: one worker of the learner trains on all of a group, so that it is one part.
+        """
+        self._part_bytes = sys.maxsize if whole else PART_BYTES
         self._queue = queue
         self._worker = worker
         self._token = ""
@@ -319,7 +325,7 @@ class WorkerEnd:
             raise DataError(f"group {group.group_id} was put on the lease of {lease.group_id}")
         put = _Put(
             lease,
-            pack(group),
+            pack(group, self._part_bytes),
             group.constant_reward,
             group.scored_by,
             asyncio.get_running_loop().create_future(),

@@ -434,8 +434,8 @@ def long_group(group_id: int) -> TrajectoryGroup:
 class LongProducer:
     """A worker that delivers long groups; and a learner's worker, that fetches its share."""
 
-    def __init__(self, queue: GroupQueue) -> None:
-        self._queue, self._end = queue, WorkerEnd(queue, "a")
+    def __init__(self, queue: GroupQueue, whole: bool = False) -> None:
+        self._queue, self._end = queue, WorkerEnd(queue, "a", whole=whole)
 
     async def deliver(self, groups: int) -> int:
         for one in await self._end.lease(groups):
@@ -448,14 +448,20 @@ class LongProducer:
         return [found[place] for place in places]
 
 
+@pytest.mark.parametrize(
+    ("whole", "parts"), [(False, 2), (True, 1)], ids=["a part an answer", "whole"]
+)
 def test_what_a_dead_worker_delivered_is_there_and_never_was_in_the_queue(
-    new_queue: NewQueue,
+    new_queue: NewQueue, whole: bool, parts: int
 ) -> None:
     queue = new_queue(on_ray=True)
-    pid = get(LongProducer.remote(queue).deliver.remote(2))
+    pid = get(LongProducer.remote(queue, whole).deliver.remote(2))
     os.kill(pid, signal.SIGKILL)
     packed = pack(long_group(0))
-    assert len(packed.parts) == 2, "a part of its own for each of such long answers"
+    kept = queue.actor.__ray_call__.remote(
+        lambda plain: [len(p.parts) for p in plain._parcels.values()]
+    )
+    assert get(kept) == [parts, parts]
     held = queue.actor.__ray_call__.remote(lambda plain: message_bytes(plain._parcels))
     assert get(held) < 0.01 * packed.nbytes
     taken = queue.take(TrainedGroups())
