@@ -31,7 +31,7 @@ _COMMANDS = {
     "calibrate": ("cluster.calibrate", "prove that student, teacher and learner score alike at T"),
     "demo": ("cluster.demo", "the main job on tiny models that it trains itself"),
     "show": ("cluster.show", "a recipe with tools, games or documents, from nothing"),
-    "opd_vs_rl": ("cluster.opd_vs_rl", "steps to the teacher's accuracy, by distillation and RL"),
+    "opd_vs_rl": ("cluster.opd_vs_rl", "steps that distillation and RL need, by answer length"),
 }
 
 

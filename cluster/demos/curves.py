@@ -1,18 +1,17 @@
-"""Accuracy curves of runs: steps to a target, the best settings, a verdict."""
+"""Curves of runs: steps and seconds to a target, and how many times as many RL takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from rich.table import Table
 
 # A target counts as reached when it is held for so many evaluations in a row.
 HOLD = 3
-# The claim: GRPO takes at least so many times OPD's steps.
+# The claim: RL takes at least so many times OPD's steps.
 CLAIMED_RATIO = 7.0
 
 
@@ -20,33 +19,36 @@ CLAIMED_RATIO = 7.0
 class Curve:
     """One run: `accuracy[i]` was measured after `steps[i]` optimizer steps, the first before any.
 
-    `informative_groups`: share of the first step's groups whose members earned different rewards.
+    Attributes:
+        length: tokens of an answer.
+        seconds: that those steps took, evaluations left out; tokens: that they trained on.
     """
 
-    start: str
-    contender: str
-    settings: Mapping[str, Any]
+    length: int
+    method: str
+    lr: float
     seed: int
     steps: tuple[int, ...]
     accuracy: tuple[float, ...]
-    informative_groups: float
+    seconds: tuple[float, ...]
+    tokens: tuple[int, ...]
 
     def steps_to(self, target: float) -> float:
-        return steps_to_target(self.steps, self.accuracy, target)
+        """The first step from which `HOLD` evaluations in a row are there; inf: none."""
+        i = self._reached(target)
+        return math.inf if i is None else self.steps[i]
 
+    def seconds_to(self, target: float) -> float:
+        """Seconds until then."""
+        i = self._reached(target)
+        return math.inf if i is None else self.seconds[i]
 
-def steps_to_target(
-    steps: Sequence[int], accuracy: Sequence[float], target: float, hold: int = HOLD
-) -> float:
-    """The first step from which `hold` evaluations in a row are at `target` or above; inf: none.
-
-    `accuracy[i]` was measured after `steps[i]` optimizer steps.
-    """
-    reached = [value >= target for value in accuracy]
-    for i in range(len(reached) - hold + 1):
-        if all(reached[i : i + hold]):
-            return steps[i]
-    return math.inf
+    def _reached(self, target: float) -> int | None:
+        there = [value >= target for value in self.accuracy]
+        for i in range(len(there) - HOLD + 1):
+            if all(there[i : i + HOLD]):
+                return i
+        return None
 
 
 def ranked(curves: Sequence[Curve], target: float) -> list[Curve]:
@@ -58,77 +60,97 @@ def ranked(curves: Sequence[Curve], target: float) -> list[Curve]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A line of the table: a contender's best settings from one start, over all seeds."""
+    """A line of the table: a method at one length with its best learning rate, over all seeds.
 
-    start: str
-    contender: str
-    settings: Mapping[str, Any]
+    `cap`: optimizer steps after which a run was given up.
+    """
+
+    length: int
+    method: str
+    lr: float
     steps_by_seed: tuple[float, ...]
-    budget: int
+    seconds_by_seed: tuple[float, ...]
+    cap: int
     last_accuracy: float
 
     @property
-    def median(self) -> float:
+    def steps(self) -> float:
         """Median steps to the target; inf when half of the seeds, or more, never reach it."""
         return median(self.steps_by_seed)
 
+    @property
+    def seconds(self) -> float:
+        return median(self.seconds_by_seed)
 
-def row_of(curves: Sequence[Curve], target: float) -> Row:
-    """The row of one contender's runs, which differ in their seeds alone."""
+
+def row_of(curves: Sequence[Curve], target: float, cap: int) -> Row:
+    """The row of one method's runs at one length, which differ in their seeds alone."""
     first = curves[0]
     return Row(
-        start=first.start,
-        contender=first.contender,
-        settings=first.settings,
+        length=first.length,
+        method=first.method,
+        lr=first.lr,
         steps_by_seed=tuple(curve.steps_to(target) for curve in curves),
-        budget=first.steps[-1],
+        seconds_by_seed=tuple(curve.seconds_to(target) for curve in curves),
+        cap=cap,
         last_accuracy=fmean(curve.accuracy[-1] for curve in curves),
     )
 
 
-def verdict(opd: Row, rl: Row) -> str:
-    """One sentence: how many times OPD's steps GRPO takes, and whether that is what is claimed."""
-    who = f"{opd.start} start, {rl.contender} against {opd.contender}"
-    if math.isinf(opd.median):
-        return f"{who}: OPD is not at the target after {opd.budget} steps; a seventh is NOT reached"
-    if opd.median == 0:
-        return f"{who}: the student is at the target before any training; nothing to compare"
-    never = math.isinf(rl.median)
-    steps = rl.budget if never else rl.median
-    ratio = steps / opd.median
-    more, over = ("more than ", "over ") if never else ("", "")
-    said = f"{who}: {more}{steps:g} against {opd.median:g} steps, {over}{ratio:.1f} times as many"
-    if ratio >= CLAIMED_RATIO:
-        return f"{said}; a seventh is reached"
-    if never:
-        return f"{said}; whether a seventh is reached, only a longer run of {rl.contender} can tell"
-    return f"{said}; a seventh is NOT reached"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How many times OPD's steps a method of RL takes; `bound`: at least so many."""
+
+    length: int
+    method: str
+    value: float
+    bound: bool
+
+    def __str__(self) -> str:
+        return f"{'> ' if self.bound else ''}{self.value:.1f}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether that is what is claimed."""
+        if self.value >= CLAIMED_RATIO:
+            return "as claimed"
+        return "not known: the runs were given up" if self.bound else "less than claimed"
 
 
-def table_of(rows: Sequence[Row], title: str) -> Table:
-    """The rows as a table anyone can read."""
+def ratio_of(opd: Row, rl: Row) -> Ratio | None:
+    """RL's median steps over OPD's; None where OPD is not at the target, or began there."""
+    if math.isinf(opd.steps) or opd.steps == 0:
+        return None
+    never = math.isinf(rl.steps)
+    return Ratio(
+        length=rl.length,
+        method=rl.method,
+        value=(rl.cap if never else rl.steps) / opd.steps,
+        bound=never,
+    )
+
+
+def table_of(rows: Sequence[tuple[Row, Ratio | None]], title: str) -> Table:
+    """The rows and their ratios as a table anyone can read."""
     table = Table(title=title)
-    for header in ("start", "contender", "settings"):
-        table.add_column(header)
-    for header in ("steps, by seed", "median", "accuracy at the end"):
+    table.add_column("tokens", justify="right")
+    table.add_column("method")
+    for header in ("lr", "steps, by seed", "median", "seconds", "times OPD's", "right at the end"):
         table.add_column(header, justify="right")
-    for row in rows:
+    for row, ratio in rows:
         table.add_row(
-            row.start,
-            row.contender,
-            shown_settings(row.settings),
-            ", ".join(shown_steps(steps, row.budget) for steps in row.steps_by_seed),
-            shown_steps(row.median, row.budget),
-            f"{row.last_accuracy:.1%} after {row.budget}",
+            str(row.length),
+            row.method,
+            f"{row.lr:g}",
+            ", ".join(shown_steps(steps, row.cap) for steps in row.steps_by_seed),
+            shown_steps(row.steps, row.cap),
+            "" if math.isinf(row.seconds) else f"{row.seconds:.0f}",
+            "" if ratio is None else str(ratio),
+            f"{row.last_accuracy:.1%}",
         )
     return table
 
 
-def shown_settings(settings: Mapping[str, Any]) -> str:
-    """The learning rate, and what differs from the contender's other settings besides."""
-    return f"lr {settings['lr']:g}{', A / std' if settings.get('scale_by_std') else ''}"
-
-
-def shown_steps(steps: float, budget: int) -> str:
-    """Steps to the target, or that `budget` of them were too few."""
-    return f"> {budget}" if math.isinf(steps) else f"{steps:g}"
+def shown_steps(steps: float, cap: int) -> str:
+    """Steps to the target, or that it was not reached in `cap` of them."""
+    return f"> {cap}" if math.isinf(steps) else f"{steps:g}"

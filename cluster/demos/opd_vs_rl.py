@@ -1,122 +1,83 @@
-"""`python -m cluster.opd_vs_rl out=DIR`: optimizer steps to the teacher's accuracy, OPD and GRPO.
+"""`python -m cluster.opd_vs_rl out=DIR`: how many times OPD's steps RL takes, by answer length.
 
 Claimed elsewhere, of long chains of thought: from the same student, at the same batch, OPD takes a
-seventh to a tenth of RL's steps. Here it is measured on the demo's task and from two students: one
-whose book often forgets to carry, and one whose book nearly always does.
+seventh to a tenth of RL's steps. Here the answer's length alone is changed: chains of sums
+(`cluster.demos.chain`), each link as hard as the others, one student, one teacher.
 
-for each start: every contender's settings on one seed -> its best on all seeds -> the table
+SFT: single sums -> chains as long as the longest: the teacher -> a careless book: the student
+-> for each length, OPD first: learning rates on one seed, the best on the others
+-> steps and seconds to 95 % of the teacher's share of right links -> the ratios
 
-The second start tries the better half of each contender's settings, as the first start ranked them.
+A run ends once the target is held. RL is given up at `GIVE_UP` times OPD's steps.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import OpdConfig, RlConfig, RolloutConfig
-from cluster.demos.arithmetic import ANSWER_TOKENS
-from cluster.demos.curves import (
-    HOLD,
-    Curve,
-    Row,
-    ranked,
-    row_of,
-    shown_settings,
-    shown_steps,
-    table_of,
-    verdict,
-)
-from cluster.demos.demo import TEACHER, Data, schooling, write_data
-from cluster.demos.plots import Line, Panel, check_plots, draw_accuracy
-from cluster.recipes.common import connected
+from cluster.config.supervised import SftConfig
+from cluster.demos.arithmetic import Problems, train_tokenizer
+from cluster.demos.chain import LINK_TOKENS, PROMPT_TOKENS, Chain, Pays, write_book, write_starts
+from cluster.demos.curves import HOLD, Curve, Ratio, Row, ranked, ratio_of, row_of, table_of
+from cluster.demos.curves import shown_steps as shown
+from cluster.demos.plots import check_plots, draw_ratios
+from cluster.early_ends import Interrupted
+from cluster.recipes.observer import Observer, observed_by
 from cluster.recipes.on_policy import run_on_policy
 from cluster.recipes.supervised import run_sft
 from cluster.run_files.run_directory import RunDirectory
+from cluster.runtime.driver import Signals
 from distill.errors import ConfigError
+from distill.models.loading import new_qwen3
 
-# The target is this share of the teacher's accuracy.
+# The target is this share of the teacher's share of right links.
 OF_TEACHER = 0.95
-EVAL_SIZE = 200
-# Why the ratio is not that of long chains of thought; said with the verdict, whatever it is.
-READING = (
-    f"how to read it: an answer has {ANSWER_TOKENS} tokens, so one reward blames the wrong one "
-    "almost as well as a teacher that scores each, and both contenders correct only what the "
-    "student samples; the claim is of answers with thousands of tokens"
-)
+# RL is given up after so many times OPD's steps: by then the claim (7 to 10) is decided.
+GIVE_UP = 10
+FORGET_CARRY, BLOTS = 0.4, 0.5  # of the books, see `chain_of`
+HELD_OUT = 500
+SUMS, TEACHER, STUDENT = "sums", "teacher", "student"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A student to start from, and the optimizer steps that its runs are given."""
+class Method:
+    """A way to train. `pays`: what RL is rewarded for; `cap`: steps where nothing else says."""
 
     name: str
-    forget_carry: float  # how often the student's book forgets a carry
+    pays: Pays
     eval_every: int
-    sweep_steps: int  # of every run that chooses settings
-    opd_steps: int  # of OPD with those it chose
-    rl_steps: int  # of GRPO with those it chose
+    cap: int = 100
 
 
-STARTS = (
-    Start(name="easy", forget_carry=0.6, eval_every=2, sweep_steps=30, opd_steps=30, rl_steps=40),
-    Start(name="hard", forget_carry=0.9, eval_every=4, sweep_steps=60, opd_steps=160, rl_steps=240),
+OPD = Method(name="OPD", pays="links", eval_every=2)
+RL = (
+    Method(name="GRPO, share of links", pays="links", eval_every=5),
+    Method(name="GRPO, all links right", pays="chain", eval_every=5),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """A way to train, and the settings of it that are tried."""
-
-    name: str
-    grid: tuple[Mapping[str, Any], ...]
-
-
-LRS = (3e-4, 1e-3, 2e-3)
-OPD = tuple(
-    Contender(
-        name=f"OPD, {estimator}", grid=tuple({"lr": lr, "estimator": estimator} for lr in LRS)
-    )
-    for estimator in ("sampled", "full")
-)
-GRPO = Contender(
-    name="GRPO",
-    grid=tuple({"lr": lr, "scale_by_std": by_std} for by_std in (False, True) for lr in LRS),
-)
-CONTENDERS = (*OPD, GRPO)
-
-
-def count_runs(settings: int, seeds: int) -> int:
-    """Runs of a contender from all starts: each tries the better half of what the last one did."""
-    runs = 0
-    for _ in STARTS:
-        runs += settings + seeds
-        settings = _half(settings)
-    return runs
-
-
-def _half(count: int) -> int:
-    return math.ceil(count / 2)
+# Tried at the shortest length; a longer one tries the last length's best, half and twice that.
+FIRST_RATES = (6e-4, 3e-4, 1.5e-4)
 
 
 def measure(config: OpdVsRlConfig, console: Console) -> None:
-    """Makes the models, runs every contender, and prints the table and what came of the claim.
+    """Makes the models, runs every method at every length, prints the table and draws it.
 
     Raises:
         ConfigError: fewer steps than it takes to hold the target.
     """
-    least = HOLD * max(start.eval_every for start in STARTS)
+    least = HOLD * max(method.eval_every for method in (OPD, *RL))
     if config.steps is not None and config.steps < least:
         raise ConfigError(
             f"steps={config.steps} must be at least {least}: the target counts as reached after "
@@ -125,19 +86,12 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
     check_plots()
     started = time.perf_counter()
     out = _directory(Path(config.out).resolve())
-    books = {TEACHER: 0.0} | {start.name: start.forget_carry for start in STARTS}
-    race = Race(config, out, write_data(out, books, config.seed), console)
-    with connected(race.run_config(STARTS[0], OPD[0], OPD[0].grid[0], steps=1, seed=0)):
-        for name in books:
-            console.print(f"schooling: {name}", highlight=False)
-            with _log(out / f"logs/{name}.log") as log:
-                run_sft(schooling(out, race.data, name, config.seed), log)
-        for start in STARTS:
-            race.run(start)
+    school(config, out, console)
+    race = Race(config, out, console)
+    for length in config.lengths:
+        race.run(length)
     race.report()
     console.print(f"this took {time.perf_counter() - started:.0f} s", highlight=False)
-    for line in race.verdicts():
-        console.print(line, highlight=False)
 
 
 def _directory(out: Path) -> Path:
@@ -157,166 +111,270 @@ def _log(path: Path) -> Iterator[Console]:
         yield Console(file=file, width=200, soft_wrap=True)
 
 
+def school(config: OpdVsRlConfig, out: Path, console: Console) -> None:
+    """Writes the data, and teaches the models unless an earlier call has."""
+    if not (out / "prompts.jsonl").exists():
+        _write_data(config, out)
+    for lesson in _lessons(config, out):
+        console.print(f"schooling: {Path(lesson.out).name}, {lesson.steps} steps", highlight=False)
+        with _log(Path(f"{out}/logs/{Path(lesson.out).name}.log")) as log:
+            run_sft(lesson, log)
+
+
+def _write_data(config: OpdVsRlConfig, out: Path) -> None:
+    longest = max(config.lengths)
+    problems = Problems.split(held_out=HELD_OUT, seed=config.seed)
+    tokenizer = train_tokenizer(out / "untrained", problems.train)
+    vocabulary = tokenizer.get_vocab()
+    new_qwen3(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        context_length=PROMPT_TOKENS + longest,
+        eos_token_id=vocabulary["<eos>"],
+        pad_token_id=vocabulary["<pad>"],
+        seed=config.seed + 1,
+    ).save_pretrained(out / "untrained")
+    links = longest // LINK_TOKENS
+    for name, of, often, blots in (
+        (SUMS, 1, 0.0, 0.0),
+        (TEACHER, links, 0.0, BLOTS),
+        (STUDENT, links, FORGET_CARRY, BLOTS),
+    ):
+        write_book(
+            out / f"{name}-book.jsonl",
+            problems.train,
+            tokenizer,
+            links=of,
+            forget_carry=often,
+            blots=blots,
+            seed=config.seed,
+        )
+    write_starts(out / "held_out.jsonl", problems.held_out)
+    write_starts(out / "prompts.jsonl", problems.train)  # last: all the others are there
+
+
+def _lessons(config: OpdVsRlConfig, out: Path) -> Iterator[SftConfig]:
+    """Single sums; chains of them, which makes the teacher; from there on, to forget carries."""
+    rows = max(8, 1152 // max(config.lengths))
+    plan = (
+        (SUMS, out / "untrained", config.schooling, 128, 4e-3),
+        (TEACHER, out / SUMS / "final", 2 * config.schooling, rows, 2e-3),
+        (STUDENT, out / TEACHER / "final", math.ceil(0.3 * config.schooling), rows, 1e-3),
+    )
+    for name, model, steps, batch_size, lr in plan:
+        yield SftConfig(
+            model=str(model),
+            data=str(out / f"{name}-book.jsonl"),
+            out=str(out / name),
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            lr_schedule="cosine",
+            warmup_steps=20,
+            weight_decay=0.01,
+            checkpoint_every=100,
+            seed=config.seed,
+            threads=1,
+            local=True,
+        )
+
+
 class Race:
     """All runs, in order, and what came of them."""
 
-    def __init__(self, config: OpdVsRlConfig, out: Path, data: Data, console: Console) -> None:
-        self.data = data
+    def __init__(self, config: OpdVsRlConfig, out: Path, console: Console) -> None:
         self._config, self._out, self._console = config, out, console
-        self._sweeps: list[Curve] = []
-        self._finals: dict[tuple[str, str], list[Curve]] = {}  # by start and contender
-        self._teacher_accuracy = math.nan  # known from the first run on: an OPD run
-        self._done = 0
-        self._runs = sum(count_runs(len(c.grid), config.seeds) for c in CONTENDERS)
-        self._to_try = {contender.name: list(contender.grid) for contender in CONTENDERS}
+        self._curves: list[Curve] = []
+        self._rows: list[tuple[Row, Ratio | None]] = []
+        self._targets: dict[int, float] = {}
+        self._rates: dict[str, tuple[float, ...]] = {
+            method.name: FIRST_RATES for method in (OPD, *RL)
+        }
 
-    @property
-    def _target(self) -> float:
-        return OF_TEACHER * self._teacher_accuracy
+    def run(self, length: int) -> None:
+        """All methods at one length; how long RL is given depends on OPD, which is first."""
+        opd = self._row(length, OPD, self._limit(OPD, OPD.cap))
+        self._rows.append((opd, None))
+        cap = OPD.cap if math.isinf(opd.steps) else GIVE_UP * max(opd.steps, OPD.eval_every)
+        for method in dict.fromkeys(self._alike(each, length)[0] for each in RL):
+            row = self._row(length, method, self._limit(method, cap))
+            self._rows.append((row, ratio_of(opd, row)))
+        self._save()
 
-    def run(self, start: Start) -> None:
-        """Sweeps every contender's settings on the first seed, then runs its best on all seeds."""
-        first = self._config.seed
-        for contender in CONTENDERS:
-            swept = ranked(
-                [
-                    self._curve(start, contender, settings, start.sweep_steps, first)
-                    for settings in self._to_try[contender.name]
-                ],
-                self._target,
-            )
-            self._sweeps += swept
-            best, *_ = better = [curve.settings for curve in swept[: _half(len(swept))]]
-            self._to_try[contender.name] = better
-            steps = start.rl_steps if contender is GRPO else start.opd_steps
-            self._finals[start.name, contender.name] = [
-                self._curve(start, contender, best, steps, first + i)
-                for i in range(self._config.seeds)
-            ]
+    def _limit(self, method: Method, cap: float) -> int:
+        """`cap`, or the fewer steps of the settings; up to where an evaluation is due."""
+        cap = min(cap, self._config.steps or cap)
+        return max(HOLD, math.ceil(cap / method.eval_every)) * method.eval_every
+
+    def _row(self, length: int, method: Method, cap: int) -> Row:
+        """Finds the best learning rate on the first seed, and runs it on the others."""
+        first, tried, at_most = self._config.seed, [], cap
+        for lr in self._rates[method.name]:
+            tried.append(self._curve(length, method, lr, first, at_most))
+            best, *_ = ranked(tried, self._targets[length])
+            steps = best.steps_to(self._targets[length])
+            if not math.isinf(steps):  # one that needs more is not the best
+                at_most = min(cap, int(steps) + HOLD * method.eval_every)
+        best, *_ = ranked(tried, self._targets[length])
+        for each in self._alike(method, length):
+            self._rates[each.name] = (best.lr, best.lr / 2, 2 * best.lr)
+        others = [
+            self._curve(length, method, best.lr, first + i, cap)
+            for i in range(1, self._seeds(length))
+        ]
+        return row_of([best, *others], self._targets[length], cap)
+
+    def _alike(self, method: Method, length: int) -> Sequence[Method]:
+        """The methods that are one and the same: of one link, the share that is right is all."""
+        return RL if method in RL and length == LINK_TOKENS else [method]
+
+    def _seeds(self, length: int) -> int:
+        ends = self._config.lengths[0], self._config.lengths[-1]
+        return self._config.seeds if length in ends else 1
 
     def run_config(
-        self, start: Start, contender: Contender, settings: Mapping[str, Any], steps: int, seed: int
+        self, length: int, method: Method, lr: float, seed: int, steps: int
     ) -> RolloutConfig:
-        """All that the contenders share, and one's own settings."""
-        name = "-".join([start.name, *contender.name.split(", "), *map(str, settings.values())])
+        """All that the methods share, and one's own settings."""
+        links = length // LINK_TOKENS
+        name = f"{length}-{method.name}-{lr:g}-{seed}".replace(", ", "-").replace(" ", "-")
         shared: dict[str, Any] = {
-            "student": str(self._out / start.name / "final"),
-            "prompts": str(self.data.prompts),
-            "eval_prompts": str(self.data.held_out),
-            "eval_size": EVAL_SIZE,
-            "eval_every": start.eval_every,
-            "out": str(self._out / f"runs/{name}-{steps}-{seed}"),
+            "student": str(self._out / STUDENT / "final"),
+            "prompts": str(self._out / "prompts.jsonl"),
+            "eval_prompts": str(self._out / "held_out.jsonl"),
+            # About as many links at every length: the target is as sharp.
+            "eval_size": min(128, max(48, 512 // links)),
+            "eval_every": method.eval_every,
+            "eval_temperature": self._config.temperature,
+            "env": Chain(pays=method.pays),
+            "out": str(self._out / "runs" / name),
             "temperature": self._config.temperature,
             "engine": "embedded",  # with it a run is a function of its seed
+            "local": True,
+            "threads": 1,
             "steps": steps,
-            "prompts_per_step": 32,
+            "prompts_per_step": 8,
             "group_size": 8,
-            "max_new_tokens": ANSWER_TOKENS,
+            "max_new_tokens": length,
             "max_staleness": 0,  # every step is on samples of the newest weights, for all alike
             "warmup_steps": 2,
-            "checkpoint_every": steps,
+            "lr": lr,
+            "checkpoint_every": 20,
+            "keep_checkpoints": 1,
+            "keep_rollouts": "none",
+            "try_first": False,
             "seed": seed,
         }
-        if contender is GRPO:
-            return RlConfig(**shared, **settings)
-        return OpdConfig(teacher=str(self._out / TEACHER / "final"), **shared, **settings)
+        if method is OPD:
+            return OpdConfig(teacher=str(self._out / TEACHER / "final"), **shared)
+        return RlConfig(**shared)
 
-    def _curve(
-        self, start: Start, contender: Contender, settings: Mapping[str, Any], steps: int, seed: int
-    ) -> Curve:
-        """Runs it, unless it was run before, and prints the outcome."""
-        steps = min(steps, self._config.steps or steps)
-        config = self.run_config(start, contender, settings, steps, seed)
-        began = time.perf_counter()
-        curve, teacher = self._run(config, start, contender, settings)
-        self._teacher_accuracy = teacher or self._teacher_accuracy
-        self._done += 1
+    def _curve(self, length: int, method: Method, lr: float, seed: int, cap: int) -> Curve:
+        """Runs it until the target is held, or to the cap, unless it was; prints the outcome."""
+        run = _Run(self.run_config(length, method, lr, seed, cap), length, method)
+        with _log(self._out / f"logs/{run.directory.path.name}.log") as log:
+            run.to_the_end(self._targets.get(length), log)
+        if length not in self._targets:
+            self._targets[length] = run.target()
+        curve, target = run.curve(), self._targets[length]
+        self._curves.append(curve)
         self._console.print(
-            f"[{self._done}/{self._runs}] {start.name} start, {contender.name}, "
-            f"{shown_settings(settings)}, seed {seed}: {self._target:.1%} after "
-            f"{shown_steps(curve.steps_to(self._target), steps)} steps, {curve.accuracy[-1]:.1%} "
-            f"after {steps} (took {time.perf_counter() - began:.0f} s)",
+            f"{length} tokens, {method.name}, lr {lr:g}, seed {seed}: {target:.1%} after "
+            f"{shown(curve.steps_to(target), cap)} steps; from {curve.accuracy[0]:.1%} to "
+            f"{curve.accuracy[-1]:.1%} in {curve.steps[-1]} ({curve.seconds[-1]:.0f} s)",
             markup=False,
             highlight=False,
         )
         return curve
 
-    def _run(
-        self,
-        config: RolloutConfig,
-        start: Start,
-        contender: Contender,
-        settings: Mapping[str, Any],
-    ) -> tuple[Curve, float | None]:
-        """The run's curve, and the teacher's accuracy if it has one."""
-        directory = RunDirectory(config.recipe, config)
-        if not directory.is_finished():
-            # A resumed run knows nothing of the accuracy before its first step: begin it again.
-            shutil.rmtree(directory.path, ignore_errors=True)
-        with _log(self._out / f"logs/{directory.path.name}.log") as log:
-            run_on_policy(config, log)
-        summary = json.loads((directory.path / "summary.json").read_text())
-        metrics = directory.read_steps()
-        between = {int(m["step"]): m["eval/accuracy"] for m in metrics if "eval/accuracy" in m}
-        accuracy = {
-            0: summary["eval before"]["eval/accuracy"],
-            **between,
-            config.steps: summary["eval after"]["eval/accuracy"],
-        }
-        curve = Curve(
-            start=start.name,
-            contender=contender.name,
-            settings=settings,
-            seed=config.seed,
-            steps=tuple(accuracy),
-            accuracy=tuple(accuracy.values()),
-            informative_groups=1 - metrics[0]["reward/constant_groups"],
-        )
-        return curve, summary.get("eval teacher", {}).get("eval/accuracy")
-
-    def verdicts(self) -> list[str]:
-        """GRPO's share of informative groups, and the ratios of steps; one line each."""
-        lines = []
-        for start in STARTS:
-            rows = {c.name: self._row(start, c) for c in CONTENDERS}
-            curves = self._finals[start.name, GRPO.name]
-            informative = fmean(curve.informative_groups for curve in curves)
-            lines.append(
-                f"{start.name} start: in {informative:.0%} of GRPO's first groups one answer earns "
-                "more than another; the others teach it nothing"
-            )
-            lines += [verdict(rows[opd.name], rows[GRPO.name]) for opd in OPD]
-        return [*lines, READING]
-
     def report(self) -> None:
-        """The table on the console; every curve in opd_vs_rl.json; the picture."""
-        rows = [self._row(start, contender) for start in STARTS for contender in CONTENDERS]
-        title = f"optimizer steps to {self._target:.1%} on {EVAL_SIZE} held-out sums"
-        self._console.print(table_of(rows, title))
-        curves, picture = self._out / "opd_vs_rl.json", self._out / "opd_vs_rl.png"
+        """The table on the console, what it says of the claim, the picture."""
+        targets = ", ".join(f"{self._targets[length]:.1%}" for length in self._config.lengths)
+        title = f"to {OF_TEACHER:.0%} of the teacher's share of right links ({targets})"
+        self._console.print(table_of(self._rows, title))
+        for _, ratio in self._rows:
+            if ratio is not None:
+                self._console.print(
+                    f"{ratio.length} tokens, {ratio.method}: {ratio} times OPD's steps; "
+                    f"{ratio.verdict}",
+                    markup=False,
+                    highlight=False,
+                )
+        picture = self._out / "opd_vs_rl.png"
+        ratios = [ratio for _, ratio in self._rows if ratio is not None]
+        draw_ratios(picture, [row for row, _ in self._rows], ratios)
+        self._console.print(
+            f"all curves are in {self._save()}, drawn in {picture}", highlight=False
+        )
+
+    def _save(self) -> Path:
+        path = self._out / "opd_vs_rl.json"
         contents = {
-            "teacher": self._teacher_accuracy,
-            "target": self._target,
-            "verdicts": self.verdicts(),
-            "sweeps": [asdict(curve) for curve in self._sweeps],
-            "finals": [asdict(curve) for curves in self._finals.values() for curve in curves],
+            "targets": self._targets,
+            "rows": [asdict(row) for row, _ in self._rows],
+            "ratios": [asdict(ratio) for _, ratio in self._rows if ratio is not None],
+            "curves": [asdict(curve) for curve in self._curves],
         }
-        curves.write_text(json.dumps(contents, indent=1) + "\n")
-        draw_accuracy(picture, [self._panel(start) for start in STARTS])
-        self._console.print(f"all curves are in {curves}, drawn in {picture}", highlight=False)
+        path.write_text(json.dumps(contents, indent=1) + "\n")
+        return path
 
-    def _row(self, start: Start, contender: Contender) -> Row:
-        return row_of(self._finals[start.name, contender.name], self._target)
 
-    def _panel(self, start: Start) -> Panel:
-        lines = {}
-        for contender in CONTENDERS:
-            curves = self._finals[start.name, contender.name]
-            lines[f"{contender.name} ({shown_settings(curves[0].settings)})"] = Line(
-                steps=curves[0].steps, accuracy_by_seed=[curve.accuracy for curve in curves]
-            )
-        return Panel(
-            title=f"{start.name} start: its book forgets {start.forget_carry:.0%} of carries",
-            target=self._target,
-            lines=lines,
+class _Run:
+    """One run, which is resumed where it ended, and ends once the target is held."""
+
+    def __init__(self, config: RolloutConfig, length: int, method: Method) -> None:
+        self._config, self._length, self._method = config, length, method
+        self.directory = RunDirectory(config.recipe, config)
+
+    def to_the_end(self, target: float | None, log: Console) -> None:
+        """`target`: None where it is the run itself that measures the teacher."""
+        signals = Signals()
+
+        def over() -> bool:
+            aim = self.target() if target is None else target
+            return not math.isinf(self.curve().steps_to(aim))
+
+        def see(line: Mapping[str, float]) -> None:
+            if line["step"] > 0 and "eval/links" in line and over():
+                signals.received = signal.SIGINT
+
+        if self._is_over(over):
+            return
+        try:
+            with observed_by(Observer(line=see, signals=signals)):
+                run_on_policy(self._config, log)
+        except Interrupted:
+            if not over():
+                raise
+
+    def _is_over(self, over: Callable[[], bool]) -> bool:
+        lines = self.directory.read_metrics()
+        last = max((line["step"] for line in lines if "eval/links" in line), default=0)
+        return last >= self._config.steps or (last > 0 and over())
+
+    def target(self) -> float:
+        [links, *_] = [
+            line["eval/teacher/links"]
+            for line in self.directory.read_metrics()
+            if "eval/teacher/links" in line
+        ]
+        return OF_TEACHER * links
+
+    def curve(self) -> Curve:
+        lines = self.directory.read_metrics()
+        trained = [line for line in lines if "time/step" in line]
+        seconds = [0.0, *accumulate(line["time/step"] for line in trained)]
+        tokens = [0, *accumulate(int(line["train/tokens"]) for line in trained)]
+        links = {int(line["step"]): line["eval/links"] for line in lines if "eval/links" in line}
+        return Curve(
+            length=self._length,
+            method=self._method.name,
+            lr=self._config.lr,
+            seed=self._config.seed,
+            steps=tuple(links),
+            accuracy=tuple(links.values()),
+            seconds=tuple(seconds[step] for step in links),
+            tokens=tuple(tokens[step] for step in links),
         )

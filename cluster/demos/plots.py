@@ -1,37 +1,17 @@
-"""Curves over optimizer steps as a PNG: a line for the median of the seeds, a band for all."""
+"""Steps to a target over the answer's length as a PNG, and the ratio of RL's to OPD's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from cluster.demos.curves import CLAIMED_RATIO, Ratio, Row
 from distill.errors import ConfigError
 
 # Okabe and Ito's palette (2008), which colour-blind readers tell apart.
-COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
-_TICKS = (0, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-# Steps up to here are drawn at an even distance, later ones by their logarithm.
-_EVEN_STEPS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """`accuracy_by_seed[k][i]`, in [0, 1], was measured after `steps[i]` optimizer steps."""
-
-    steps: Sequence[int]
-    accuracy_by_seed: Sequence[Sequence[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
-    """One picture: lines by name, at most six, and the accuracy that all of them are after."""
-
-    title: str
-    target: float
-    lines: Mapping[str, Line]
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def check_plots() -> None:
@@ -39,47 +19,64 @@ def check_plots() -> None:
     figure_class()
 
 
-def draw_accuracy(path: Path, panels: Sequence[Panel]) -> None:
-    """Draws accuracy over optimizer steps, the panels side by side, and writes the PNG at `path`.
+def draw_ratios(path: Path, rows: Sequence[Row], ratios: Sequence[Ratio]) -> None:
+    """Draws steps and ratios over the answer's length, side by side, and writes the PNG at `path`.
+
+    What was not reached is drawn where it was given up, as an arrow upwards.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure = figure_class()(figsize=(6.4 * len(panels), 4.8), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, panel in zip(axes, panels, strict=True):
-        _draw_lines(axis, panel)
-        _label(axis, panel)
-    axes[0].set_ylabel("accuracy on held-out sums (greedy)")
+    figure = figure_class()(figsize=(12.8, 4.8), layout="constrained")
+    steps, times = figure.subplots(1, 2)
+    methods = list(dict.fromkeys(row.method for row in rows))
+    assert len(methods) <= len(COLOURS), methods
+    colours = dict(zip(methods, COLOURS, strict=False))
+    for method, colour in colours.items():
+        own = [row for row in rows if row.method == method]
+        middle = [row.cap if math.isinf(row.steps) else row.steps for row in own]
+        bounds = [math.isinf(row.steps) for row in own]
+        _draw_line(steps, method, colour, [row.length for row in own], middle, bounds)
+        for row in own:
+            reached = [each for each in row.steps_by_seed if not math.isinf(each)]
+            steps.plot([row.length] * len(reached), reached, ".", color=colour, alpha=0.4)
+        of = [ratio for ratio in ratios if ratio.method == method]
+        if of:
+            values = [ratio.value for ratio in of]
+            bounds = [ratio.bound for ratio in of]
+            _draw_line(times, method, colour, [ratio.length for ratio in of], values, bounds)
+    times.axhline(CLAIMED_RATIO, color="black", ls="--", lw=1, label="claimed: 7 or more", zorder=0)
+    times.axhline(1, color="grey", lw=1, zorder=0)
+    lengths = sorted({row.length for row in rows})
+    _label(steps, lengths, "optimizer steps to the target")
+    _label(times, lengths, "times OPD's steps")
     figure.savefig(path, dpi=130)
 
 
-def _draw_lines(axis: Any, panel: Panel) -> None:
-    assert len(panel.lines) <= len(COLOURS), panel.lines.keys()
-    for (name, line), colour in zip(panel.lines.items(), COLOURS, strict=False):
-        at_step = list(zip(*line.accuracy_by_seed, strict=True))
-        middle = [median(values) for values in at_step]
-        lowest, highest = [min(values) for values in at_step], [max(values) for values in at_step]
-        axis.plot(line.steps, middle, color=colour, label=name, lw=1.8)
-        axis.fill_between(line.steps, lowest, highest, color=colour, alpha=0.18, lw=0)
-    axis.axhline(
-        panel.target, color="black", ls="--", lw=1, label=f"target, {panel.target:.1%}", zorder=0
-    )
+def _draw_line(
+    axis: Any,
+    name: str,
+    colour: str,
+    lengths: Sequence[int],
+    values: Sequence[float],
+    bounds: Sequence[bool],
+) -> None:
+    axis.plot(lengths, values, "o-", color=colour, label=name, lw=1.8)
+    for length, value, bound in zip(lengths, values, bounds, strict=True):
+        if bound:
+            axis.plot([length], [value * 1.12], "^", color=colour, ms=9)
 
 
-def _label(axis: Any, panel: Panel) -> None:
-    last = max(line.steps[-1] for line in panel.lines.values())
-    axis.set_xscale("symlog", linthresh=_EVEN_STEPS)
-    axis.set_xticks([tick for tick in _TICKS if tick <= last])
+def _label(axis: Any, lengths: Sequence[int], title: str) -> None:
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.set_xticks([], minor=True)
-    axis.xaxis.set_major_formatter("{x:.0f}")
-    axis.set_xlim(0, last)
-    axis.set_xlabel(f"optimizer steps (logarithmic from {_EVEN_STEPS} on)")
-    axis.set_ylim(0, 1.02)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.set_title(panel.title)
-    axis.grid(alpha=0.25)
-    axis.legend(loc="lower right")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_xlabel("tokens of an answer")
+    axis.set_title(title)
+    axis.grid(alpha=0.25, which="both")
+    axis.legend(loc="upper left")
 
 
 def figure_class() -> Any:

@@ -1,11 +1,11 @@
-"""What `make opd-vs-rl` says of its curves, and that it draws them; its runs are not started."""
+"""`make opd-vs-rl`: what it says of its curves, and a short race whose runs are real."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import chz
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from cluster.config.demos import OpdVsRlConfig
 from cluster.config.on_policy import RolloutConfig
-from cluster.demos.curves import Curve, Row, ranked, row_of, steps_to_target, table_of, verdict
-from cluster.demos.demo import Data
-from cluster.demos.opd_vs_rl import CONTENDERS, STARTS, Race, Start, count_runs, measure
-from cluster.demos.plots import Line, Panel, check_plots, draw_accuracy
+from cluster.demos import opd_vs_rl
+from cluster.demos.curves import Curve, Ratio, Row, ranked, ratio_of, row_of, table_of
+from cluster.demos.opd_vs_rl import OPD, RL, Race, measure
+from cluster.demos.plots import check_plots, draw_ratios
 from cluster.opd_vs_rl import main
 from distill.errors import ConfigError
 
@@ -26,24 +26,27 @@ TARGET = 0.9
 
 def curve(*accuracy: float, seed: int = 0, lr: float = 1e-3) -> Curve:
     """A run that was evaluated after every second step."""
+    steps = tuple(range(0, 2 * len(accuracy), 2))
     return Curve(
-        start="easy",
-        contender="GRPO",
-        settings={"lr": lr, "scale_by_std": True},
+        length=16,
+        method="GRPO",
+        lr=lr,
         seed=seed,
-        steps=tuple(range(0, 2 * len(accuracy), 2)),
+        steps=steps,
         accuracy=accuracy,
-        informative_groups=0.5,
+        seconds=tuple(0.5 * step for step in steps),
+        tokens=tuple(100 * step for step in steps),
     )
 
 
-def row(*steps_by_seed: float, contender: str = "OPD, full", budget: int = 60) -> Row:
+def row(*steps_by_seed: float, method: str = "OPD", length: int = 16, cap: int = 60) -> Row:
     return Row(
-        start="hard",
-        contender=contender,
-        settings={"lr": 1e-3},
+        length=length,
+        method=method,
+        lr=1e-3,
         steps_by_seed=steps_by_seed,
-        budget=budget,
+        seconds_by_seed=tuple(2 * steps for steps in steps_by_seed),
+        cap=cap,
         last_accuracy=0.97,
     )
 
@@ -59,12 +62,8 @@ def row(*steps_by_seed: float, contender: str = "OPD, full", budget: int = 60) -
     ],
 )
 def test_a_target_is_reached_once_it_is_held(accuracy: Sequence[float], expected: float) -> None:
-    steps = range(0, 2 * len(accuracy), 2)
-    assert steps_to_target(steps, accuracy, TARGET) == expected
-
-
-def test_how_long_a_target_is_held_is_a_choice() -> None:
-    assert steps_to_target((0, 1, 2), (0.1, 0.95, 0.1), TARGET, hold=1) == 1
+    made = curve(*accuracy)
+    assert (made.steps_to(TARGET), made.seconds_to(TARGET)) == (expected, expected / 2)
 
 
 def test_the_best_need_the_fewest_steps_and_of_those_that_never_arrive_the_higher() -> None:
@@ -77,56 +76,59 @@ def test_a_row_has_every_seed_and_their_median() -> None:
     curves = [
         curve(0.1, 0.9, 0.9, 0.9),
         curve(0.1, 0.2, 0.3, 0.4, seed=1),
-        curve(0.95, 0.95, 0.95, 0.8, seed=2),
+        curve(0.1, 0.1, 0.95, 0.95, 0.95, seed=2),
     ]
-    made = row_of(curves, TARGET)
-    assert (made.steps_by_seed, made.median, made.budget) == ((2, math.inf, 0), 2, 6)
-    assert made.last_accuracy == pytest.approx((0.9 + 0.4 + 0.8) / 3)
-
-
-def test_the_table_shows_what_was_not_reached_as_more_than_the_budget() -> None:
-    rows = [row_of([curve(0.1, 0.2), curve(0.1, 0.2, seed=1)], TARGET), row(7, 9, 8)]
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table_of(rows, "steps"))
-    [grpo, opd] = [line for line in capture.get().splitlines() if "lr 0.001" in line]
-    assert [cell.strip() for cell in grpo.split("│")[1:-1]] == [
-        "easy", "GRPO", "lr 0.001, A / std", "> 2, > 2", "> 2", "20.0% after 2",
-    ]  # fmt: skip
-    assert [cell.strip() for cell in opd.split("│")[3:6]] == ["lr 0.001", "7, 9, 8", "8"]
+    made = row_of(curves, TARGET, cap=60)
+    assert (made.steps_by_seed, made.steps, made.seconds) == ((2, math.inf, 4), 4, 2)
+    assert made.last_accuracy == pytest.approx((0.9 + 0.4 + 0.95) / 3)
 
 
 @pytest.mark.parametrize(
-    ("opd", "grpo", "says"),
+    ("opd", "rl", "shown", "verdict"),
     [
-        ((5, 6, 7), (42, 40, 50), "42 against 6 steps, 7.0 times as many; a seventh is reached"),
-        ((6,), (41,), "41 against 6 steps, 6.8 times as many; a seventh is NOT reached"),
-        ((8,), (math.inf,), "more than 60 against 8 steps, over 7.5 times as many; a seventh is r"),
-        ((20,), (math.inf,), "over 3.0 times as many; whether a seventh is reached, only a longer"),
-        ((math.inf, 9, math.inf), (20,), "not at the target after 60 steps; a seventh is NOT"),
-        ((0,), (20,), "before any training; nothing to compare"),
+        (row(5, 6, 7), row(42, 40, 50), "7.0", "as claimed"),
+        (row(6), row(41), "6.8", "less than claimed"),
+        (row(5), row(math.inf, math.inf, 40), "> 12.0", "as claimed"),
+        (row(20), row(math.inf), "> 3.0", "not known: the runs were given up"),
     ],
 )
-def test_the_verdict_says_whether_a_seventh_was_reached(
-    opd: tuple[float, ...], grpo: tuple[float, ...], says: str
+def test_a_ratio_of_runs_that_were_given_up_is_a_lower_bound(
+    opd: Row, rl: Row, shown: str, verdict: str
 ) -> None:
-    said = verdict(row(*opd), row(*grpo, contender="GRPO"))
-    assert said.startswith("hard start, GRPO against OPD, full: ")
-    assert says in said
+    ratio = ratio_of(opd, rl)
+    assert ratio is not None
+    assert (str(ratio), ratio.verdict) == (shown, verdict)
 
 
-@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.name)
-def test_contenders_share_all_but_what_is_compared(start: Start, tmp_path: Path) -> None:
-    data = Data(prompts=tmp_path / "p", held_out=tmp_path / "h", books={})
-    race = Race(OpdVsRlConfig(out="o", temperature=0.6), tmp_path, data, Console())
+def test_there_is_no_ratio_to_what_was_never_reached_or_needed_no_step() -> None:
+    assert ratio_of(row(math.inf, 9, math.inf), row(20)) is None
+    assert ratio_of(row(0), row(20)) is None
+
+
+def test_the_table_shows_what_was_not_reached_as_more_than_the_cap() -> None:
+    opd, rl = row(7, 9, 8), row(math.inf, 50, math.inf, method="GRPO")
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table_of([(opd, None), (rl, ratio_of(opd, rl))], "steps"))
+    shown = [line for line in capture.get().splitlines() if "0.001" in line]
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown]
+    assert cells == [
+        ["16", "OPD", "0.001", "7, 9, 8", "8", "16", "", "97.0%"],
+        ["16", "GRPO", "0.001", "> 60, 50, > 60", "> 60", "", "> 7.5", "97.0%"],
+    ]
+
+
+def test_methods_share_all_but_what_is_compared(tmp_path: Path) -> None:
+    race = Race(OpdVsRlConfig(out="o", temperature=0.6), tmp_path, Console())
     configs = [
-        race.run_config(start, contender, settings, steps=24, seed=5)
-        for contender in CONTENDERS
-        for settings in contender.grid
+        race.run_config(length, method, lr, seed, steps=24)
+        for length in (4, 16)
+        for method in (OPD, *RL)
+        for lr in (1e-3, 5e-4)
+        for seed in (0, 1)
     ]
     assert len({config.out for config in configs}) == len(configs)
-    assert {config.recipe for config in configs} == {"opd", "rl"}
-    own = {"out", "lr"}
+    own = {"out", "lr", "seed", "env", "eval_every", "eval_size", "max_new_tokens"}
     first, *others = [
         {name: getattr(config, name) for name in chz.chz_fields(RolloutConfig) if name not in own}
         for config in configs
@@ -135,22 +137,47 @@ def test_contenders_share_all_but_what_is_compared(start: Start, tmp_path: Path)
     assert all(other == first for other in others)
 
 
-def test_every_budget_ends_with_an_evaluation_in_step_with_the_others() -> None:
-    for start in STARTS:
-        for steps in (start.opd_steps, start.sweep_steps, start.rl_steps):
-            assert steps % start.eval_every == 0
-
-
-def test_runs_are_counted_over_both_starts() -> None:
-    assert len(STARTS) == 2
-    assert count_runs(3, seeds=2) == (3 + 2) + (2 + 2)
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"seeds": 0}, "seeds=0"),
+        ({"lengths": (4, 6)}, "lengths=4,6 must be multiples of 4"),
+        ({"lengths": (16, 4)}, "lengths=16,4 .* ascending"),
+        ({"lengths": ()}, "lengths= must be"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        OpdVsRlConfig(out="o", **settings)  # pyright: ignore[reportArgumentType]
 
 
 def test_too_few_steps_to_hold_a_target_are_refused() -> None:
-    with pytest.raises(ConfigError, match="steps=5 must be at least 12"):
+    with pytest.raises(ConfigError, match="steps=5 must be at least 15"):
         measure(OpdVsRlConfig(out="o", steps=5), Console())
-    with pytest.raises(ConfigError, match="seeds=0"):
-        OpdVsRlConfig(out="o", seeds=0)
+
+
+@pytest.mark.slow
+def test_a_race_runs_every_method_prints_and_draws_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(opd_vs_rl, "FIRST_RATES", (1e-3,))
+    arguments = [f"out={tmp_path}", "lengths=4", "schooling=2", "steps=15", "seeds=1"]
+    assert main(arguments) == 0
+    said = json.loads((tmp_path / "opd_vs_rl.json").read_text())
+    assert [row["method"] for row in said["rows"]] == ["OPD", "GRPO, share of links"]
+    for each in said["curves"]:
+        assert each["steps"][:2] == [0, 2 if each["method"] == "OPD" else 5]
+        assert each["tokens"][0] == 0 < each["tokens"][1] <= each["steps"][1] * 64 * 4
+        assert all(0 <= share <= 1 for share in each["accuracy"])
+    assert (tmp_path / "opd_vs_rl.png").read_bytes()[:4] == b"\x89PNG"
+    runs = {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")}
+    assert len(runs) == 2
+    capsys.readouterr()
+
+    assert main(arguments) == 0
+    assert {path: path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")} == runs
+    assert json.loads((tmp_path / "opd_vs_rl.json").read_text()) == said
+    assert "4 tokens, OPD, lr 0.001, seed 0" in capsys.readouterr().out
 
 
 def test_a_directory_of_something_else_is_left_alone(
@@ -162,16 +189,17 @@ def test_a_directory_of_something_else_is_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_curves_are_drawn_into_a_png(tmp_path: Path) -> None:
-    line = Line(steps=(0, 2, 4), accuracy_by_seed=[(0.1, 0.5, 0.9), (0.2, 0.6, 1.0)])
-    panel = Panel(title="easy", target=0.9, lines={"OPD": line})
-    longer = replace(panel, lines={"OPD": line, "GRPO": replace(line, steps=(0, 100, 200))})
-    draw_accuracy(tmp_path / "one.png", [panel])
-    draw_accuracy(tmp_path / "two.png", [panel, longer])
-    one, two = (tmp_path / "one.png").read_bytes(), (tmp_path / "two.png").read_bytes()
-    assert one[:8] == two[:8] == b"\x89PNG\r\n\x1a\n"
-    width_one, width_two = (int.from_bytes(png[16:20], "big") for png in (one, two))
-    assert width_two == pytest.approx(2 * width_one, abs=2)
+def test_steps_and_ratios_are_drawn_into_a_png(tmp_path: Path) -> None:
+    rows = [row(8, length=4), row(9, length=16), row(12, math.inf, math.inf, method="GRPO")]
+    ratios = [
+        Ratio(length=4, method="GRPO", value=1.2, bound=False),
+        Ratio(length=16, method="GRPO", value=10.0, bound=True),
+    ]
+    draw_ratios(tmp_path / "with.png", rows, ratios)
+    draw_ratios(tmp_path / "without.png", rows[:2], [])
+    drawn = [(tmp_path / f"{name}.png").read_bytes() for name in ("with", "without")]
+    assert all(png[:8] == b"\x89PNG\r\n\x1a\n" for png in drawn)
+    assert drawn[0] != drawn[1]
 
 
 def test_without_matplotlib_nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""Chains of two-digit sums: answers of any length, each of whose links is as hard as the others.
+
+    prompt "740=580="   answer "231=711=940=..."      47, 85: 132; 85 + 32 = 117; 32 + 17 = 49; ...
+
+A link is the sum of the two numbers before it, modulo 100: units first, three digits, and "=",
+which asks for the next. Numbers are written as links are, so each link sees the same kind of
+context. An answer has no end of its own: it is cut at `max_new_tokens`, and all are equally long.
+
+A link is right if it follows from the two before it as they were written: a slip spoils no later
+link, and the chance that a link is right does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Literal
+
+import chz
+import numpy as np
+
+from cluster.demos.arithmetic import OPERAND_DIGITS, Problem
+from distill.data.prompts import Prompt
+from distill.engine import Sample, Sampler
+from distill.envs.base import (
+    Env,
+    EnvConfig,
+    EnvContext,
+    EnvDataset,
+    EnvGroupBuilder,
+    StepResult,
+    require_path,
+)
+from distill.envs.single_turn import facts_of
+from distill.errors import ConfigError
+from distill.tokenizer import fingerprint
+from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+LINK_TOKENS = OPERAND_DIGITS + 2  # the digits of a sum and "="
+PROMPT_TOKENS = 2 * LINK_TOKENS
+Pays = Literal["chain", "links"]
+
+
+def prompt_of(start: Problem) -> str:
+    """The two numbers that a chain begins with, written as its links are."""
+    return _written(start.left) + _written(start.right)
+
+
+def _written(number: int) -> str:
+    return f"{number:0{OPERAND_DIGITS + 1}d}"[::-1] + "="
+
+
+def chain_of(
+    start: Problem, links: int, rng: np.random.Generator, *, forget_carry: float, blots: float
+) -> tuple[str, list[list[int]]]:
+    """So many links of a book, and the runs of characters, [start, stop), that are to be learnt.
+
+    Args:
+        forget_carry: how often a carry is forgotten.
+        blots: how often there is any number in place of a link, which is not to be learnt: sums
+            of sums repeat themselves, and a model would learn that instead of adding.
+    """
+    text, before, last, learnt = prompt_of(start), start.left, start.right, []
+    for _ in range(links):
+        if rng.random() < blots:
+            link = _written(int(rng.integers(2 * 10**OPERAND_DIGITS - 1)))
+        else:
+            link = Problem(before, last).careless_answer(forget_carry, rng) + "="
+            learnt.append([len(text), len(text) + LINK_TOKENS])
+        text += link
+        before, last = last, _value(link)
+    return text, learnt
+
+
+def _value(digits: str) -> int:
+    """The number that the next sum takes of a link: without its hundreds."""
+    return int(digits[:OPERAND_DIGITS][::-1])
+
+
+def right_links(prompt: str, response: str, links: int) -> list[bool]:
+    """Of each link, whether it is the sum of the two numbers before it, as they stand there."""
+    text = prompt + response
+    written = [text[i : i + LINK_TOKENS] for i in range(0, len(prompt) + links * LINK_TOKENS, 4)]
+    right = []
+    for before, last, link in zip(written, written[1:], written[2:], strict=False):
+        numbers = before[:OPERAND_DIGITS] + last[:OPERAND_DIGITS]
+        readable = numbers.isdecimal() and len(numbers) == 2 * OPERAND_DIGITS
+        right.append(readable and link == Problem(_value(before), _value(last)).answer + "=")
+    return right
+
+
+def write_starts(path: Path, starts: Iterable[Problem]) -> None:
+    """JSONL of `prompt`."""
+    _write_rows(path, ({"prompt": prompt_of(start)} for start in starts))
+
+
+def write_book(
+    path: Path,
+    starts: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    links: int,
+    forget_carry: float,
+    blots: float,
+    seed: int,
+) -> None:
+    """JSONL of token ids to fine-tune on: a chain from each start, without an end."""
+    rng, vocab_hash = np.random.default_rng(seed), fingerprint(tokenizer).vocab_hash
+    rows = []
+    for start in starts:
+        text, learnt = chain_of(start, links, rng, forget_carry=forget_carry, blots=blots)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if learnt:
+            rows.append({"tokens": ids, "loss_mask": learnt, "tokenizer": vocab_hash})
+    _write_rows(path, rows)
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+class ChainEnv(Env):
+    """One answer. Metrics: `links`, the share of links that are right, and `all_right`."""
+
+    def __init__(
+        self, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, links: int, pays: Pays
+    ) -> None:
+        self._prompt, self._tokenizer = prompt, tokenizer
+        self._links, self._pays = links, pays
+
+    async def initial_observation(self) -> TokenArray:
+        return self._prompt.tokens_T
+
+    async def step(self, sample: Sample) -> StepResult:
+        prompt, response = (
+            str(self._tokenizer.decode(tokens_T.tolist(), skip_special_tokens=True))
+            for tokens_T in (self._prompt.tokens_T, sample.tokens_T)
+        )
+        right = right_links(prompt, response, self._links)
+        share, all_right = fmean(right), float(all(right))
+        return StepResult(
+            reward=share if self._pays == "links" else all_right,
+            metrics={"links": share, "all_right": all_right},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainGroupBuilder(EnvGroupBuilder):
+    """G answers to one prompt."""
+
+    prompt: Prompt
+    tokenizer: PreTrainedTokenizerBase
+    group_size: int
+    links: int
+    pays: Pays
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        return [
+            ChainEnv(self.prompt, self.tokenizer, self.links, self.pays)
+            for _ in range(self.group_size)
+        ]
+
+
+class ChainDataset(EnvDataset):
+    """Chains by the numbers that they begin with."""
+
+    def __init__(
+        self,
+        prompts_P: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        links: int,
+        pays: Pays,
+    ) -> None:
+        self._prompts_P = prompts_P
+        self._tokenizer = tokenizer
+        self._links = links
+        self._pays: Pays = pays
+
+    def __len__(self) -> int:
+        return len(self._prompts_P)
+
+    def builder(self, problem: int, group_size: int) -> ChainGroupBuilder:
+        prompt = self._prompts_P[problem]
+        facts = facts_of(prompt)
+        facts["judged"] = True
+        return ChainGroupBuilder(
+            **facts,
+            prompt=prompt,
+            tokenizer=self._tokenizer,
+            group_size=group_size,
+            links=self._links,
+            pays=self._pays,
+        )
+
+    def line(self, problem: int) -> int:
+        return self._prompts_P[problem].line
+
+
+@chz.chz
+class Chain(EnvConfig):
+    """env=cluster.demos.chain:Chain: as many links as `max_new_tokens` has room for."""
+
+    judges = False
+
+    pays: Pays = chz.field(
+        default="chain", doc="chain: 1 for an answer whose links are all right; links: their share"
+    )
+
+    def __call__(self, path: str | None, setting: EnvContext) -> ChainDataset:
+        if setting.max_new_tokens % LINK_TOKENS:
+            raise ConfigError(
+                f"max_new_tokens={setting.max_new_tokens} must be a multiple of {LINK_TOKENS}, the "
+                "tokens of a link"
+            )
+        prompts_P = setting.prompts(require_path(path, "Chain"))
+        links = setting.max_new_tokens // LINK_TOKENS
+        return ChainDataset(prompts_P, setting.tokenizer, links, self.pays)

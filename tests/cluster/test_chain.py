@@ -1,0 +1,138 @@
+"""Chains of sums: what is right, what a book says, and what the environment pays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.demos.arithmetic import Problem, Problems, train_tokenizer
+from cluster.demos.chain import (
+    LINK_TOKENS,
+    PROMPT_TOKENS,
+    Chain,
+    Pays,
+    chain_of,
+    prompt_of,
+    right_links,
+    write_book,
+    write_starts,
+)
+from distill.data.sft_rows import load_sft_rows
+from distill.engine import Sample
+from distill.envs.base import EnvContext
+from distill.errors import ConfigError
+from distill.rewards.registry import exact_match
+from distill.types import StopReason
+
+START = Problem(47, 85)
+PROMPT = "740=580="
+
+
+def book_chain(links: int = 400, *, forget_carry: float = 0.0, blots: float = 0.0) -> str:
+    rng = np.random.default_rng(1)
+    return chain_of(START, links, rng, forget_carry=forget_carry, blots=blots)[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    problems = Problems.split(held_out=9, seed=0).held_out
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer"), problems)
+
+
+def test_a_link_is_the_sum_of_the_two_before_it() -> None:
+    assert prompt_of(START) == PROMPT
+    assert book_chain(4) == PROMPT + "231=711=940=660="
+    assert len(PROMPT) == PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("231=711=940=", [True, True, True]),
+        ("221=701=920=", [False, True, True]),  # 85 + 22 = 107, 22 + 7 = 29: none but the first
+        ("231=7,1=940=", [True, False, False]),  # what cannot be read is nothing to add to
+        ("231=711", [True, False, False]),
+        ("", [False, False, False]),
+        ("231=711=9400", [True, True, False]),
+        ("231=711=940=660=", [True, True, True]),  # what is beyond is not asked for
+    ],
+)
+def test_a_slip_spoils_no_later_link(response: str, right: list[bool]) -> None:
+    assert right_links(PROMPT, response, 3) == right
+
+
+def test_books_of_sums_are_right_and_careless_ones_forget_as_many_carries_as_they_say() -> None:
+    def share(text: str) -> float:
+        right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
+        return sum(right) / len(right)
+
+    assert share(book_chain()) == 1.0
+    assert share(book_chain(forget_carry=0.6)) < 0.85
+    assert share(book_chain(forget_carry=1.0)) < share(book_chain(forget_carry=0.6))
+
+
+def test_what_is_to_be_learnt_of_a_blotted_book_are_its_right_links() -> None:
+    rng = np.random.default_rng(1)
+    text, learnt = chain_of(START, 400, rng, forget_carry=0.0, blots=0.5)
+    right = right_links(PROMPT, text[PROMPT_TOKENS:], 400)
+    assert 150 < len(learnt) < 250
+    assert all(stop - start == LINK_TOKENS for start, stop in learnt)
+    assert all(right[start // LINK_TOKENS - 2] for start, _ in learnt)
+    assert sum(right) < len(learnt) + 20  # a blot is right by accident only
+
+
+def test_books_are_read_as_supervised_rows(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    starts = Problems.split(held_out=20, seed=0).held_out
+    book = tmp_path / "book.jsonl"
+    write_book(book, starts, tokenizer, links=3, forget_carry=0.0, blots=0.0, seed=0)
+    rows = load_sft_rows(
+        str(book), tokenizer, vocab_size=len(tokenizer), max_length=20, stop_ids=frozenset({1})
+    )
+    assert len(rows) == len(starts)
+    assert json.loads(book.read_text().splitlines()[0])["loss_mask"] == [
+        [8, 12],
+        [12, 16],
+        [16, 20],
+    ]
+
+
+@pytest.mark.parametrize(("pays", "reward"), [("links", 2 / 3), ("chain", 0.0)])
+def test_the_environment_pays_for_the_share_of_links_or_for_all_of_them(
+    pays: Pays, reward: float, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    write_starts(tmp_path / "prompts.jsonl", [START])
+
+    def setting(max_new_tokens: int) -> EnvContext:
+        return EnvContext(
+            tokenizer=tokenizer,
+            vocab_size=len(tokenizer),
+            context_length=20,
+            max_new_tokens=max_new_tokens,
+            reward=exact_match,
+        )
+
+    path = str(tmp_path / "prompts.jsonl")
+    dataset = Chain(pays=pays)(path, setting(12))
+    [env, _] = dataset.builder(0, 2).make_envs({})
+    seen_T = asyncio.run(env.initial_observation())
+    assert seen_T is not None and tokenizer.decode(seen_T.tolist()) == PROMPT
+    ids = np.array(tokenizer.encode("231=701=930=", add_special_tokens=False), np.int32)
+    sample = Sample(
+        tokens_T=ids,
+        logprobs_T=np.zeros(len(ids), np.float32),
+        versions_T=np.zeros(len(ids), np.int32),
+        stop_reason=StopReason.LENGTH,
+    )
+    result = asyncio.run(env.step(sample))
+    assert result.reward == pytest.approx(reward)
+    assert result.metrics == pytest.approx({"links": 2 / 3, "all_right": 0.0})
+    assert result.observation_T is None
+    with pytest.raises(ConfigError, match="max_new_tokens=6 must be a multiple of 4"):
+        Chain()(path, setting(6))
