@@ -58,14 +58,13 @@ class Method:
 
     name: str
     pays: Pays
-    eval_every: int
     cap: int = 100
 
 
-OPD = Method(name="OPD", pays="links", eval_every=2)
+OPD = Method(name="OPD", pays="links")
 RL = (
-    Method(name="GRPO, share of links", pays="links", eval_every=5),
-    Method(name="GRPO, all links right", pays="chain", eval_every=5),
+    Method(name="GRPO, share of links", pays="links"),
+    Method(name="GRPO, all links right", pays="chain"),
 )
 # Tried at the shortest length; a longer one tries the last length's best, half and twice that.
 FIRST_RATES = (6e-4, 3e-4, 1.5e-4)
@@ -77,7 +76,7 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
     Raises:
         ConfigError: fewer steps than it takes to hold the target.
     """
-    least = HOLD * max(method.eval_every for method in (OPD, *RL))
+    least = HOLD * max(map(eval_every, config.lengths))
     if config.steps is not None and config.steps < least:
         raise ConfigError(
             f"steps={config.steps} must be at least {least}: the target counts as reached after "
@@ -92,6 +91,11 @@ def measure(config: OpdVsRlConfig, console: Console) -> None:
         race.run(length)
     race.report()
     console.print(f"this took {time.perf_counter() - started:.0f} s", highlight=False)
+
+
+def eval_every(length: int) -> int:
+    """Steps between evaluations: a step on longer answers learns more."""
+    return max(1, 2 * LINK_TOKENS // length)
 
 
 def _directory(out: Path) -> Path:
@@ -195,18 +199,18 @@ class Race:
 
     def run(self, length: int) -> None:
         """All methods at one length; how long RL is given depends on OPD, which is first."""
-        opd = self._row(length, OPD, self._limit(OPD, OPD.cap))
+        opd = self._row(length, OPD, self._limit(length, OPD.cap))
         self._rows.append((opd, None))
-        cap = OPD.cap if math.isinf(opd.steps) else GIVE_UP * max(opd.steps, OPD.eval_every)
+        cap = OPD.cap if math.isinf(opd.steps) else GIVE_UP * max(opd.steps, 1)
         for method in dict.fromkeys(self._alike(each, length)[0] for each in RL):
-            row = self._row(length, method, self._limit(method, cap))
+            row = self._row(length, method, self._limit(length, cap))
             self._rows.append((row, ratio_of(opd, row)))
         self._save()
 
-    def _limit(self, method: Method, cap: float) -> int:
+    def _limit(self, length: int, cap: float) -> int:
         """`cap`, or the fewer steps of the settings; up to where an evaluation is due."""
-        cap = min(cap, self._config.steps or cap)
-        return max(HOLD, math.ceil(cap / method.eval_every)) * method.eval_every
+        cap, every = min(cap, self._config.steps or cap), eval_every(length)
+        return max(HOLD, math.ceil(cap / every)) * every
 
     def _row(self, length: int, method: Method, cap: int) -> Row:
         """Finds the best learning rate on the first seed, and runs it on the others."""
@@ -216,7 +220,7 @@ class Race:
             best, *_ = ranked(tried, self._targets[length])
             steps = best.steps_to(self._targets[length])
             if not math.isinf(steps):  # one that needs more is not the best
-                at_most = min(cap, int(steps) + HOLD * method.eval_every)
+                at_most = min(cap, int(steps) + HOLD * eval_every(length))
         best, *_ = ranked(tried, self._targets[length])
         for each in self._alike(method, length):
             self._rates[each.name] = (best.lr, best.lr / 2, 2 * best.lr)
@@ -245,8 +249,8 @@ class Race:
             "prompts": str(self._out / "prompts.jsonl"),
             "eval_prompts": str(self._out / "held_out.jsonl"),
             # About as many links at every length: the target is as sharp.
-            "eval_size": min(128, max(48, 512 // links)),
-            "eval_every": method.eval_every,
+            "eval_size": min(256, 768 // links),
+            "eval_every": eval_every(length),
             "eval_temperature": self._config.temperature,
             "env": Chain(pays=method.pays),
             "out": str(self._out / "runs" / name),
