@@ -47,7 +47,7 @@ from distill.models.loading import new_qwen3
 OF_TEACHER = 0.95
 # RL is given up after so many times OPD's steps: by then the claim (7 to 10) is decided.
 GIVE_UP = 10
-FORGET_CARRY, BLOTS = 0.4, 0.5  # of the books, see `chain_of`
+FORGET_CARRY, BLOTS = 0.6, 0.5  # of the books, see `chain_of`
 HELD_OUT = 500
 SUMS, TEACHER, STUDENT = "sums", "teacher", "student"
 
@@ -249,7 +249,7 @@ class Race:
             "prompts": str(self._out / "prompts.jsonl"),
             "eval_prompts": str(self._out / "held_out.jsonl"),
             # About as many links at every length: the target is as sharp.
-            "eval_size": min(256, 768 // links),
+            "eval_size": max(8, min(256, 768 // links)),
             "eval_every": eval_every(length),
             "eval_temperature": self._config.temperature,
             "env": Chain(pays=method.pays),
