@@ -19,8 +19,9 @@ import numpy as np
 from cluster.config.on_policy import RlConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.handshake.handshake import handshake
-from cluster.hosts.build import LearnerActors, RolloutCast
+from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
+from cluster.hosts.learners import LearnerActors
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import POLICY, ROLLOUT, placed_roles
 from cluster.queue.queue_actor import GroupQueueActor

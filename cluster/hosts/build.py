@@ -1,77 +1,49 @@
-"""Builder of actors from checked settings: `ray.remote` is applied to the plain classes here."""
+"""Builder of the actors of an opd or rl run from checked settings."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import chz
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
 
-from actors.config import (
-    START_S,
-    EngineConfig,
-    checkpoint_bytes,
-    choose_dtype,
-    choose_engine,
-)
+from actors.config import EngineConfig, choose_dtype, choose_engine
 from actors.embedded.reward_model import EmbeddedRewardModel
 from actors.rollout.inside_file import problems_inside
 from actors.sglang.follower import SglangFollower
 from actors.sglang.memory import ASLEEP_BYTES
 from actors.sglang.parallelism import parallelism
-from cluster.config.common import CommonConfig
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
-from cluster.config.supervised import SupervisedConfig
-from cluster.config.supervised_checks import SupervisedInputs
-from cluster.handles.local_actor import LocalActor
+from cluster.hosts.creation import here, maker
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
-from cluster.hosts.learner_actor import (
-    LearnerActor,
-    LearnerFollower,
-    TrainingLoop,
-    build_policy_loop,
-    build_supervised_loop,
-    policy_losses,
-    publish_nowhere,
-    publisher_to,
-    supervised_losses,
-    teacher_weights,
-)
+from cluster.hosts.learner_actor import publisher_to, teacher_weights
+from cluster.hosts.learners import LearnerActors, policy_learners, rollout_log
 from cluster.hosts.rollout_actor import RolloutActor, build_worker
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (
     EVALUATION,
     EVALUATOR,
     KEEPER,
-    LEARNER,
     POLICY,
     QUEUE,
     REFERENCE,
     REWARD,
     ROLLOUT,
-    learner_title,
     served_teachers,
     teacher_roles,
     worker_title,
 )
-from cluster.placement.shared_storage import this_node
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
 from cluster.queue.ledger import LedgerSettings
 from cluster.queue.queue_actor import GroupQueueActor
-from cluster.run_files.replay_log import Bounds, KeptGroups, KeptSteps, ReplayLog
-from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import (
     HEALTH_GROUP,
-    JOIN_GROUP,
     ActorSpec,
     aside_whereabouts_call,
     health_call,
@@ -79,45 +51,19 @@ from cluster.supervision.supervise import (
     ready_call,
     whereabouts_call,
 )
-from cluster.weights.collective import own_address
 from cluster.weights.publisher import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from distill.models.loading import load_config, vocab_size
-from distill.outlines import TrajectorySource
-from distill.pace import loading_s
 from distill.rewards.model_reward import REWARD_MODEL
 from learner.checkpoint import Checkpoint
-from learner.config import LearnerConfig
-from learner.learner import Learner
-from learner.loop import GroupSource, Publish
-from learner.process_group import Membership, open_store
-from learner.worker import LossFunction
 
 # A thread of its own for heartbeats, which a long call would keep waiting.
 _ASIDE = {"concurrency_groups": {HEALTH_GROUP: 1}}
 # Ray restarts it, and repeats its unfinished calls.
 _LASTING = {"max_restarts": -1, "max_task_retries": -1}
-# A learner's checkpoint over a model's in bfloat16: weights and two moments in float32.
-_STATE = 6
 # Problems that a message names.
 _SHOWN = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerActors:
-    """The learner's workers. The leader is asked for everything; the others `serve` it.
-
-    `meeting_point` is where they find one another; it lasts as long as this object.
-    """
-
-    leader: Any
-    followers: list[Any]
-    meeting_point: TCPStore | None
-
-    @property
-    def all(self) -> list[Any]:
-        return [self.leader, *self.followers]
 
 
 class RolloutCast:
@@ -405,7 +351,7 @@ class RolloutCast:
             learner_config = chz.replace(
                 learner_config, offload_optimizer=True, gpu_taken=ASLEEP_BYTES
             )
-        return _policy_learners(
+        return policy_learners(
             config,
             learner_config,
             self._inputs,
@@ -429,7 +375,7 @@ class RolloutCast:
             queue=queue,
             replay=directory.replay,
             store=directory.store,
-            rollouts=_rollout_log(config, directory),
+            rollouts=rollout_log(config, directory),
             objective=config.objective(),
             scored_by_reference=config.scored_by_reference,
             teacher_weights=teacher_weights(config),
@@ -439,198 +385,5 @@ class RolloutCast:
         return LearnerActors(leader=keeper, followers=[], meeting_point=None)
 
 
-def kept_learners(
-    config: RolloutConfig,
-    inputs: RolloutInputs,
-    groups: KeptSteps,
-    directory: RunDirectory,
-    device: str,
-    placement: Placement,
-    resume_from: Checkpoint | None,
-    attempt: int,
-) -> LearnerActors:
-    """The learner's workers of a run on the groups that another has kept."""
-    return _policy_learners(
-        config,
-        config.policy_learner(device, resume_from, inputs.stops),
-        inputs,
-        directory,
-        placement,
-        resume_from,
-        attempt,
-        source=KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :]),
-        publish=publish_nowhere,
-    )
-
-
-def _policy_learners(
-    config: RolloutConfig,
-    learner_config: LearnerConfig,
-    inputs: RolloutInputs,
-    directory: RunDirectory,
-    placement: Placement,
-    resume_from: Checkpoint | None,
-    attempt: int,
-    *,
-    source: GroupSource,
-    publish: Callable[[Learner], Publish],
-) -> LearnerActors:
-    build = partial(
-        build_policy_loop,
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        source=source,
-        publish=publish,
-        directory=directory,
-        resume_from=resume_from,
-        rollouts=_rollout_log(config, directory),
-        record=_replay_log(config, directory),
-    )
-    losses = partial(policy_losses, config, learner_config.device, inputs.stops)
-    return make_learners(
-        config, learner_config, build, losses, directory, placement, attempt, source
-    )
-
-
-def _rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
-    every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
-    whole = config.keep_rollouts == "all"
-    return RolloutLog(
-        directory.rollouts, every, whole=whole, last=config.steps, trains=not config.only_keeps
-    )
-
-
-def _replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
-    if not config.replay_keep:
-        return None
-    bounds = Bounds(grad_norm=config.replay_if, kl_jump=config.replay_if_kl)
-    return ReplayLog(directory.path, directory.store, config.replay_keep, bounds)
-
-
 def _anywhere(_index: int) -> bool:
     return True
-
-
-def supervised_learners(
-    config: SupervisedConfig,
-    inputs: SupervisedInputs,
-    directory: RunDirectory,
-    device: str,
-    placement: Placement,
-    resume_from: Checkpoint | None,
-    attempt: int,
-) -> LearnerActors:
-    """The learner's workers of an sft, dpo or reward_model run."""
-    learner_config = chz.replace(
-        config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
-        reward_padding=inputs.padding,
-    )
-    build = partial(
-        build_supervised_loop,
-        config=config,
-        learner_config=learner_config,
-        inputs=inputs,
-        directory=directory,
-        resume_from=resume_from,
-    )
-    losses = partial(supervised_losses, config)
-    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
-
-
-def make_learners(
-    config: CommonConfig,
-    learner_config: LearnerConfig,
-    build: Callable[..., TrainingLoop],
-    losses: Callable[[], Sequence[LossFunction]],
-    directory: RunDirectory,
-    placement: Placement,
-    attempt: int,
-    source: TrajectorySource | None = None,
-) -> LearnerActors:
-    """The leader, whose loop `build` makes of its membership, and the workers beside it.
-
-    The followers have been told to serve; they find rollouts in `source`.
-    """
-    workers = config.learner_workers
-    meeting_point, memberships = None, [None] * workers
-    if workers > 1:
-        address = own_address(len(ray.nodes()) == 1)
-        meeting_point = open_store(address, config.deadline_s)
-        memberships = [
-            Membership(
-                address=address,
-                port=meeting_point.port,
-                rank=rank,
-                size=workers,
-                timeout_s=config.deadline_s,
-            )
-            for rank in range(workers)
-        ]
-
-    def options(rank: int) -> dict[str, Any]:
-        name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
-        groups = {"concurrency_groups": {HEALTH_GROUP: 1, JOIN_GROUP: 1}}
-        return placement.options(LEARNER, rank) | groups | {"name": name}
-
-    make = maker(config)
-    actors = LearnerActors(
-        leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
-        followers=[
-            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], source)
-            for rank in range(1, workers)
-        ],
-        meeting_point=meeting_point,
-    )
-    for worker in actors.followers:
-        worker.serve.remote()
-    return actors
-
-
-def learner_spec(config: CommonConfig) -> ActorSpec:
-    """Spec of the learner's workers: the loss of one is the loss of all."""
-    read = 0 if config.only_keeps else _learner_bytes(config)
-    return ActorSpec(
-        name=LEARNER,
-        title=(lambda _: KEEPER) if config.only_keeps else learner_title,
-        create=None,
-        heartbeat=progress_call,
-        introduction=aside_whereabouts_call,
-        critical=True,
-        start_deadline_s=max(config.deadline_s, START_S + loading_s(read)),
-    )
-
-
-def _learner_bytes(config: CommonConfig) -> int:
-    """Most bytes that a learner reads at its start: those of a checkpoint of its own."""
-    if isinstance(config, RolloutConfig):
-        copies = config.teacher_models() if config.copies_teachers else {}
-        teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
-        return _STATE * checkpoint_bytes(config.student) + teachers
-    assert isinstance(config, SupervisedConfig)
-    return _STATE * checkpoint_bytes(config.model)
-
-
-def maker(config: CommonConfig) -> Callable[..., Any]:
-    """Creates an actor from a plain class, Ray's options, and the arguments of the class."""
-    return _in_this_process if config.local else _on_ray
-
-
-def _on_ray(plain: type, options: Mapping[str, Any], *arguments: Any, **settings: Any) -> Any:
-    own = dict(options)
-    groups = own.pop("concurrency_groups", None)  # Ray takes them with the class only
-    remote: Any = ray.remote
-    actor_class = remote(concurrency_groups=groups)(plain) if groups else remote(plain)
-    return actor_class.options(**own).remote(*arguments, **settings)
-
-
-def _in_this_process(
-    plain: type, _options: Mapping[str, Any], *arguments: Any, **settings: Any
-) -> LocalActor:
-    return LocalActor(plain, *arguments, **settings)
-
-
-def here() -> dict[str, Any]:
-    """Options of an actor that takes nothing, on the node of whoever asks."""
-    strategy = NodeAffinitySchedulingStrategy(this_node(), soft=False)
-    return {"num_cpus": 0, "scheduling_strategy": strategy}

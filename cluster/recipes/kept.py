@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
-from cluster.hosts.build import kept_learners
+from cluster.hosts.learners import kept_learners
 from cluster.recipes.common import RunSession, placed
 from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.replay_log import KeptSteps

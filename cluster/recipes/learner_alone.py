@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from cluster.config.common import CommonConfig
-from cluster.hosts.build import learner_spec
+from cluster.hosts.learners import learner_spec
 from cluster.placement.roles import LEARNER
 from cluster.recipes.common import RunSession
 from cluster.runtime.driver import Driver

@@ -19,7 +19,7 @@ from cluster.config.supervised_checks import (
     check_reward_model,
     check_sft,
 )
-from cluster.hosts.build import supervised_learners
+from cluster.hosts.learners import supervised_learners
 from cluster.placement.roles import describe_layout
 from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
 from cluster.recipes.learner_alone import LearnerAlone

@@ -22,8 +22,9 @@ from ray.exceptions import RayError, RayTaskError
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
 from cluster.handles import calls
-from cluster.hosts.build import RolloutCast, learner_spec
+from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
+from cluster.hosts.learners import learner_spec
 from cluster.hosts.rollout_actor import Roster, WorkerStatus
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import (

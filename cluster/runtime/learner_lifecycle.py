@@ -9,7 +9,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from cluster.handles import calls
-from cluster.hosts.build import LearnerActors
+from cluster.hosts.learners import LearnerActors
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.driver import Driver
 from cluster.supervision.supervise import ActorSpec, LearnerLost, Supervisor

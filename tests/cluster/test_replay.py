@@ -18,7 +18,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from cluster.config.on_policy import OpdConfig
-from cluster.hosts.build import _replay_log
+from cluster.hosts.learners import replay_log
 from cluster.inspect.replayed import blame
 from cluster.recipes.on_policy import run_on_policy
 from cluster.replay import Replay, main
@@ -296,7 +296,7 @@ def test_a_step_that_never_ended_stays(tmp_path: Path) -> None:
 
 def test_nothing_is_kept_unasked(opd: Callable[..., OpdConfig]) -> None:
     config = opd()
-    assert _replay_log(config, RunDirectory("opd", config)) is None
+    assert replay_log(config, RunDirectory("opd", config)) is None
 
 
 @pytest.mark.parametrize(

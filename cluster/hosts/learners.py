@@ -1,0 +1,241 @@
+"""Builder of a learner's workers from checked settings, for every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import chz
+import ray
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public
+
+from actors.config import START_S, checkpoint_bytes
+from cluster.config.common import CommonConfig
+from cluster.config.on_policy import RolloutConfig
+from cluster.config.rollout_checks import RolloutInputs
+from cluster.config.supervised import SupervisedConfig
+from cluster.config.supervised_checks import SupervisedInputs
+from cluster.hosts.creation import maker
+from cluster.hosts.learner_actor import (
+    LearnerActor,
+    LearnerFollower,
+    TrainingLoop,
+    build_policy_loop,
+    build_supervised_loop,
+    policy_losses,
+    publish_nowhere,
+    supervised_losses,
+)
+from cluster.placement.placement_groups import Placement
+from cluster.placement.roles import KEEPER, LEARNER, learner_title
+from cluster.run_files.replay_log import Bounds, KeptGroups, KeptSteps, ReplayLog
+from cluster.run_files.rollouts import RolloutLog
+from cluster.run_files.run_directory import RunDirectory
+from cluster.supervision.supervise import (
+    HEALTH_GROUP,
+    JOIN_GROUP,
+    ActorSpec,
+    aside_whereabouts_call,
+    progress_call,
+)
+from cluster.weights.collective import own_address
+from distill.outlines import TrajectorySource
+from distill.pace import loading_s
+from learner.checkpoint import Checkpoint
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.loop import GroupSource, Publish
+from learner.process_group import Membership, open_store
+from learner.worker import LossFunction
+
+# A learner's checkpoint over a model's in bfloat16: weights and two moments in float32.
+_STATE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerActors:
+    """The learner's workers. The leader is asked for everything; the others `serve` it.
+
+    `meeting_point` is where they find one another; it lasts as long as this object.
+    """
+
+    leader: Any
+    followers: list[Any]
+    meeting_point: TCPStore | None
+
+    @property
+    def all(self) -> list[Any]:
+        return [self.leader, *self.followers]
+
+
+def kept_learners(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    groups: KeptSteps,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    """The learner's workers of a run on the groups that another has kept."""
+    return policy_learners(
+        config,
+        config.policy_learner(device, resume_from, inputs.stops),
+        inputs,
+        directory,
+        placement,
+        resume_from,
+        attempt,
+        source=KeptGroups(groups, groups.steps[resume_from.step if resume_from else 0 :]),
+        publish=publish_nowhere,
+    )
+
+
+def policy_learners(
+    config: RolloutConfig,
+    learner_config: LearnerConfig,
+    inputs: RolloutInputs,
+    directory: RunDirectory,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+    *,
+    source: GroupSource,
+    publish: Callable[[Learner], Publish],
+) -> LearnerActors:
+    """The learner's workers of an opd or rl run: they train on what is in `source`."""
+    build = partial(
+        build_policy_loop,
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        source=source,
+        publish=publish,
+        directory=directory,
+        resume_from=resume_from,
+        rollouts=rollout_log(config, directory),
+        record=replay_log(config, directory),
+    )
+    losses = partial(policy_losses, config, learner_config.device, inputs.stops)
+    return make_learners(
+        config, learner_config, build, losses, directory, placement, attempt, source
+    )
+
+
+def supervised_learners(
+    config: SupervisedConfig,
+    inputs: SupervisedInputs,
+    directory: RunDirectory,
+    device: str,
+    placement: Placement,
+    resume_from: Checkpoint | None,
+    attempt: int,
+) -> LearnerActors:
+    """The learner's workers of an sft, dpo or reward_model run."""
+    learner_config = chz.replace(
+        config.learner(config.model, device, resume_from=resume_from, stops=inputs.stops),
+        reward_padding=inputs.padding,
+    )
+    build = partial(
+        build_supervised_loop,
+        config=config,
+        learner_config=learner_config,
+        inputs=inputs,
+        directory=directory,
+        resume_from=resume_from,
+    )
+    losses = partial(supervised_losses, config)
+    return make_learners(config, learner_config, build, losses, directory, placement, attempt)
+
+
+def make_learners(
+    config: CommonConfig,
+    learner_config: LearnerConfig,
+    build: Callable[..., TrainingLoop],
+    losses: Callable[[], Sequence[LossFunction]],
+    directory: RunDirectory,
+    placement: Placement,
+    attempt: int,
+    source: TrajectorySource | None = None,
+) -> LearnerActors:
+    """The leader, whose loop `build` makes of its membership, and the workers beside it.
+
+    The followers have been told to serve; they find rollouts in `source`.
+    """
+    workers = config.learner_workers
+    meeting_point, memberships = None, [None] * workers
+    if workers > 1:
+        address = own_address(len(ray.nodes()) == 1)
+        meeting_point = open_store(address, config.deadline_s)
+        memberships = [
+            Membership(
+                address=address,
+                port=meeting_point.port,
+                rank=rank,
+                size=workers,
+                timeout_s=config.deadline_s,
+            )
+            for rank in range(workers)
+        ]
+
+    def options(rank: int) -> dict[str, Any]:
+        name = directory.actor_name(f"{LEARNER}-{rank}-{attempt}")
+        groups = {"concurrency_groups": {HEALTH_GROUP: 1, JOIN_GROUP: 1}}
+        return placement.options(LEARNER, rank) | groups | {"name": name}
+
+    make = maker(config)
+    actors = LearnerActors(
+        leader=make(LearnerActor, options(0), partial(build, membership=memberships[0])),
+        followers=[
+            make(LearnerFollower, options(rank), learner_config, losses, memberships[rank], source)
+            for rank in range(1, workers)
+        ],
+        meeting_point=meeting_point,
+    )
+    for worker in actors.followers:
+        worker.serve.remote()
+    return actors
+
+
+def learner_spec(config: CommonConfig) -> ActorSpec:
+    """Spec of the learner's workers: the loss of one is the loss of all."""
+    read = 0 if config.only_keeps else _learner_bytes(config)
+    return ActorSpec(
+        name=LEARNER,
+        title=(lambda _: KEEPER) if config.only_keeps else learner_title,
+        create=None,
+        heartbeat=progress_call,
+        introduction=aside_whereabouts_call,
+        critical=True,
+        start_deadline_s=max(config.deadline_s, START_S + loading_s(read)),
+    )
+
+
+def _learner_bytes(config: CommonConfig) -> int:
+    """Most bytes that a learner reads at its start: those of a checkpoint of its own."""
+    if isinstance(config, RolloutConfig):
+        copies = config.teacher_models() if config.copies_teachers else {}
+        teachers = sum(checkpoint_bytes(teacher.model) for teacher in copies.values())
+        return _STATE * checkpoint_bytes(config.student) + teachers
+    assert isinstance(config, SupervisedConfig)
+    return _STATE * checkpoint_bytes(config.model)
+
+
+def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
+    """Of the groups that people will look at."""
+    every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
+    whole = config.keep_rollouts == "all"
+    return RolloutLog(
+        directory.rollouts, every, whole=whole, last=config.steps, trains=not config.only_keeps
+    )
+
+
+def replay_log(config: RolloutConfig, directory: RunDirectory) -> ReplayLog | None:
+    """Of the steps that can be replayed; None: none is kept."""
+    if not config.replay_keep:
+        return None
+    bounds = Bounds(grad_norm=config.replay_if, kl_jump=config.replay_if_kl)
+    return ReplayLog(directory.path, directory.store, config.replay_keep, bounds)
