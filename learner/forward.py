@@ -138,6 +138,35 @@ class Forward:
         with self._autocast():
             return self._run(stats)
 
+    @torch.no_grad()
+    def distribution_of(self, batch: Batch, *, kept: bool) -> Callable[[slice], Tensor]:
+        """log p_T of slices of the batch's trained tokens, (n, V), without noise or gradient.
+
+        The model runs once over the batch, to its hidden states. The distributions are made of them
+        a few positions at a time, in a later pass of this model.
+
+        Args:
+            kept: by then the weights are others, so those of the projection are copied.
+        """
+        head, temperature_N = self.head, batch.temperature_N
+
+        def read() -> tuple[Tensor, dict[str, Tensor]]:
+            return self.hidden(batch), head.trained_weights() if kept else {}
+
+        self._causal_lm.eval()
+        with self._autocast():
+            hidden_NH, weights = self._run(read)
+        self.training_mode()
+
+        @torch.no_grad()
+        def log_p(positions: slice) -> Tensor:
+            with self._autocast():
+                return head.log_distribution(
+                    hidden_NH[positions], temperature_N[positions], weights
+                )
+
+        return log_p
+
     def scores(self, batch: Batch) -> Tensor:
         """A reward model's scores, fp32 (rows,), before each row's last trained token.
 

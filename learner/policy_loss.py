@@ -9,6 +9,7 @@ from torch import Tensor
 from distill.objective.batching import Batch
 from distill.objective.losses import OWN_SHARE, Metrics, StepCounts
 from distill.objective.objectives import (
+    TeacherDistribution,
     bradley_terry,
     cross_entropy,
     policy_loss,
@@ -24,20 +25,35 @@ from learner.teachers import LocalTeachers
 class PolicyObjectiveLoss:
     """The `LossFunction` of rollouts: policy loss, entropy bonus, divergence from the teacher.
 
-    `teachers` are needed by estimator=full alone. The tokens of the `stop_event` are one outcome
-    (`distill.stops`) of the forward pass, too.
+    `teachers` are needed by estimator=full alone; `own_teacher` is true where the learner's own
+    model is the teacher instead (`learner.own_teacher`). The tokens of the `stop_event` are one
+    outcome (`distill.stops`) of the forward pass, too.
     """
 
     objective: ObjectiveConfig
     teachers: LocalTeachers | None = None
+    own_teacher: bool = False
     stop_event: tuple[int, ...] = ()
 
+    @property
+    def asks_own_teacher(self) -> bool:
+        """True if it has to be given the distribution of the learner's own model."""
+        return self.own_teacher and self._needs_distribution
+
+    @property
+    def _needs_distribution(self) -> bool:
+        return self.objective.estimator == "full" and self.objective.kl_coef != 0
+
     def __call__(
-        self, forward: Forward, batch: Batch, counts: StepCounts
+        self,
+        forward: Forward,
+        batch: Batch,
+        counts: StepCounts,
+        distribution: TeacherDistribution | None = None,
     ) -> tuple[Tensor, Metrics]:
+        """`distribution`: of the learner's own model; None: it is no teacher."""
         how = self.objective
-        distribution = None
-        if self.teachers is not None and how.estimator == "full" and how.kl_coef:
+        if self.teachers is not None and self._needs_distribution:
             distribution = self.teachers.distribution_of(batch)
         stats = forward(
             batch,

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,6 +64,7 @@ from learner.optimizer import (
     put_away,
     write_moments,
 )
+from learner.own_teacher import OwnTeacher
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
 from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
@@ -230,6 +232,9 @@ class LearnerWorker:
         if config.offload_optimizer:
             offload_moments(self.optimizer)
         self._shadow = None if config.shadow is None else Shadow(self.model, config.shadow)
+        self._own_teacher = OwnTeacher(
+            self._forward, self._shadow, device=self.device, reshard=self._reshard_root
+        )
         self.rounded = RoundedUpdate()
         plain = (
             plain_weights(self.model)
@@ -357,9 +362,10 @@ class LearnerWorker:
 
     def _loss(self, micro: MicroBatch, batch: Batch) -> tuple[Tensor, Metrics]:
         """The micro-batch's loss; with its share, by trained tokens, of that of the routers."""
+        loss = self._taught(self.losses[micro.loss], batch)
         if self._balance is not None:
             self._balance.begin()
-        made, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+        made, metrics = loss(self._forward, batch, micro.counts)
         if self._replay is not None:
             metrics = {**metrics, **self._replay.take()}
         if self._balance is None:
@@ -368,6 +374,12 @@ class LearnerWorker:
         aux = share * self._balance.take(self._forward.real_tokens)
         noted = {"train/router_aux": aux.detach(), ROUTER_SHARE: aux.new_tensor(share)}
         return made + self._config.router_aux_coef * aux, metrics | noted
+
+    def _taught(self, loss: LossFunction, batch: Batch) -> LossFunction:
+        """The loss, with the batch's distribution by this model where that is its teacher."""
+        if not isinstance(loss, PolicyObjectiveLoss) or not loss.asks_own_teacher:
+            return loss
+        return partial(loss, distribution=self._own_teacher.distribution_of(batch))
 
     def _gap_without_replay(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Of the first micro-batch, and of some updates only: the mean of |log p - log p of the
@@ -430,7 +442,8 @@ class LearnerWorker:
         made: dict[str, float] = defaultdict(float)
         for micro in micro_batches:
             batch = collate(self.made_rows(micro.rows_B), self.device)
-            loss, metrics = self.losses[micro.loss](self._forward, batch, micro.counts)
+            taught = self._taught(self.losses[micro.loss], batch)
+            loss, metrics = taught(self._forward, batch, micro.counts)
             self.progress.mark()
             if micro.counted:
                 metrics["train/loss"] = loss

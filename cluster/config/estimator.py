@@ -59,6 +59,8 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
         return "sampled", "the teacher is known by the sampled token alone (kl_coef=0)"
     if config.kl_discount_factor:
         return "sampled", "kl_discount_factor is of sampled terms"
+    if config.teacher_moves:
+        return "full", "the teacher is the learner's own model, which has its distribution anyway"
     models = [teacher.model for teacher in config.teacher_models().values()]
     served = {model: ask_server(model) for model in models if is_url(model)}
     width = vocab_size(load_config(config.student))
@@ -68,8 +70,6 @@ def _chosen(config: OpdConfig) -> tuple[str, str]:
     )
     without = [model for model, info in served.items() if not info.scores_given]
     apart = "a teacher is a running server" if served else _does_not_fit(config, models)
-    if config.teacher_moves:
-        apart = "the teacher moves with the student"
     # The sampled token tells the reverse KL alone; padding with mass would fail a step of `full`.
     if config.divergence == "reverse_kl":
         if not alike:

@@ -517,6 +517,15 @@ class RolloutConfig(
     @property
     def copies_teachers(self) -> bool:
         """True if each learner worker holds a copy of every teacher."""
+        return self._compares_all and not self.teacher_moves
+
+    @property
+    def teaches_itself(self) -> bool:
+        """True if the learner's own model is the teacher of estimator=full."""
+        return self._compares_all and self.teacher_moves
+
+    @property
+    def _compares_all(self) -> bool:
         return self.objective().estimator == "full" and not self.only_keeps
 
     def reference_engine(
@@ -717,11 +726,6 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
 
     def _check_own_teacher(self) -> None:
         """Raises ConfigError for what a teacher that moves cannot have."""
-        if self.estimator == "full":
-            raise ConfigError(
-                f"estimator=full with teacher={OWN} would need a second model in the learner that "
-                "moves with the first; use estimator=top_k, which asks the engines"
-            )
         for name in ("warmup", "teacher_samples"):
             if getattr(self, name):
                 raise ConfigError(

@@ -329,7 +329,12 @@ def policy_losses(
             device=device,
             event=stops.event,
         )
-    loss = PolicyObjectiveLoss(objective=objective, teachers=teachers, stop_event=stops.event)
+    loss = PolicyObjectiveLoss(
+        objective=objective,
+        teachers=teachers,
+        own_teacher=config.teaches_itself,
+        stop_event=stops.event,
+    )
     return loss, TeacherSamplesLoss(normalisation=objective.normalisation), mixed_loss
 
 

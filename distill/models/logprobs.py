@@ -7,12 +7,14 @@ the largest tensor of a distillation step by far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
@@ -164,9 +166,26 @@ class VocabularyHead:
                 "probe), in a way isotherm does not know; its log-probs would be wrong"
             )
 
-    def log_distribution(self, hidden_NH: Tensor, temperature_N: Tensor) -> Tensor:
-        """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once."""
-        return log_distribution(self(hidden_NH), temperature_N, self.event)
+    def log_distribution(
+        self,
+        hidden_NH: Tensor,
+        temperature_N: Tensor,
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """log p_T of the projected hidden states, fp32, shape (N, V): all of it at once.
+
+        `weights` take the place of the projection's own, by their names (`trained_weights`).
+        """
+        if not weights:
+            return log_distribution(self(hidden_NH), temperature_N, self.event)
+        module = cast(nn.Module, self.projection)
+        logits_NV = self._finish(functional_call(module, dict(weights), (hidden_NH,)))
+        return log_distribution(logits_NV, temperature_N, self.event)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Copies of those of the projection's weights that training changes."""
+        named = cast(nn.Module, self.projection).named_parameters()
+        return {name: p.detach().clone() for name, p in named if p.requires_grad}
 
     def token_stats(
         self,

@@ -353,7 +353,6 @@ def test_what_a_teacher_that_moves_is_told(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"estimator": "full"}, "estimator=full with teacher=policy .*use estimator=top_k"),
         ({"teacher_engines": 2}, "teacher_engines=2 changes nothing: .*use policy_engines"),
         ({"teacher_server_flags": "--tp-size 2"}, "teacher_server_flags=--tp-size 2 changes"),
         ({"kl_coef": 0.0}, "kl_coef=0 leaves the teacher out"),

@@ -127,6 +127,15 @@ def test_a_run_keeps_what_it_began_with(opd: NewOpd) -> None:
     assert chosen(config)[0] == "top_k"  # the run's own check says what is wrong with the file
 
 
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("rule", [{}, {"teacher_lag": 2}, {"teacher_ema": 0.9}], ids=str)
+def test_a_teacher_that_moves_is_the_learner_itself(opd: NewOpd, rule: dict[str, Any]) -> None:
+    """It takes no room beside the learner, and no copy is loaded."""
+    config, line = with_estimator(opd(estimator="auto", teacher="policy", **rule))
+    assert config.estimator == "full" and "the learner's own model" in line
+    assert config.teaches_itself and not config.copies_teachers
+
+
 def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     shown = StringIO()
     run_on_policy(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))

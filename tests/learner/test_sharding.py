@@ -61,7 +61,18 @@ SHARED = [
 JOINED = PolicyObjectiveLoss(
     objective=ObjectiveConfig(loss="gspo", normalisation="sequence", kl_discount_factor=0.9)
 )
-LOSSES = (PPO, cross_entropy_loss, PAIRS, JOINED)
+# The teacher that follows the weights, shown more than the rows have, the whole distribution of it.
+OWN = PolicyObjectiveLoss(objective=ObjectiveConfig(estimator="full"), own_teacher=True)
+TOLD = [
+    replace(
+        row,
+        teacher_context_T=np.arange(30, 35 + i, dtype=np.int32),
+        teacher_replaces=2 + i,
+        teacher_coef=1.0,
+    )
+    for i, row in enumerate(ROWS[:7])
+]
+LOSSES = (PPO, cross_entropy_loss, PAIRS, JOINED, OWN)
 SEGMENTS = [
     replace(
         row,
@@ -80,6 +91,7 @@ STEPS: list[list[Part]] = [
     [Part(rows_D=ROWS[:1], loss=PPO)],
     [Part(rows_D=ROWS[3:9], loss=PPO)],
     [Part(rows_D=SEGMENTS, loss=JOINED)],
+    [Part(rows_D=TOLD, loss=OWN)],
 ]
 HALF = 3
 
