@@ -47,12 +47,15 @@ class Taken:
         set_aside: ids that are accounted for with them, and were not trained: why not.
         overdue: groups that are older than the run's `max_staleness`.
         replaced: groups of constant reward that the step passes over, and that reward.
+        start_max: weight versions since the first lease of the group that was leased first; None:
+            nobody knows.
     """
 
     groups_P: list[GroupOutline]
     set_aside: dict[int, str]
     overdue: int = 0
     replaced: Mapping[int, float] = field(default_factory=dict)
+    start_max: int | None = None
 
 
 class TrainedGroups:

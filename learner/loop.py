@@ -320,7 +320,9 @@ class PolicyLoop:
 def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
     """Which groups a step took, and what `trained` accounts for with them."""
     aside = trained.set_aside.values()
+    age = {} if taken.start_max is None else {"staleness/start_max": taken.start_max}
     return {
+        **age,
         "groups/first": taken.groups_P[0].group_id,
         "groups/last": taken.groups_P[-1].group_id,
         "groups/watermark": trained.watermark,

@@ -97,11 +97,19 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A step in published weights: its groups, and what the weights account for after it."""
+    """A step in published weights.
+
+    Attributes:
+        ids: its groups.
+        after: what the weights account for after it.
+        start_max: weight versions since the first lease of the group that was leased first; None:
+            the journal does not have all of them.
+    """
 
     version: int
     ids: list[int]
     after: TrainedGroups
+    start_max: int | None
 
 
 class _Auditor:
@@ -209,7 +217,7 @@ class _Auditor:
     def _assume(self, after: TrainedGroups) -> None:
         """A step that nobody saw, so that one problem does not make others."""
         version = self.steps[-1].version if self.steps else 0
-        self.steps.append(_Published(version, after.since(self.trained), after))
+        self.steps.append(_Published(version, after.since(self.trained), after, None))
 
     def _read_recover(self, event: Mapping[str, Any]) -> None:
         self.recoveries += 1
@@ -325,7 +333,6 @@ class _Auditor:
         for group_id in ids:
             if group_id not in self._arrived:
                 self._complain(f"group {group_id} was trained, and never arrived in this epoch")
-            self._check_age(group_id)
         if self.per_step is not None and len(ids) != self.per_step:
             self._complain(f"version {version} trains {len(ids)} groups, not {self.per_step}")
         if self.steps and version <= self.steps[-1].version:
@@ -336,7 +343,7 @@ class _Auditor:
         self.again += sum(group_id in self.undone for group_id in ids)
         self.undone -= set(ids)
         after = self._account_for(version, ids, skipped, watermark)
-        self.steps.append(_Published(version, ids, after))
+        self.steps.append(_Published(version, ids, after, self._oldest(ids)))
         self._held = {i for i in self._held if i not in after}
         return self.steps[-1]
 
@@ -360,14 +367,17 @@ class _Auditor:
             )
         return after
 
-    def _check_age(self, group_id: int) -> None:
-        """Complains of a group that was trained later than the run's settings allow."""
-        age = self._published - self._started.get(group_id, self._published)
-        if self._most_stale is not None and age > self._most_stale:
-            self._complain(
-                f"group {group_id} was trained {age} versions after it was leased, and "
-                f"max_staleness={self._most_stale}"
-            )
+    def _oldest(self, ids: list[int]) -> int | None:
+        """The largest age of a step's groups; complains of those that were trained later than the
+        run's settings allow."""
+        ages = {i: self._published - self._started[i] for i in ids if i in self._started}
+        for group_id, age in ages.items():
+            if self._most_stale is not None and age > self._most_stale:
+                self._complain(
+                    f"group {group_id} was trained {age} versions after it was leased, and "
+                    f"max_staleness={self._most_stale}"
+                )
+        return max(ages.values(), default=0) if len(ages) == len(ids) else None
 
     def _read_commit(self, event: Mapping[str, Any]) -> None:
         if event["watermark"] > self.trained.watermark:
@@ -412,7 +422,8 @@ def audit(
     auditor.problems += scoring.problems if scoring else []
     trained = sum(len(step.ids) for step in auditor.steps)
     accounts = {step.version: step.after for step in auditor.steps}
-    auditor.problems += witnesses.contradict(auditor.run_id, accounts)
+    starts = {step.version: step.start_max for step in auditor.steps}
+    auditor.problems += witnesses.contradict(auditor.run_id, accounts, starts)
     per_step = groups_per_step or auditor.per_step or 0
     if steps is not None and trained != steps * per_step:
         auditor.problems.append(

@@ -26,11 +26,13 @@ class Witnesses:
     Attributes:
         run_id: config.json's; "" where there is none.
         ends: the watermark after each step, by metrics.jsonl.
+        starts: versions since the first lease of the oldest group of each step, by metrics.jsonl.
         saved: what the weights of each checkpoint account for, by step.
     """
 
     run_id: str
     ends: Mapping[int, int]
+    starts: Mapping[int, int]
     saved: Mapping[int, TrainedGroups]
 
     @classmethod
@@ -50,16 +52,25 @@ class Witnesses:
         return cls(
             run_id=_run_id(out / "config.json"),
             ends={m["step"]: _end_of(m) for m in metrics if "groups/last" in m},
+            starts={
+                m["step"]: int(m[name]) for m in metrics if (name := "staleness/start_max") in m
+            },
             # that of step 0 is where a run began that was forked: it has no group in it
             saved={c.step: TrainedGroups.from_json(c.delivery) for c in checkpoints if c.step},
         )
 
-    def contradict(self, run_id: str, accounts: Mapping[int, TrainedGroups]) -> Iterator[str]:
+    def contradict(
+        self,
+        run_id: str,
+        accounts: Mapping[int, TrainedGroups],
+        starts: Mapping[int, int | None],
+    ) -> Iterator[str]:
         """Contradictions between these files and a ledger.
 
         Args:
             run_id: the ledger's; "" if it does not say.
             accounts: what weights account for after each step, by the ledger.
+            starts: versions since the first lease of each step's oldest group, by the ledger.
         """
         if run_id and self.run_id and run_id != self.run_id:
             yield f"the ledger is of run {run_id}, and config.json of run {self.run_id}"
@@ -67,6 +78,12 @@ class Witnesses:
         for step, end in self.ends.items():
             if ends.get(step) != end:
                 yield _otherwise(f"metrics.jsonl: step {step} ends", end, ends.get(step))
+        for step, age in self.starts.items():
+            if (known := starts.get(step)) not in (None, age):
+                yield (
+                    f"metrics.jsonl: step {step} trains a group {age} versions after its first "
+                    f"lease, and by the ledger the oldest was leased {known} before"
+                )
         for step, trained in self.saved.items():
             end = ends.get(step)
             if end != trained.watermark:

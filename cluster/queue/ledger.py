@@ -103,12 +103,14 @@ class Step:
         set_aside: ids that its weights account for without having been trained on them, beside
             those of the weights before, and why.
         overdue: groups that are older than `max_staleness`.
+        start_max: weight versions since the first lease of the group that was leased first.
         replaced: groups of constant reward that it passes over, and that reward.
     """
 
     group_ids: list[int]
     set_aside: dict[int, str]
     overdue: int = 0
+    start_max: int = 0
     replaced: dict[int, float] = field(default_factory=dict)
 
 
@@ -579,11 +581,13 @@ class Ledger:
         replaced = dict.fromkeys(choice.replaced, CONSTANT_REWARD)
         after = self._trained.after(choice.ids, self._set_aside | replaced)
         skipped = after.set_aside.items() - self._trained.set_aside.items()
-        bound = self._view().step - self._settings.max_staleness
+        now = self._steps + self.pushing
+        ages = [now - self._started[group_id] for group_id in choice.ids]
         return Step(
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
-            overdue=sum(self._started[group_id] < bound for group_id in choice.ids),
+            overdue=sum(age > self._settings.max_staleness for age in ages),
+            start_max=max(ages),
             replaced={group_id: self._constant[group_id] for group_id in replaced},
         )
 

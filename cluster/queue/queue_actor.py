@@ -44,6 +44,7 @@ class TakeAnswer:
     outlines: list[bytes] | None
     set_aside: dict[int, str]
     overdue: int
+    start_max: int
     replaced: dict[int, float]
     missing: list[int]
     closed: bool
@@ -165,6 +166,7 @@ class GroupQueueActor:
             outlines=[self._parcels[i].outline for i in step.group_ids] if step else None,
             set_aside=step.set_aside if step else {},
             overdue=step.overdue if step else 0,
+            start_max=step.start_max if step else 0,
             replaced=step.replaced if step else {},
             missing=[] if step else self._ledger.missing(),
             closed=self._closed,

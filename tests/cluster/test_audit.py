@@ -463,6 +463,12 @@ def checkpoint(out: Path, step: int, watermark: int, aside: dict[str, str]) -> N
             '{"step": 4, "groups/last": 9}\n',
             "metrics.jsonl: step 4 ends below 10, and the ledger says below 9",
         ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "staleness/start_max": 1}\n{"step": 4, "staleness/start_max": 2}\n',
+            "metrics.jsonl: step 4 trains a group 2 versions after its first lease, and by the "
+            "ledger the oldest was leased 1 before",
+        ),
     ],
 )
 def test_what_lies_beside_contradicts(path: Path, name: str, text: str, problem: str) -> None:

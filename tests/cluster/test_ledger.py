@@ -214,6 +214,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert step.group_ids == sorted(step.group_ids) and set(step.group_ids) <= self.held
             assert len(step.group_ids) == self.per_step
             assert len(step.replaced) <= self.most_replaced
+            ages = [self.version - self.leased_at[group_id] for group_id in step.group_ids]
+            assert step.start_max == max(ages)
+            assert step.overdue == sum(age > self.max_staleness for age in ages)
+            assert step.overdue == 0 or self.rule == "late"
             if self.taken is None:
                 assert step.replaced.keys() <= self.constant
                 assert self.leaves_time(step.group_ids, list(step.replaced))

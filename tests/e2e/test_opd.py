@@ -146,7 +146,7 @@ def test_overlapped_runs_are_stale_by_at_most_the_bound(
     steps = metrics(out)
     assert audit(out / "ledger.jsonl", steps=8).problems == []
     assert sum(step["groups/overdue"] for step in steps) == 0
-    assert max(step["staleness/max"] for step in steps) <= 2
+    assert all(step["staleness/max"] <= step["staleness/start_max"] <= 2 for step in steps)
     assert any(step["staleness/max"] > 0 for step in steps), "rollouts never ran ahead"
     assert max(step["train/logprob_gap"] for step in steps) > 1e-3, "the weights never moved"
 

@@ -72,7 +72,14 @@ _CHARTS: tuple[tuple[str, Mapping[str, str] | str], ...] = (
         {"train/clip_low_share": "ratio below", "train/clip_high_share": "ratio above"},
     ),
     ("Share of updates lost to rounding", {"push/lost_share": "in the engines"}),
-    ("Staleness, weight versions", {"staleness/mean": "mean", "staleness/max": "max"}),
+    (
+        "Staleness, weight versions",
+        {
+            "staleness/start_max": "of the oldest start",
+            "staleness/max": "max",
+            "staleness/mean": "mean",
+        },
+    ),
     ("Response length, tokens", {"rollout/response_length": "mean"}),
     ("Turns and segments", {"rollout/turns": "turns", "rollout/segments": "segments"}),
     ("Why episodes end", "rollout/stop/"),
