@@ -18,7 +18,7 @@ from distill.outlines import GroupOutline
 # Which groups a step takes (cluster/queue/step_rules.py), and what becomes of those that cannot be
 # trained in time.
 StepRuleName = Literal["in_order", "due_first"]
-Overdue = Literal["wait", "late"]
+Overdue = Literal["wait", "late", "again"]
 # Why groups are set aside that are not at fault: a step has passed over them.
 CONSTANT_REWARD = "all members have the same reward"
 
@@ -46,6 +46,7 @@ class Taken:
     Attributes:
         set_aside: ids that are accounted for with them, and were not trained: why not.
         overdue: groups that are older than the run's `max_staleness`.
+        begun_again: how often its groups were begun again in all, since they were overdue.
         replaced: groups of constant reward that the step passes over, and that reward.
         start_max: weight versions since the first lease of the group that was leased first; None:
             nobody knows.
@@ -54,6 +55,7 @@ class Taken:
     groups_P: list[GroupOutline]
     set_aside: dict[int, str]
     overdue: int = 0
+    begun_again: int = 0
     replaced: Mapping[int, float] = field(default_factory=dict)
     start_max: int | None = None
 

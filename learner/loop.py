@@ -327,6 +327,7 @@ def taken_metrics(taken: Taken, trained: TrainedGroups) -> dict[str, float]:
         "groups/last": taken.groups_P[-1].group_id,
         "groups/watermark": trained.watermark,
         "groups/overdue": taken.overdue,
+        "groups/begun_again": taken.begun_again,
         "groups/set_aside": sum(reason != CONSTANT_REWARD for reason in aside),
         **_replaced_metrics(taken),
     }

@@ -154,6 +154,18 @@ class RolloutWorker:
             if group.lease.epoch < epoch and group.task is not None:
                 group.task.cancel()
 
+    def give_up(self, over: Mapping[int, int], epoch: int) -> None:
+        """Gives up groups that were begun again elsewhere.
+
+        Args:
+            over: by group, the last attempt in this epoch of which nothing is wanted any more.
+        """
+        for group in self.under_way:
+            lease = group.lease
+            is_over = lease.epoch == epoch and lease.attempt <= over.get(lease.group_id, 0)
+            if is_over and group.task is not None:
+                group.task.cancel()
+
     async def run(self) -> None:
         """Keeps up to `max_groups` groups under way."""
         try:

@@ -152,8 +152,9 @@ class SamplingSettings(LengthSettings):
     )
     overdue: Overdue = chz.field(
         default="wait",
-        doc="step_rule=due_first: wait for groups that would become too stale otherwise, or train "
-        "them late (beyond max_staleness; for tools of unbounded time)",
+        doc="step_rule=due_first: wait for groups that would become too stale otherwise, train "
+        "them late (beyond max_staleness), or, if unusually long under way, begin them again (at "
+        "most 3 times); the latter two are for tools of unbounded time",
     )
 
     @chz.validate
@@ -167,9 +168,9 @@ class SamplingSettings(LengthSettings):
         self.train_sampling()
 
     def _check_window(self) -> None:
-        if self.overdue == "late" and self.step_rule == "in_order":
+        if self.overdue != "wait" and self.step_rule == "in_order":
             raise ConfigError(
-                "overdue=late needs step_rule=due_first: in_order waits for every group"
+                f"overdue={self.overdue} needs step_rule=due_first: in_order waits for every group"
             )
         most = self.prompts_per_step * (self.max_staleness + 1)
         given = self.groups_in_flight

@@ -122,6 +122,10 @@ class RolloutActor:
         `EnginePool.ride`."""
         return await self._pools[role].ride(engine, requests, patience_s)
 
+    async def give_up(self, over: Mapping[int, int], epoch: int) -> None:
+        """Groups of the queue's `epoch` that were begun again: see `RolloutWorker.give_up`."""
+        self._worker.give_up(over, epoch)
+
     async def drain(self) -> None:
         self._worker.drain()
 

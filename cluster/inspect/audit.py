@@ -123,6 +123,7 @@ class _Auditor:
         self.epoch = self.committed = 0
         self.per_step: int | None = None
         self._most_stale: int | None = None
+        self._most_begun: int | None = None
         self.again = self.jobs = self.rewinds = self.recoveries = self.duplicates = 0
         self.undone: set[int] = set()
         self.causes: Counter[str] = Counter()
@@ -133,6 +134,7 @@ class _Auditor:
     def _forget(self) -> None:
         """A new epoch: nothing before counts."""
         self._leases: set[tuple[int, int]] = set()  # (id, attempt)
+        self._begun: Counter[int] = Counter()  # again, since they were overdue
         self._arrived: set[int] = set()  # in this epoch, published or not
         self._held: set[int] = set()  # arrived, and the payload not lost since
         self._constant: set[int] = set()  # arrived with one reward for all members
@@ -172,6 +174,7 @@ class _Auditor:
         self.per_step = settings["groups_per_step"]
         bound = settings.get("overdue") != "late"
         self._most_stale = settings.get("max_staleness") if bound else None
+        self._most_begun = settings.get("most_begun_again")
         run_id = event.get("run_id", "")
         if self.jobs == 1:
             self.first = _account(event)
@@ -232,6 +235,19 @@ class _Auditor:
             self._complain(f"groups {unknown} were lost, and had not arrived")
         self.causes["when their node died"] += len(event["ids"])
         self._held -= set(event["ids"])
+
+    def _read_begin_again(self, event: Mapping[str, Any]) -> None:
+        self._check_epoch(event)
+        for group_id in event["ids"]:
+            self._begun[group_id] += 1
+            self._started.pop(group_id, None)
+            if group_id in self._held or group_id in self.trained:
+                self._complain(f"group {group_id} was begun again, and had arrived")
+            if self._most_begun is not None and self._begun[group_id] > self._most_begun:
+                self._complain(f"group {group_id} was begun again {self._begun[group_id]} times")
+        over = set(event["ids"])
+        self._leases = {(i, attempt) for i, attempt in self._leases if i not in over}
+        self.causes["begun again, since they were overdue"] += len(over)
 
     def _read_again(self, event: Mapping[str, Any]) -> None:
         if unknown := sorted(set(event["ids"]) - self._held):

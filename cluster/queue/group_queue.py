@@ -104,6 +104,7 @@ class GroupQueue:
                     groups_P=[pickle.loads(outline) for outline in answer.outlines],
                     set_aside=answer.set_aside,
                     overdue=answer.overdue,
+                    begun_again=answer.begun_again,
                     start_max=answer.start_max,
                     replaced=answer.replaced,
                 )

@@ -18,6 +18,8 @@
     ask        replicas: canaries are about to be sent to them
     canary     replica, good, ...: the answer, as at first or moved
     again      ids, reason: delivered, and leased again to be scored by another
+    begin_again  epoch, ids: overdue; their leases are over for good, and they start only when they
+               are leased again
     lost       epoch, ids, reason: taken, and gone with the node that held them
     push       version, ids, watermark, skipped: in weights that are on their way to the engines,
                beside the next step
@@ -228,6 +230,8 @@ def _apply(ledger: Ledger, event: Mapping[str, Any]) -> None:
             ledger.ask(event["replicas"])
         case "canary":
             ledger.canary(event["replica"], event["good"])
+        case "begin_again":
+            ledger.begin_again(event["ids"])
         case "take":
             step = ledger.take()
             ids, _ = step_of(event)

@@ -14,8 +14,8 @@ takes its groups once the push has begun (`push`), and slots are freed when it i
 
 Which groups a step takes is up to a rule (cluster/queue/step_rules.py). A group leased at weight
 version v is trained at version v + max_staleness at the latest, unless the rule is to train overdue
-groups late. One that is leased again keeps its slot and its age. For each group set aside the run
-has one more.
+groups late, or to begin them again (`begin_again`). One that is leased again keeps its slot and its
+age. For each group set aside the run has one more.
 
 With `most_replaced` a step passes over groups whose members all have the same reward, from which
 nothing would be learnt, and takes others instead (dynamic sampling, Yu et al. 2025, DAPO). They are
@@ -37,9 +37,10 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from cluster.queue.custody import Custody
@@ -61,7 +62,11 @@ class LedgerSettings:
         step_rule: `in_order` or `due_first`.
         groups_in_flight: most groups between their lease and published weights that contain them;
             0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
-        overdue: `wait` for groups that would be trained too late otherwise, or train them `late`.
+        overdue: `wait` for groups that would be trained too late otherwise, train them `late`, or
+            begin them `again`.
+        begin_again_after: groups that are under way for so many times the median of those that
+            have arrived may begin again.
+        most_begun_again: how often a group may; after that it is waited for.
         most_replaced: groups of constant reward that a step passes over at most.
     """
 
@@ -75,6 +80,8 @@ class LedgerSettings:
     groups_in_flight: int = 0
     overdue: Overdue = "wait"
     most_replaced: int = 0
+    begin_again_after: float = 2.0
+    most_begun_again: int = 3
 
     def __post_init__(self) -> None:
         assert self.groups_per_step > 0 and self.max_staleness >= 0
@@ -103,6 +110,7 @@ class Step:
         set_aside: ids that its weights account for without having been trained on them, beside
             those of the weights before, and why.
         overdue: groups that are older than `max_staleness`.
+        begun_again: how often its groups were begun again in all.
         start_max: weight versions since the first lease of the group that was leased first.
         replaced: groups of constant reward that it passes over, and that reward.
     """
@@ -110,6 +118,7 @@ class Step:
     group_ids: list[int]
     set_aside: dict[int, str]
     overdue: int = 0
+    begun_again: int = 0
     start_max: int = 0
     replaced: dict[int, float] = field(default_factory=dict)
 
@@ -161,6 +170,8 @@ class QueueStatus:
         starved_s: for so long, of the `age_s` seconds since the queue was made, nothing might
             start and fewer groups were under way than finished. (Some credit is always with groups
             that are being trained: workers that lack it for a moment are not too many.)
+        begun_again: of each group that was begun again and is not trained, the last attempt that
+            is over by that.
     """
 
     depth: int
@@ -179,8 +190,11 @@ class QueueStatus:
     epoch: int
     starved_s: float
     age_s: float
+    begun_again: Mapping[int, int] = field(default_factory=dict)
 
 
+# Of so many groups that arrived the ledger knows for how long they were under way.
+_KNOWN = 256
 # Of a group's suspicion: that of one death inside its environment, or of two elsewhere.
 _SUSPECT = 2
 
@@ -189,7 +203,8 @@ _SUSPECT = 2
 class _Held:
     worker: str
     attempt: int
-    since: float
+    since: float  # without progress
+    began: float
 
 
 def _unrecorded(event: str, **fields: Any) -> None:
@@ -235,6 +250,7 @@ class Ledger:
         self.sampled_anew: set[int] = set()  # leased again, and what there is of them is void
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
+        self._seconds: deque[float] = deque(maxlen=_KNOWN)  # under way, of those that arrived last
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:
@@ -253,13 +269,15 @@ class Ledger:
         self._set_aside = {**trained.set_aside, **above}
         self._custody.keep(trained.__contains__)
         # Each live id that was started and is not trained, and what `_steps` was at its first
-        # lease; it is in exactly one of the three others.
+        # lease, or when it last began again; it is in exactly one of the three others.
         self._started: dict[int, int] = {}
         self._pending: set[int] = set()
         self._leased: dict[int, _Held] = {}
         self._delivered: set[int] = set()
         self._constant: dict[int, float] = {}  # of these, those of constant reward
         self._attempts: Counter[int] = Counter()
+        self._begun_again: Counter[int] = Counter()
+        self._over: dict[int, int] = {}  # of these, the last attempt that is over by that
         self._answers: dict[str, tuple[str, list[Lease]]] = {}
         self._taken: Step | None = None
 
@@ -319,10 +337,13 @@ class Ledger:
         self._pending.discard(group_id)
         self._attempts[group_id] += 1
         attempt = self._attempts[group_id]
+        if self._over.get(group_id) == attempt - 1:
+            self._started[group_id] = self._steps
         self._started.setdefault(group_id, self._steps)
         self._custody.begun(group_id)
         self._re_leases += attempt > 1
-        self._leased[group_id] = _Held(worker, attempt, self._clock())
+        now = self._clock()
+        self._leased[group_id] = _Held(worker, attempt, now, now)
         return Lease(group_id=group_id, attempt=attempt, epoch=self.epoch)
 
     def _is_over(self, group_id: int) -> bool:
@@ -360,7 +381,8 @@ class Ledger:
             self.record("dup", **fields)
             return False
         self._pending.discard(group_id)
-        self._leased.pop(group_id, None)
+        if (held := self._leased.pop(group_id, None)) is not None:
+            self._seconds.append(self._clock() - held.began)
         self._delivered.add(group_id)
         self._suspicion.pop(group_id, None)
         self._arrived += 1
@@ -383,6 +405,8 @@ class Ledger:
             return f"epoch {lease.epoch} is over"
         if lease.group_id in self._set_aside:
             return f"it was set aside: {self._set_aside[lease.group_id]}"
+        if lease.attempt <= self._over.get(lease.group_id, 0):
+            return "it was overdue, and has begun again"
         known = lease.group_id in self._trained or lease.attempt <= self._attempts[lease.group_id]
         if not known:
             # Its lease was lost: the disk was full when it was written, and then the queue died.
@@ -523,7 +547,7 @@ class Ledger:
         now = self._clock()
         for group_id in self._leased.keys() & set(ids):
             held = self._leased[group_id]
-            self._leased[group_id] = _Held(held.worker, held.attempt, now)
+            self._leased[group_id] = replace(held, since=now)
 
     def release(self, ids: Iterable[int] | None, reason: str) -> list[int]:
         """Ends the leases of `ids` (None: of all) early; returns those that were leased."""
@@ -570,6 +594,39 @@ class Ledger:
                 del counts[group_id]
         self.record("commit", step=step, watermark=watermark)
 
+    def overdue(self) -> list[int]:
+        """Groups that are to begin again, by the run's settings: without them the next step would
+        not have to wait, and they have been under way for unusually long, or are under way no
+        more."""
+        settings = self._settings
+        if settings.overdue != "again" or self._promised is not None:
+            return []
+        if len(self._seconds) < settings.groups_per_step:
+            return []  # nobody knows what is usual
+        before = self._clock() - settings.begin_again_after * median(self._seconds)
+        began = {i: held.began for i, held in self._leased.items() if held.began < before}
+        able = [*sorted(self._pending), *sorted(began, key=lambda i: (began[i], i))]
+        able = [i for i in able if self._begun_again[i] < settings.most_begun_again]
+        return self._rule.begin_again(self._view(), able, self._steps)
+
+    def begin_again(self, ids: Collection[int]) -> None:
+        """Ends leases for good, and has groups leased again that start only then.
+
+        What still comes of the earlier leases is dropped: it is as old as it was.
+        """
+        if not ids:
+            return
+        self._last_reason = "it was overdue"
+        self.record("begin_again", epoch=self.epoch, ids=list(ids))
+        self._custody.anew(ids)
+        for group_id in ids:
+            self._leased.pop(group_id, None)
+            self._pending.add(group_id)
+            self._over[group_id] = self._attempts[group_id]
+            self._started[group_id] = self._steps
+            self._begun_again[group_id] += 1
+        self._meter()
+
     # the learner's end
 
     def ready(self) -> Step | None:
@@ -587,6 +644,7 @@ class Ledger:
             group_ids=choice.ids,
             set_aside=dict(sorted(skipped)),
             overdue=sum(age > self._settings.max_staleness for age in ages),
+            begun_again=sum(self._begun_again[group_id] for group_id in choice.ids),
             start_max=max(ages),
             replaced={group_id: self._constant[group_id] for group_id in replaced},
         )
@@ -725,7 +783,8 @@ class Ledger:
             self._leased.pop(group_id, None)
             self._delivered.discard(group_id)
             self._constant.pop(group_id, None)
-            self._attempts.pop(group_id, None)
+            for of_it in (self._attempts, self._over, self._begun_again):
+                of_it.pop(group_id, None)
         self._set_aside = {i: r for i, r in self._set_aside.items() if i not in trained} | aside
         self._trained, self._taken = trained, None
         self._custody.drop(aside)
@@ -763,7 +822,8 @@ class Ledger:
             del self._started[group_id]
             self._delivered.discard(group_id)
             self._set_aside[group_id] = CONSTANT_REWARD
-        self._leased = {i: _Held(h.worker, h.attempt, now) for i, h in self._leased.items()}
+        self._leased = {i: replace(h, since=now, began=now) for i, h in self._leased.items()}
+        self._seconds.clear()  # of a journal that was played again
         self._pending |= self._delivered
         lost = sorted(self._delivered)
         self.sampled_anew.clear()
@@ -846,6 +906,7 @@ class Ledger:
             credit=self.credit,
             set_aside=sum(reason != CONSTANT_REWARD for reason in self._set_aside.values()),
             re_leases=self._re_leases,
+            begun_again=dict(self._over),
             delivered=self._arrived,
             duplicates=self._duplicates,
             consecutive_set_aside=self._consecutive_set_aside,

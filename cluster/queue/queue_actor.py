@@ -44,6 +44,7 @@ class TakeAnswer:
     outlines: list[bytes] | None
     set_aside: dict[int, str]
     overdue: int
+    begun_again: int
     start_max: int
     replaced: dict[int, float]
     missing: list[int]
@@ -166,6 +167,7 @@ class GroupQueueActor:
             outlines=[self._parcels[i].outline for i in step.group_ids] if step else None,
             set_aside=step.set_aside if step else {},
             overdue=step.overdue if step else 0,
+            begun_again=step.begun_again if step else 0,
             start_max=step.start_max if step else 0,
             replaced=step.replaced if step else {},
             missing=[] if step else self._ledger.missing(),
@@ -225,6 +227,7 @@ class GroupQueueActor:
 
     async def _until_ready(self, poll_s: float) -> None:
         await self._expire()
+        await self._begin_again()
         await _until(self._may_train, lambda: self._closed or self._ledger.ready(), poll_s)
 
     async def forfeit(self, worker: str, reason: str) -> list[int]:
@@ -283,6 +286,13 @@ class GroupQueueActor:
             return
         self._looked_over = now
         if self._ledger.expire(now):
+            await self._wake_all()
+
+    async def _begin_again(self) -> None:
+        if ids := self._ledger.overdue():
+            self._ledger.begin_again(ids)
+            for group_id in ids:
+                self._to_score.pop(group_id, None)  # as old as its lease was
             await self._wake_all()
 
     async def _wake_all(self) -> None:

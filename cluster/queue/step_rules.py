@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -25,8 +25,8 @@ class View:
         step: steps that were trained since the run's start, resume or return to a checkpoint.
         groups_per_step: groups of each step, P.
         started: for each live group that is not trained, how many steps' weights were published
-            when it was first leased: `step`, or one less beside a push. Groups start in order of
-            id, so the lowest are the oldest.
+            when it was first leased, or leased to begin again: `step`, or one less beside a push.
+            But for those that began again, groups start in order of id.
         finished: ids of those among them that have been delivered.
         constant: ids of finished groups whose members all have the same reward: a step passes over
             them, in order, up to `most_replaced`, and takes others instead.
@@ -82,6 +82,11 @@ class StepRule(Protocol):
         """Ids of the finished groups that the next step takes if no other finishes, in order."""
         ...
 
+    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
+        """The first of the `able` unfinished groups that have to begin again, with `start` as
+        their start, for the next step to wait for none; [] if it has to wait anyway."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
@@ -110,6 +115,9 @@ class InOrder:
     def foreseen(self, view: View) -> list[int]:
         return [i for i in _oldest(view.started, view).ids if i in view.finished]
 
+    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
+        return []  # every other step waits for them, too
+
 
 @dataclass(frozen=True, slots=True)
 class DueFirst:
@@ -127,6 +135,9 @@ class DueFirst:
     what goes in comes out and no length is preferred; but while the long groups under way become
     more than they were, after a start, the steps are of shorter ones: by one step's worth in all in
     the simulator, whether that is at once or after some steps in order.
+
+    A group that begins again has another start, later than its own, so there is more room before it
+    and no less after it: the induction holds.
 
     With H = 0 it is `InOrder`.
 
@@ -161,6 +172,18 @@ class DueFirst:
     def foreseen(self, view: View) -> list[int]:
         return _oldest(view.finished, view).ids
 
+    def begin_again(self, view: View, able: Sequence[int], start: int) -> list[int]:
+        choice, again = _oldest(view.finished, view), list[int]()
+        if len(choice.ids) < view.groups_per_step:
+            return []
+        while (until := self._late_after(view, choice)) is not None:
+            late = [i for i in able if i not in again and view.started[i] <= until]
+            if not late:
+                return []
+            again.append(late[0])
+            view = replace(view, started={**view.started, late[0]: start})
+        return again
+
     def _late_after(self, view: View, choice: Choice) -> int | None:
         """The first start of which too many groups would be left behind by a step."""
         if self.late:
@@ -182,9 +205,10 @@ class DueFirst:
 def _oldest(group_ids: Iterable[int], view: View) -> Choice:
     """The first groups of a step among some, in order; fewer if they are too few."""
     choice = Choice([], [])
-    for group_id in heapq.nsmallest(view.groups_per_step + view.most_replaced, group_ids):
+    most = view.groups_per_step + view.most_replaced
+    for _, group_id in heapq.nsmallest(most, ((view.started[i], i) for i in group_ids)):
         if len(choice.ids) == view.groups_per_step:
             break
         passed = group_id in view.constant and len(choice.replaced) < view.most_replaced
         (choice.replaced if passed else choice.ids).append(group_id)
-    return choice
+    return Choice(sorted(choice.ids), sorted(choice.replaced))

@@ -267,6 +267,7 @@ def write_groups(root: Path, step: int, taken: Taken, groups_P: Sequence[Traject
         "set_aside": dict(taken.set_aside),
         "replaced": dict(taken.replaced),
         "overdue": taken.overdue,
+        "begun_again": taken.begun_again,
         "start_max": taken.start_max,
     }
     _replace(_path(root, step, "groups"), pickle.dumps(state, protocol=5))

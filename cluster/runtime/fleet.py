@@ -313,6 +313,7 @@ class Fleet:
     def _on_queue_status(self, status: QueueStatus) -> None:
         self._check_set_aside(status)
         self._renew_leases(status)
+        self._give_up_overdue(status)
         self.scaling.update(status)
 
     def _dismiss(self, member: Member) -> None:
@@ -384,6 +385,13 @@ class Fleet:
         moving = [i for i in old if quiet.get(i, half_s) < half_s]
         if moving:
             self.queue.renew(moving)
+
+    def _give_up_overdue(self, status: QueueStatus) -> None:
+        """Has workers give up what was begun again elsewhere: nobody wants it any more."""
+        if not status.begun_again:
+            return
+        for member in self.supervisor.members(ROLLOUT, State.SERVING, State.DRAINING):
+            member.handle.give_up.remote(status.begun_again, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
         """Raises RunFailed if so many groups fail that it is not their own fault."""

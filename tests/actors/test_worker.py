@@ -398,7 +398,14 @@ def test_what_is_under_way_can_be_seen_and_given_up() -> None:
         assert sink.known == {2: "problem 3"}  # group 1 had left when it entered
         worker.forget(epoch=1)  # they are of this epoch
         await asyncio.sleep(0.01)
+        worker.give_up({1: 1}, epoch=2)  # of an epoch to come
+        worker.give_up({1: 0}, epoch=1)  # of an attempt before
+        await asyncio.sleep(0.01)
         assert len(worker.under_way) == 2
+        worker.give_up({1: 1}, epoch=1)
+        while len(worker.under_way) == 2:
+            await asyncio.sleep(0)
+        assert stages() == {2: "sampling"}
         worker.forget(epoch=2)
         while worker.under_way:
             await asyncio.sleep(0)

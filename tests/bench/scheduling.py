@@ -1,7 +1,7 @@
 """A simulator of a run's schedule: step rules and routing judged before they are believed.
 
-    python -m tests.bench.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [sigma=0.2]
-        [longest=131072]
+    python -m tests.bench.scheduling [engines=8] [steps=40] [seeds=2] [agents=True] [hangs=0.0005]
+        [sigma=0.2] [longest=131072] [of_slots=1] [only=again]
 
 Discrete events on an event loop whose clock jumps from one event to the next. The ledger with its
 step rules and the pools of engines are the real ones; engines, learner and lengths are made up:
@@ -13,7 +13,8 @@ step rules and the pools of engines are the real ones; engines, learner and leng
   decodes; so are the contexts of turns that are not cached at the engine which they come to.
 - The learner is exactly as fast as full engines, so the ideal is 100 % of both.
 - Agents take 12 turns on average (at most 40) of 350 tokens (p99 2,200), with 800 tokens observed
-  and a tool of 5 s (p99 60 s) between two of them.
+  and a tool of 5 s (p99 60 s) between two of them; a share `hangs` of its calls takes an hour.
+- A group that begins again is given up where it was; its samples, of the same prompt, are others.
 
     rate     ideal seconds of a step over the real ones
     learner  its idle share of the time; engines: their idle slots; pause: stopped or prefilling
@@ -21,15 +22,18 @@ step rules and the pools of engines are the real ones; engines, learner and leng
              start of its group, max
     mixed    samples of several versions
     bias     mean trained length over the true mean, less 1
+    again    groups that were begun again, of those that were trained
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import selectors
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
@@ -50,6 +54,8 @@ SLOTS = 64  # of an engine
 PREFILL = 8 * SPEED * SLOTS  # tokens/s of an engine
 PUSH_S = 5.0
 LONGEST = 32_768
+HANGS_S = 3600.0
+POLL_S = 2.0  # how often groups that are overdue are looked for
 # Steps until the pipeline is in its usual state.
 SETTLING = 10
 
@@ -95,6 +101,7 @@ class Workload:
         agents: episodes of several turns; else single samples.
         longest: tokens at which these are cut off.
         tool_sigma: of the log-normal seconds of a tool.
+        hangs: share of its calls that take an hour.
     """
 
     group_size: int
@@ -103,14 +110,18 @@ class Workload:
     mean: float = 4000.0
     longest: int = LONGEST
     tool_sigma: float = 1.66
+    hangs: float = 0.0
     seed: int = 0
 
-    def group(self, group_id: int) -> list[list[Turn]]:
+    def group(self, group_id: int, attempt: int = 1) -> list[list[Turn]]:
         """The episodes of a group, each as its turns."""
         chance = np.random.default_rng([self.seed, group_id])
+        of_prompt = 0.0 if self.agents else chance.normal()
+        if attempt > 1:
+            chance = np.random.default_rng([self.seed, group_id, attempt])
         if self.agents:
             return [self._episode(chance) for _ in range(self.group_size)]
-        of_prompt, of_sample = chance.normal(), chance.normal(size=self.group_size)
+        of_sample = chance.normal(size=self.group_size)
         z = (of_prompt + of_sample) / np.sqrt(2)
         lengths = np.exp(np.log(self.mean) - self.sigma**2 / 2 + self.sigma * z)
         return [[Turn(0, int(min(n, self.longest)) + 1, 0.0)] for n in lengths]
@@ -120,10 +131,14 @@ class Workload:
             Turn(
                 observed=800,
                 length=1 + int(chance.lognormal(np.log(350) - 0.34, 0.82)),
-                tool_s=5.0 * float(chance.lognormal(-(self.tool_sigma**2) / 2, self.tool_sigma)),
+                tool_s=self._tool_s(chance),
             )
             for _ in range(min(40, int(chance.geometric(1 / 12.5))))
         ]  # fmt: skip
+
+    def _tool_s(self, chance: np.random.Generator) -> float:
+        seconds = 5.0 * float(chance.lognormal(-(self.tool_sigma**2) / 2, self.tool_sigma))
+        return HANGS_S if self.hangs and chance.random() < self.hangs else seconds
 
 
 @cache
@@ -171,9 +186,16 @@ class _Running:
 class Engine:
     """64 slots that decode at a constant rate, first come first served."""
 
-    def __init__(self, in_place: bool = False) -> None:
-        """`in_place`: a push leaves the contexts under way as they are."""
+    def __init__(
+        self, in_place: bool = False, ended: Callable[[int], None] = lambda samples: None
+    ) -> None:
+        """
+        Args:
+            in_place: a push leaves the contexts under way as they are.
+            ended: told of samples that are under way no more.
+        """
         self.version = 0
+        self._ended = ended
         self._in_place = in_place
         self.busy_s = self.paused_s = 0.0  # of slots; of the engine
         self.prefilled = 0
@@ -201,7 +223,23 @@ class Engine:
             self._waiting.append((length, context, waited[-1]))
         self._prefill(fresh)
         self._fill()
-        return list(await asyncio.gather(*waited))
+        try:
+            return list(await asyncio.gather(*waited))
+        except asyncio.CancelledError:
+            self._give_up(set(waited))
+            raise
+
+    def _give_up(self, given_up: set[asyncio.Future[Sampled]]) -> None:
+        work, before = self._work(), len(self._waiting) + len(self._running)
+        self._waiting = deque(each for each in self._waiting if each[2] not in given_up)
+        for _, _, each in self._running:
+            if each.done in given_up:
+                each.see(work, self.version)
+                self.busy_s += sum(each.sampled.values()) / SPEED
+        self._running = [entry for entry in self._running if entry[2].done not in given_up]
+        heapq.heapify(self._running)
+        self._ended(before - len(self._waiting) - len(self._running))
+        self._fill()
 
     def push(self, version: int) -> None:
         """New weights: a stop, and as a rule all contexts under way are prefilled again."""
@@ -255,6 +293,7 @@ class Engine:
             each.see(each.from_work + each.length / SPEED, self.version)
             self.busy_s += each.length / SPEED
             each.done.set_result(each.sampled)
+            self._ended(1)
         self._fill()
 
 
@@ -279,6 +318,8 @@ class Schedule:
         steps_in_flight: P groups each; the ledger's window.
         sticky: the turns of a group go to one engine.
         in_place: a push leaves the contexts of what is under way as they are.
+        begin_again_after: as of `LedgerSettings`.
+        samples: groups start only while fewer samples than so many times the slots are unfinished.
     """
 
     rule: StepRuleName = "in_order"
@@ -288,14 +329,19 @@ class Schedule:
     workers: int = 4
     sticky: bool = True
     in_place: bool = False
+    begin_again_after: float = 2.0
+    samples: float | None = None
 
     def __str__(self) -> str:
         if self.rule == "in_order":
             name = f"in_order {self.max_staleness}"
         else:
-            name = f"due_first {self.max_staleness}" + (" late" if self.overdue == "late" else "")
+            name = f"due_first {self.max_staleness}"
+            name += "" if self.overdue == "wait" else f" {self.overdue}"
+            name += f" after {self.begin_again_after:g} medians" if self.overdue == "again" else ""
         if self.steps_in_flight is not None:
             name += f", {self.steps_in_flight:g} steps in flight"
+        name += f", samples < {self.samples:g} x slots" if self.samples is not None else ""
         name += "" if self.sticky else ", any engine"
         name += ", in place" if self.in_place else ""
         return name
@@ -316,6 +362,7 @@ class Outcome:
     age: int
     mixed: float
     bias: float
+    again: float
     first: tuple[float, ...]  # mean length of the first steps over the true mean
 
     @classmethod
@@ -324,7 +371,7 @@ class Outcome:
         of = {
             name: float(np.mean([getattr(outcome, name) for outcome in outcomes]))
             for name in ("rate", "step_s", "learner", "engines", "pause", "off", "p95", "mixed",
-                         "bias")
+                         "bias", "again")
         }  # fmt: skip
         return cls(
             **of,
@@ -350,7 +397,7 @@ class Simulation:
         """`barrier`: the first turns of a group are one request, answered when all have ended."""
         self._barrier = barrier
         self._workload, self._per_step, self._steps = workload, groups_per_step, steps
-        self.engines = [Engine(schedule.in_place) for _ in range(engines)]
+        self.engines = [Engine(schedule.in_place, self._ended) for _ in range(engines)]
         window = 0
         if schedule.steps_in_flight is not None:
             window = round(schedule.steps_in_flight * groups_per_step)
@@ -362,10 +409,19 @@ class Simulation:
             step_rule=schedule.rule,
             groups_in_flight=window,
             overdue=schedule.overdue,
+            begin_again_after=schedule.begin_again_after,
         )
         self._each = -(-settings.window // schedule.workers)
         self._workers, self._sticky = schedule.workers, schedule.sticky
-        self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: 0.0)
+        self._loop = VirtualLoop()
+        self.ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=self._loop.time)
+        self._settings = settings
+        self._capacity = float("inf")
+        if schedule.samples is not None:
+            self._capacity = schedule.samples * SLOTS * engines
+        self._unfinished = 0  # samples
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._begun_again = 0
         self._changed: asyncio.Condition
         self._version = 0
         self._leased_at: dict[int, int] = {}
@@ -374,11 +430,10 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Plays the run; its outcome after the settling steps."""
-        loop = VirtualLoop()
         try:
-            loop.run_until_complete(self._run())
+            self._loop.run_until_complete(self._run())
         finally:
-            loop.close()
+            self._loop.close()
         return self._outcome
 
     async def _run(self) -> None:
@@ -396,23 +451,46 @@ class Simulation:
     async def _work(self, name: str, pool: EnginePool) -> None:
         under_way: set[asyncio.Task[None]] = set()
         async with asyncio.TaskGroup() as tasks:
-            while not self.ledger.all_started:
+            while True:  # until it is cancelled
                 leases: list[Lease] = []
                 async with self._changed:
-                    while not leases and not self.ledger.all_started:
-                        room = self._each - len(under_way)
+                    while not leases:
+                        room = min(self._each - len(under_way), self._sample_room())
                         leases = self.ledger.lease(name, room) if room > 0 else []
                         if not leases:
                             await self._changed.wait()
+                self._unfinished += len(leases) * self._workload.group_size
                 for lease in leases:
                     self._leased_at[lease.group_id] = self._version
                     task = tasks.create_task(self._make(pool, lease, name))
                     under_way.add(task)
+                    self._tasks[lease.group_id] = task
                     task.add_done_callback(under_way.discard)
 
+    def _sample_room(self) -> int:
+        """Number of groups that may start for what the engines have."""
+        if self._capacity == float("inf"):
+            return self._settings.window
+        free = self._capacity - self._unfinished
+        return max(0, math.ceil(free / self._workload.group_size))
+
+    def _ended(self, samples: int) -> None:
+        """Of single samples: they are under way no more."""
+        if not self._workload.agents:
+            self._finished(samples)
+
+    def _finished(self, samples: int) -> None:
+        self._unfinished -= samples
+        if samples and self._unfinished < self._capacity < float("inf"):
+            self._wakes = self._loop.create_task(self._wake())
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
     async def _make(self, pool: EnginePool, lease: Lease, worker: str) -> None:
-        episodes = self._workload.group(lease.group_id)
-        names = [(lease.group_id, number) for number in range(len(episodes))]
+        episodes = self._workload.group(lease.group_id, lease.attempt)
+        names = [(lease.group_id, lease.attempt, number) for number in range(len(episodes))]
         if self._workload.agents:
             firsts: list[Any] = [None] * len(episodes)
             if self._barrier:
@@ -440,17 +518,20 @@ class Simulation:
         """An episode from its first turn, or from what that sampled."""
         sampled: Counter[int] = Counter()
         context = 0
-        for turn in turns:
-            context += turn.observed
-            if first is None:
-                session = str(name[0]) if self._sticky else ""
-                request: Any = Request(session, [name], [turn.length], [context])
-                answers: Any = await pool.generate(request)
-                first = answers[0]
-            sampled.update(first)
-            first = None
-            context += turn.length
-            await asyncio.sleep(turn.tool_s)
+        try:
+            for turn in turns:
+                context += turn.observed
+                if first is None:
+                    session = str(name[0]) if self._sticky else ""
+                    request: Any = Request(session, [name], [turn.length], [context])
+                    answers: Any = await pool.generate(request)
+                    first = answers[0]
+                sampled.update(first)
+                first = None
+                context += turn.length
+                await asyncio.sleep(turn.tool_s)
+        finally:
+            self._finished(1)
         return dict(sampled)
 
     async def _learn(self) -> None:
@@ -459,7 +540,8 @@ class Simulation:
         for _ in range(self._steps):
             started = loop.time()
             async with self._changed:
-                await self._changed.wait_for(self.ledger.ready)
+                while self.ledger.ready() is None:
+                    await self._wait()
                 step = self.ledger.take(trained)
             assert step is not None
             waited = loop.time() - started
@@ -480,6 +562,18 @@ class Simulation:
         self._seconds = seconds
         self._busy_share = (self._busy() - self._settled[1]) / (seconds * SLOTS * len(self.engines))
         self._pause_share = (self._paused() - self._settled[2]) / (seconds * len(self.engines))
+
+    async def _wait(self) -> None:
+        """Waits for a change, or for some groups to be overdue."""
+        if again := self.ledger.overdue():
+            self.ledger.begin_again(again)
+            self._begun_again += len(again)
+            for group_id in again:
+                self._tasks[group_id].cancel()
+            self._changed.notify_all()
+        looks = self._settings.overdue == "again"
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), POLL_S if looks else None)
 
     def _busy(self) -> float:
         return sum(engine.busy_s for engine in self.engines)
@@ -525,6 +619,7 @@ class Simulation:
             age=age,
             mixed=mixed / samples,
             bias=float(np.mean(means[SETTLING:])) - 1,
+            again=self._begun_again / (self._per_step * len(self.steps)),
             first=tuple(means[:8]),
         )
 
@@ -542,6 +637,10 @@ SCHEDULES = (
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=4),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=4, in_place=True),
     Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=8, samples=0.5),
+    Schedule(rule="due_first", max_staleness=8, samples=0.75),
+    Schedule(rule="due_first", max_staleness=8, samples=1.0),
 )
 
 AGENTS = (
@@ -552,6 +651,15 @@ AGENTS = (
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3),
     Schedule(rule="due_first", max_staleness=8, steps_in_flight=3, in_place=True),
     Schedule(rule="due_first", max_staleness=8, overdue="late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, overdue="late", steps_in_flight=3),
+    Schedule(rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3),
+    Schedule(
+        rule="due_first", max_staleness=4, overdue="again", steps_in_flight=3, begin_again_after=4.0
+    ),
+    Schedule(rule="due_first", max_staleness=8, steps_in_flight=2),
+    Schedule(rule="due_first", max_staleness=8, samples=0.5),
+    Schedule(rule="due_first", max_staleness=8, samples=0.75),
 )
 
 
@@ -569,6 +677,11 @@ class SchedulingConfig:
     )
     sigma: float = chz.field(default=0.974, doc="of the logarithm of lengths; 0.2: nearly alike")
     longest: int = chz.field(default=LONGEST, doc="tokens at which single samples are cut off")
+    hangs: float = chz.field(default=0.0, doc="agents: share of a tool's calls that take an hour")
+    of_slots: tuple[int, ...] = chz.field(
+        default=(1, 4), doc="samples of a step, in multiples of the slots"
+    )
+    only: str = chz.field(default="", doc="schedules whose names contain this")
 
 
 def table(config: SchedulingConfig, of_slots: int) -> Table:
@@ -576,14 +689,17 @@ def table(config: SchedulingConfig, of_slots: int) -> Table:
     samples = of_slots * config.engines * SLOTS
     made = Table(title=f"{config.engines * SLOTS} slots, {samples} samples a step")
     for column in ("", "rate", "step s", "learner", "engines", "pause", "off", "p95", "max", "age",
-                   "mixed", "bias", "length of steps 1 to 8"):  # fmt: skip
+                   "mixed", "bias", "again", "length of steps 1 to 8"):  # fmt: skip
         made.add_column(column, justify="left" if not column else "right")
     for schedule in AGENTS if config.agents else SCHEDULES:
+        if config.only not in str(schedule):
+            continue
         found = Outcome.mean([_outcome(config, schedule, samples, s) for s in range(config.seeds)])
         made.add_row(
             str(schedule), f"{found.rate:.0%}", f"{found.step_s:.0f}", f"{found.learner:.0%}",
             f"{found.engines:.0%}", f"{found.pause:.1%}", f"{found.off:.2f}", f"{found.p95:.1f}",
             str(found.most), str(found.age), f"{found.mixed:.0%}", f"{found.bias:+.1%}",
+            f"{found.again:.1%}",
             " ".join(f"{mean:.2f}" for mean in found.first),
         )  # fmt: skip
     return made
@@ -595,6 +711,7 @@ def _outcome(config: SchedulingConfig, schedule: Schedule, samples: int, seed: i
         agents=config.agents,
         sigma=config.sigma,
         longest=config.longest,
+        hangs=config.hangs,
         seed=seed,
     )
     return Simulation(
@@ -608,7 +725,7 @@ def _outcome(config: SchedulingConfig, schedule: Schedule, samples: int, seed: i
 
 
 def print_tables(config: SchedulingConfig, console: Console) -> None:
-    for of_slots in (1, 4):
+    for of_slots in config.of_slots:
         console.print(table(config, of_slots))
 
 

@@ -14,7 +14,8 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
         steps=st.integers(0, 6),
         steps_before=st.integers(0, 2),
         poison_before=st.booleans(),
-        rule=st.sampled_from(["in_order", "due_first", "late"]),
+        rule=st.sampled_from(["in_order", "due_first", "late", "again"]),
         room=st.floats(0, 1),
         most_replaced=st.integers(0, 4),
     )
@@ -77,7 +78,9 @@ class LedgerMachine(RuleBasedStateMachine):
             "max_deaths": 4,
             "step_rule": "in_order" if rule == "in_order" else "due_first",
             "groups_in_flight": self.window,
-            "overdue": "late" if rule == "late" else "wait",
+            "overdue": rule if rule in ("late", "again") else "wait",
+            "begin_again_after": 0.0,
+            "most_begun_again": 2,
             "most_replaced": self.most_replaced,
         }
         self.journal.record(
@@ -97,7 +100,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         """What a rewind undoes."""
         self.leases: dict[int, list[Lease]] = {}  # of this epoch
-        self.leased_at: dict[int, int] = {}
+        self.leased_at: dict[int, int] = {}  # first, or when it last began again
+        self.over: dict[int, int] = {}  # attempts that ended when it did
+        self.begun_again: Counter[int] = Counter()
         self.held: set[int] = set()  # delivered, payload not lost
         self.constant: set[int] = set()  # of these
         self.taken: Step | None = None
@@ -119,9 +124,14 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.attempt == 1 + len(self.leases.setdefault(group_id, []))
             assert lease.epoch == self.ledger.epoch
             self.leases[group_id].append(lease)
-            self.leased_at.setdefault(group_id, self.served)
+            self.note_lease(lease)
         if again and leases:  # Ray repeats a call whose answer was lost
             assert self.ledger.lease(worker, max_groups, f"{worker}{self.request}") == leases
+
+    def note_lease(self, lease: Lease) -> None:
+        if self.over.get(lease.group_id) == lease.attempt - 1:
+            self.leased_at[lease.group_id] = self.served
+        self.leased_at.setdefault(lease.group_id, self.served)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -133,6 +143,7 @@ class LedgerMachine(RuleBasedStateMachine):
             group_id not in self.trained
             and group_id not in self.held
             and group_id not in self.set_aside()
+            and lease.attempt > self.over.get(group_id, 0)
         )
         constant_reward = data.draw(st.sampled_from([None, None, 0.0, 1.0]))
         assert self.ledger.deliver(lease, "a", constant_reward) == wanted
@@ -183,6 +194,24 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.expire(self.now) == old
         assert all(held[2] <= LEASE_S for held in self.status().leased.values())
 
+    @rule()
+    def begin_overdue_groups_again(self) -> None:
+        """Only if the next step can then go; what comes of their leases is too old."""
+        again, before = self.ledger.overdue(), self.status()
+        if not again:
+            return
+        assert self.rule == "again" and self.ledger.ready() is None
+        assert set(again) <= {*before.leased, *before.pending}
+        self.ledger.begin_again(again)
+        assert self.ledger.ready() is not None and self.ledger.overdue() == []
+        for group_id in again:
+            self.begun_again[group_id] += 1
+            assert self.begun_again[group_id] <= 2
+            self.over[group_id] = len(self.leases[group_id])
+            self.leased_at[group_id] = self.served
+            assert not self.ledger.deliver(self.leases[group_id][-1], "a")
+        assert set(again) <= set(self.status().pending)
+
     # nodes
 
     @rule(data=st.data())
@@ -207,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
         missing = self.ledger.missing()
         if step is None:
             self.taken = None  # the queue lost it
-            ids, _ = made = self.first_step(sorted(self.held))
+            ids, _ = made = self.first_step(self.by_age(self.held))
             assert missing or len(self.trained) == self.total
             assert len(ids) < self.per_step or not self.leaves_time(*made)
         else:
@@ -217,6 +246,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ages = [self.version - self.leased_at[group_id] for group_id in step.group_ids]
             assert step.start_max == max(ages)
             assert step.overdue == sum(age > self.max_staleness for age in ages)
+            assert step.begun_again == sum(self.begun_again[i] for i in step.group_ids)
             assert step.overdue == 0 or self.rule == "late"
             if self.taken is None:
                 assert step.replaced.keys() <= self.constant
@@ -224,19 +254,22 @@ class LedgerMachine(RuleBasedStateMachine):
             self.taken = step
 
     def first_step(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Groups of a step that takes and passes over the first of `ids`."""
+        """Groups of a step that takes and passes over the first of `ids`, in order."""
         taken: list[int] = []
         replaced: list[int] = []
         while ids and len(taken) < self.per_step:
             passed = ids[0] in self.constant and len(replaced) < self.most_replaced
             (replaced if passed else taken).append(ids[0])
             ids = ids[1:]
-        return taken, replaced
+        return sorted(taken), sorted(replaced)
+
+    def by_age(self, ids: Iterable[int]) -> list[int]:
+        return sorted(ids, key=lambda group_id: (self.leased_at[group_id], group_id))
 
     def leaves_time(self, ids: list[int], replaced: list[int]) -> bool:
         """A step of these would be as the rule says, by counting the steps that follow."""
         gone = self.set_aside()
-        live = sorted(i for i in self.leased_at if i not in self.trained and i not in gone)
+        live = self.by_age(i for i in self.leased_at if i not in self.trained and i not in gone)
         in_order = (ids, replaced) == self.first_step(live)
         if self.rule == "late" or in_order:
             return True
@@ -274,6 +307,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if not beside:
             self.arrive(again)
         self.held -= {*group_ids, *passed}
+        for group_id in group_ids:
+            self.begun_again.pop(group_id, None)
         self.constant &= self.held
         ready = self.ledger.ready()  # nothing has arrived meanwhile
         assert foreseen.whole == (ready is not None)
@@ -377,7 +412,8 @@ class LedgerMachine(RuleBasedStateMachine):
             while self.ledger.lease("z", 5, "") or self.status().leased:  # suspects come alone
                 for group_id, held in reversed(self.status().leased.items()):
                     lease = Lease(group_id=group_id, attempt=held[1], epoch=self.ledger.epoch)
-                    self.leased_at.setdefault(group_id, self.served)
+                    if lease.attempt > len(self.leases.get(group_id, [])):
+                        self.note_lease(lease)
                     assert self.ledger.deliver(lease, held[0])
                     self.held.add(group_id)
             self.take()

@@ -166,6 +166,31 @@ def test_a_step_is_taken_beside_a_push_that_frees_no_slot(new_queue: NewQueue) -
     assert get(queue.status()).published == 2 and get(queue.status()).credit == 0
 
 
+def test_a_group_that_alone_holds_up_a_step_begins_again(new_queue: NewQueue, journal: str) -> None:
+    queue = new_queue(
+        groups_per_step=1, step_rule="due_first", overdue="again", begin_again_after=0.0
+    )
+    [hangs, other] = lease(queue, 2)
+    put(queue, other)
+    trained = with_step(TrainedGroups(), taken := queue.take(TrainedGroups()))
+    assert taken.start_max == 0
+    queue.publish(1, trained)
+    put(queue, *lease(queue, 1))
+    assert is_true(queue.poll()), "it waits for a group that is to begin again"
+    assert get(queue.status()).begun_again == {0: 1}
+    put(queue, hangs)  # as old as it was, and dropped
+    trained = with_step(trained, queue.take(trained))
+    queue.publish(2, trained)
+    [again, _] = lease(queue, 2)
+    assert (again.group_id, again.attempt) == (0, 2)
+    put(queue, again)
+    taken = queue.take(trained)
+    assert ids(taken) == [0] and (taken.begun_again, taken.start_max) == (1, 0)
+    queue.publish(3, with_step(trained, taken))
+    get(queue.close())
+    assert audit(journal).problems == []
+
+
 def test_the_step_after_is_foreseen_and_nothing_is_promised(new_queue: NewQueue) -> None:
     queue = new_queue(step_rule="due_first", max_staleness=2)
     leases = lease(queue, 6)

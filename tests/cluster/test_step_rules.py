@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings
+from cluster.queue.ledger import Ledger, LedgerSettings, Step
 from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
-from distill.delivery import CONSTANT_REWARD, TrainedGroups
+from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 from tests.bench.scheduling import Outcome, Schedule, Simulation, Workload
 
 
@@ -70,6 +75,51 @@ def test_the_overdue_are_waited_for_or_trained_late() -> None:
     assert choose(late, view(3, started, 4, 5)) == [4, 5]
     assert late.waited_for(view(3, started, 4, 5)) == []
     assert choose(late, view(3, started, 0, 4, 5)) == [0, 4]
+
+
+def test_only_those_begin_again_that_hold_up_a_step_alone() -> None:
+    rule, started = DueFirst(horizon=2, window=9), {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+    held_up = view(1, started, 4, 5)  # four that started together have two places left
+    assert rule.begin_again(held_up, [3, 5, 1, 0], 1) == [3, 1]
+    assert rule.begin_again(held_up, [3], 1) == [], "it would wait for another all the same"
+    assert rule.begin_again(view(1, started, 0, 1), [3], 1) == []  # it goes as it is
+    assert rule.begin_again(view(1, started, 4), [0, 1, 2, 3], 1) == []  # it lacks a group
+    assert InOrder(window=9).begin_again(held_up, [0, 1, 2, 3], 1) == []
+
+
+def test_of_those_that_have_begun_again_the_start_counts_and_not_the_id() -> None:
+    rule, started = DueFirst(horizon=2, window=9), {0: 2, 1: 1, 4: 1, 5: 2}
+    assert choose(rule, view(2, started, 0, 1, 4, 5)) == [1, 4]
+    assert choose(rule, view(2, started, 0, 4, 5)) == [0, 4]
+
+
+@given(
+    per_step=st.integers(1, 3),
+    horizon=st.integers(0, 3),
+    ages=st.lists(st.integers(0, 4), max_size=12),
+    chance=st.randoms(use_true_random=False),
+)
+def test_as_few_as_can_be_begin_again(
+    per_step: int, horizon: int, ages: list[int], chance: random.Random
+) -> None:
+    """Whatever has started: those that begin again let the step go, and no fewer of them would."""
+    started = {group_id: 4 - age for group_id, age in enumerate(sorted(ages, reverse=True))}
+    finished = {group_id for group_id in started if chance.random() < 0.6}
+    able = [group_id for group_id in started if group_id not in finished and chance.random() < 0.7]
+    chance.shuffle(able)
+    made = View(step=4, groups_per_step=per_step, started=started, finished=finished)
+    rule = DueFirst(horizon=horizon, window=12)
+
+    def goes(ids: Iterable[int]) -> bool:
+        return rule.choose(replace(made, started=started | dict.fromkeys(ids, 4))) is not None
+
+    again = rule.begin_again(made, able, 4)
+    assert set(again) <= set(able) and len(set(again)) == len(again)
+    if again:
+        assert goes(again)
+        assert not any(goes(fewer) for fewer in combinations(again, len(again) - 1))
+    elif not goes(()):
+        assert not goes(able), "it waits, though it need not"
 
 
 @pytest.mark.parametrize("rule", [InOrder(window=4), DueFirst(horizon=1, window=4)])
@@ -167,6 +217,84 @@ def test_what_is_trained_late_is_counted() -> None:
     assert counted == [0, 0, 0, 1] and trained == TrainedGroups(4)
 
 
+def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
+    """Twice here; then it is waited for. What its first lease delivers is dropped."""
+    now, path = 0.0, tmp_path / "ledger.jsonl"
+    rules: dict[str, Any] = {"step_rule": "due_first", "overdue": "again", "most_begun_again": 2,
+                             "begin_again_after": 4.0}  # fmt: skip
+    settings = LedgerSettings(
+        groups_per_step=1, max_staleness=1, total_groups=9, lease_s=1e9, **rules
+    )
+    journal = Journal(path)
+    journal.record("start", run="r", epoch=1, settings=asdict(settings), watermark=0, set_aside={})
+    ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now, record=journal.record)
+    [hangs] = ledger.lease("a", 1)
+    trained, begun_at = TrainedGroups(), list[int]()
+    leases = [hangs]
+
+    def step(one: Lease, version: int) -> Step:
+        nonlocal trained
+        assert ledger.deliver(one)
+        taken = ledger.take(trained)
+        assert taken is not None
+        trained = trained.after(taken.group_ids, taken.set_aside)
+        ledger.publish(version, trained)
+        return taken
+
+    for version in range(4):
+        [other] = ledger.lease("b", 1)
+        now += 10
+        assert ledger.overdue() == []  # nothing is finished that could be trained without it
+        if version == 0:
+            step(other, version + 1)
+            continue
+        assert ledger.deliver(other) and ledger.take(trained) is None
+        assert ledger.overdue() == [], "as long under way as others are"
+        now += 35
+        again = ledger.overdue()
+        if version == 3:
+            assert again == [] and ledger.missing() == [0]  # it is waited for
+            last = step(leases[-1], version + 1)
+            assert last.group_ids == [0] and (last.start_max, last.begun_again) == (1, 2)
+            break
+        assert again == [0]
+        ledger.begin_again(again)
+        begun_at.append(version)
+        assert not ledger.deliver(leases[-1], "a"), "it is as old as it was"
+        leases += ledger.lease("c", 1)
+        assert leases[-1] == Lease(group_id=0, attempt=len(leases), epoch=1)
+        taken = ledger.take(trained)
+        assert taken is not None and taken.start_max <= 1
+        trained = trained.after(taken.group_ids, taken.set_aside)
+        ledger.publish(version + 1, trained)
+    assert begun_at == [1, 2]
+    found = audit(path)
+    assert found.problems == [] and found.duplicates == 2
+    assert found.re_leases == {"begun again, since they were overdue": 2}
+
+
+def test_the_audit_finds_a_group_that_began_again_without_cause(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    journal = Journal(path)
+    settings = {"groups_per_step": 1, "max_staleness": 1, "total_groups": 4, "lease_s": 60.0,
+                "step_rule": "due_first", "overdue": "again", "most_begun_again": 1}  # fmt: skip
+    put = {"id": 0, "worker": "a", "epoch": 1}
+    lease = {"ids": [0], "worker": "a", "epoch": 1, "request": ""}
+    journal.record("start", run="r", epoch=1, settings=settings, watermark=0, set_aside={})
+    journal.record("lease", attempts=[1], **lease)
+    journal.record("begin_again", epoch=1, ids=[0])
+    journal.record("begin_again", epoch=1, ids=[0])
+    journal.record("put", attempt=1, **put)
+    journal.record("begin_again", epoch=2, ids=[0])
+    assert audit(path).problems == [
+        "group 0 was begun again 2 times",
+        "group 0 arrived (attempt 1) without a lease",
+        "begin_again of epoch 2 in epoch 1",
+        "group 0 was begun again, and had arrived",
+        "group 0 was begun again 3 times",
+    ]
+
+
 def test_a_step_that_was_taken_stays_the_next_whatever_is_lost() -> None:
     """The learner may train on it already; if it asks again, others are no answer."""
     settings = LedgerSettings(
@@ -239,9 +367,9 @@ def test_a_journal_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
     assert found.problems == [] and (found.watermark, found.committed) == (3, 3)
 
 
-def simulated(agents: bool = False, **schedule: Any) -> Outcome:
+def simulated(agents: bool = False, hangs: float = 0.0, **schedule: Any) -> Outcome:
     """One engine of 64 slots (so that no routing is left to chance), steps of as many samples."""
-    workload = Workload(group_size=4, agents=agents)
+    workload = Workload(group_size=4, agents=agents, hangs=hangs)
     made = Schedule(**schedule)
     return Simulation(made, workload, groups_per_step=16, engines=1, steps=40).run()
 
@@ -255,6 +383,14 @@ def test_of_long_tails_due_first_makes_more_steps_at_no_cost_in_staleness() -> N
     assert abs(due.bias) < 0.05 and in_order.age <= 2
     synchronous = [simulated(rule=rule, max_staleness=0) for rule in ("in_order", "due_first")]
     assert synchronous[0] == synchronous[1] and synchronous[0].most == 0
+
+
+@pytest.mark.slow
+def test_tools_that_hang_hold_up_no_bound_on_what_begins_again() -> None:
+    kept: dict[str, Any] = {"agents": True, "hangs": 0.0005, "rule": "due_first",
+                            "max_staleness": 4, "steps_in_flight": 3}  # fmt: skip
+    waits, again = simulated(**kept), simulated(**kept, overdue="again")
+    assert again.age <= 4 and again.again > 0 and again.rate > 1.2 * waits.rate
 
 
 @pytest.mark.slow
