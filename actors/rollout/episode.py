@@ -324,6 +324,7 @@ async def _play(
                 stop_reason=result.stop_reason or sample.stop_reason,
                 metrics=metrics,
                 feedback=feedback,
+                first_messages=env.first_messages,
             )
         observation_T = result.observation_T
         sample = await sample_after(observation_T)

@@ -322,9 +322,9 @@ def _check_feedback(
         return
     if any(builder.feedback is None for builder in builders_P):
         raise ConfigError(
-            f"teacher_feedback is for prompts of a file, and env={type(config.env).__name__} makes "
-            "problems without; give `feedback` with them (distill.data.feedback.FeedbackContext), "
-            "or leave it out"
+            f"teacher_feedback takes the place of a prompt, or of what a user said last, and "
+            f"problems of env={type(config.env).__name__} are tokens; give `feedback` with them "
+            "(distill.data.feedback.FeedbackContext), or leave it out"
         )
     if template.judges and unjudged:
         raise ConfigError(

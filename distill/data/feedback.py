@@ -11,7 +11,7 @@ another (`distill.privileged`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,7 @@ class FeedbackContext:
         prompt: the plain prompt, or what the user said last.
         messages: the chat; empty for a plain prompt.
         room: longest chain that the teacher has room for.
+        anew: each episode begins with messages of its own (`begun`); these are an example.
     """
 
     template: FeedbackTemplate
@@ -120,6 +121,18 @@ class FeedbackContext:
     room: int
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] | None = None
+    anew: bool = False
+
+    def begun(self, messages: Sequence[Message]) -> FeedbackContext:
+        """That of an episode which began with these messages.
+
+        Raises:
+            DataError: the user said nothing in them.
+        """
+        if not self.anew:
+            return self
+        prompt = messages[last_of_user(messages)]["content"]
+        return replace(self, messages=messages, prompt=prompt)
 
     def tokens_T(self, outcome: Outcome) -> TokenArray:
         """Raises DataError if the tokenizer, or its chat template, refuses the text."""
@@ -163,8 +176,12 @@ def feedback_context(
     answer: str | None,
     room: int,
     max_new_tokens: int,
+    anew: bool = False,
 ) -> FeedbackContext:
     """The context maker of a prompt, which has room for what can be known before it is answered.
+
+    Args:
+        anew: each episode begins with messages of its own.
 
     Raises:
         DataError: the template names an answer that the row lacks; there is no room.
@@ -180,6 +197,7 @@ def feedback_context(
         messages=messages,
         tools=tools,
         room=room,
+        anew=anew,
     )
     responses = 2 if "response" in template.placeholders else 1
     length = len(made.tokens_T(Outcome(reward=0.0)))

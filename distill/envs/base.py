@@ -11,11 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import chz
 
-from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome
+from distill.chat.template import Message
+from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome, feedback_context
 from distill.data.order import MixedPart, MixedStream, part_of
 from distill.data.prompts import ChatStyle, Prompt, load_prompts
 from distill.data.row_files import Rows, located, read_rows
@@ -66,13 +67,18 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """One environment from its first turn, if it ever had one, to its end."""
+    """One environment from its first turn, if it ever had one, to its end.
+
+    Attributes:
+        first_messages: as `Env` has them.
+    """
 
     turns: tuple[Turn, ...]
     reward: float
     stop_reason: StopReason
     metrics: Mapping[str, float]
     feedback: str = ""
+    first_messages: Sequence[Message] = ()
 
 
 class Env(ABC):
@@ -80,9 +86,11 @@ class Env(ABC):
 
     `starts`: its first observation waits for no other member of the group. Members that start
     from the same observation are sampled together.
+    `first_messages`: what the model saw first, where that was a chat.
     """
 
     starts: bool = True
+    first_messages: Sequence[Message] = ()
 
     @abstractmethod
     async def initial_observation(self) -> TokenArray | None:
@@ -136,7 +144,7 @@ class EnvGroupBuilder(ABC):
         turns, decode = episode.turns, self.feedback.tokenizer.decode
         said = [str(decode(t.sample.tokens_T.tolist(), skip_special_tokens=True)) for t in turns]
         longest = max(len(turn.observation_T) + len(turn.sample.tokens_T) for turn in turns)
-        return self.feedback.context_T(
+        return self.feedback.begun(episode.first_messages).context_T(
             Outcome(reward=episode.reward, response="\n".join(said), feedback=episode.feedback),
             later=longest - len(turns[0].observation_T),
         )
@@ -201,6 +209,34 @@ class EnvContext:
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase] = field(default_factory=dict)
     feedback: FeedbackTemplate | None = None
     read: Callable[[str], Rows] = read_rows
+
+    def feedback_on(
+        self,
+        messages: Sequence[Message],
+        *,
+        teacher: str,
+        answer: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> FeedbackContext | None:
+        """Maker of what the teacher sees of episodes that begin with messages like these; None
+        where it sees what the model saw.
+
+        Raises:
+            DataError: see `feedback_context`.
+        """
+        if self.feedback is None:
+            return None
+        return feedback_context(
+            self.feedback,
+            self.teacher_tokenizers.get(teacher, self.tokenizer),
+            text="",
+            messages=messages,
+            tools=tools,
+            answer=answer,
+            room=self.teacher_context_length or self.context_length,
+            max_new_tokens=self.max_new_tokens,
+            anew=True,
+        )
 
     def reward_function(self) -> RewardFunction:
         """`reward`, for an environment that takes functions alone."""

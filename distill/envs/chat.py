@@ -22,6 +22,7 @@ from distill.chat.tool_calls import ParsedTurn
 from distill.chat.tool_formats import ToolFormat
 from distill.engine import Sample, Sampler
 from distill.envs.base import Env, StepResult
+from distill.rewards.verdict import LONGEST_WORDS
 from distill.text.condense import Condenser, condense_history
 from distill.tools.base import Tool
 from distill.tools.calls import ToolLimits, run_calls
@@ -219,6 +220,7 @@ class ChatEnv(Env):
         self._started = time.monotonic()
         if len(self._conversation.observation_T) >= self._max_tokens:
             await self._condense()
+        self.first_messages = self._conversation.messages
         if self._teacher_context is not None:
             limits, prompt = self._setting.limits, len(self._conversation.observation_T)
             teacher_room = limits.teacher_tokens + 1 - (self._teacher_context - prompt)
@@ -240,10 +242,10 @@ class ChatEnv(Env):
         bonus = -self._setting.malformed_penalty * len(_malformed(turn))
         cut = sample.stop_reason is StopReason.LENGTH
         if not cut and (turn.calls or turn.malformed):
-            answered = MessageStep(messages=await self._call(turn))
+            answered = await self._call(turn)
         else:
             answered = await self._env.step(self.conversation.messages[-1])
-        reward, ended = answered.reward, answered.stop_reason
+        reward, ended, told = answered.reward, answered.stop_reason, answered.feedback
         goes_on = bool(answered.messages) and ended is None
         if goes_on:
             last = cut and self._env.ends_when_cut
@@ -251,6 +253,7 @@ class ChatEnv(Env):
             goes_on = ended is None
             if not goes_on:
                 reward += await self._env.unfinished()
+                told = f"{told}\nIt was cut off by a limit ({ended}) before its end.".lstrip()
         prefix_breaks = len(self.conversation.prefix_breaks)
         # `partings` is the name that earlier logs have; it goes with the next release.
         counts = {**self._counts, "prefix_breaks": prefix_breaks, "partings": prefix_breaks}
@@ -260,11 +263,12 @@ class ChatEnv(Env):
             bonuses_T=self._bonuses_T(sample, answered, bonus),
             stop_reason=ended,
             metrics=counts | dict(answered.metrics),
-            feedback=answered.feedback,
+            feedback=told,
         )
 
-    async def _call(self, turn: ParsedTurn) -> list[Message]:
-        """The tools' results, and error messages for calls that cannot be parsed."""
+    async def _call(self, turn: ParsedTurn) -> MessageStep:
+        """The tools' results, and error messages for calls that cannot be parsed; the feedback is
+        what went wrong."""
         outcomes = await run_calls(
             turn.calls, self._tools, self._setting.limits.tools, self._setting.tokenizer
         )
@@ -275,7 +279,11 @@ class ChatEnv(Env):
             total = sum(float(getattr(outcome, name)) for outcome in outcomes)
             self._counts[f"tool_{name}"] += total
         told = [{"role": "user", "content": text} for text in turn.malformed]
-        return [*(outcome.message for outcome in outcomes), *told]
+        failed = [outcome.message["content"] for outcome in outcomes if outcome.error is not None]
+        return MessageStep(
+            messages=[*(outcome.message for outcome in outcomes), *told],
+            feedback="\n".join([*failed, *turn.malformed])[-LONGEST_WORDS:],
+        )
 
     async def _go_on(self, answered: MessageStep) -> StopReason | None:
         """Adds the messages to the conversation, or returns the limit that ends the episode."""

@@ -380,7 +380,7 @@ class ChatEnvConfig(ChatConfig):
 
     def __call__(self, path: str | None, setting: EnvContext) -> ChatDataset:
         chat = self.chat_setting(setting)
-        problems_P = self.problems(path, setting)
+        problems_P = [self._told(each, chat, setting) for each in self.problems(path, setting)]
         for number, problem in enumerate(problems_P, 1):
             length = problem.num_tokens
             if length is None:
@@ -401,6 +401,26 @@ class ChatEnvConfig(ChatConfig):
             teacher=only_teacher(setting) if unnamed else "",
             answer=self.answer(setting),
         )
+
+    def _told(
+        self, problem: MessageProblem, chat: ChatSetting, setting: EnvContext
+    ) -> MessageProblem:
+        """The problem with what its teacher is told of episodes, where that is asked for."""
+        if setting.feedback is None or problem.feedback is not None:
+            return problem
+        if problem.teacher_tokens_T is not None:
+            raise ConfigError(
+                f"problems of env={type(self).__name__} say what the teacher sees, and so does "
+                "teacher_feedback; leave out one of them"
+            )
+        env = problem.make()
+        feedback = setting.feedback_on(
+            env.initial_messages(),
+            teacher=problem.teacher or only_teacher(setting),
+            answer=problem.answer,
+            tools=schemas_of(env, chat),
+        )
+        return replace(problem, feedback=feedback)
 
     def _require_named(self, tools: Sequence[Tool], named: Collection[str]) -> None:
         """Raises ConfigError for a tool of an environment's that `toolbox` does not return."""
@@ -423,8 +443,13 @@ async def _condensed(env: MessageEnv, chat: ChatSetting, condensing: Condensing)
 
 def first_length(env: MessageEnv, chat: ChatSetting) -> int:
     """Tokens that the model sees before its first turn."""
-    schemas = [tool.schema for tool in offered_tools(env, chat)]
-    return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas or None))
+    schemas = schemas_of(env, chat)
+    return len(render_messages(chat.tokenizer, env.initial_messages(), tools=schemas))
+
+
+def schemas_of(env: MessageEnv, chat: ChatSetting) -> Sequence[Mapping[str, Any]] | None:
+    """What a template is told of the environment's tools; None: there are none."""
+    return [tool.schema for tool in offered_tools(env, chat)] or None
 
 
 def require_teacher_room(what: str, length: int, chat: ChatSetting) -> None:

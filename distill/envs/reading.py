@@ -30,7 +30,7 @@ from distill.envs.chat import MessageEnv, MessageStep
 from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.errors import ConfigError, DataError
 from distill.rewards.key_facts import key_fact_bonuses
-from distill.rewards.registry import RewardFunction, answer_of, judge
+from distill.rewards.registry import RewardFunction, answer_of, verdict
 from distill.text.chunks import chunk_text
 from distill.text.condense import Condenser, load_condenser
 
@@ -91,7 +91,7 @@ class Reader(MessageEnv):
         said = str(message.get("content") or "")
         document = self._document
         if self._read > len(document.parts):
-            return MessageStep(reward=await judge(self._reward, said, document.answer))
+            return await _answered(self._reward, said, document.answer)
         oracle, metrics = None, {}
         if document.facts:
             oracle = partial(key_fact_bonuses, facts=document.facts, value=self._fact_bonus)
@@ -137,7 +137,12 @@ class Condensed(MessageEnv):
 
     async def step(self, message: Message) -> MessageStep:
         said = str(message.get("content") or "")
-        return MessageStep(reward=await judge(self._reward, said, self._document.answer))
+        return await _answered(self._reward, said, self._document.answer)
+
+
+async def _answered(reward: RewardFunction, said: str, answer: str) -> MessageStep:
+    earned = await verdict(reward, said, answer)
+    return MessageStep(reward=earned.reward, feedback=earned.feedback)
 
 
 class _Once:

@@ -22,8 +22,9 @@ from distill.envs.base import (
 )
 from distill.rewards.formats import Format, matches
 from distill.rewards.model_reward import ModelReward, conversation, scores_of
-from distill.rewards.registry import Reward, answer_of, exact_match, judge
+from distill.rewards.registry import Reward, answer_of, exact_match, judge, verdict
 from distill.rewards.token_rewards import phrase_bonuses
+from distill.rewards.verdict import Verdict
 from distill.types import FloatArray, TokenArray
 
 if TYPE_CHECKING:
@@ -68,18 +69,20 @@ class SingleTurnEnv(Env):
     async def step(self, sample: Sample) -> StepResult:
         text = str(self._tokenizer.decode(sample.tokens_T.tolist(), skip_special_tokens=True))
         metrics = await format_of(text, self._format)
+        earned = await self._earned(text)
         return StepResult(
-            reward=await self._earned(text),
+            reward=earned.reward,
+            feedback=earned.feedback,
             bonuses_T=self._bonuses_T(sample, self._format.reward * metrics.get("format", 0.0)),
             metrics=metrics,
         )
 
-    async def _earned(self, text: str) -> float:
+    async def _earned(self, text: str) -> Verdict:
         if isinstance(self._reward, ModelReward):
             [score] = await scores_of(self._models, [conversation(self._prompt, text)])
-            return score
+            return Verdict(reward=score)
         answer = self._prompt.answer
-        return 0.0 if answer is None else await judge(self._reward, text, answer)
+        return Verdict(reward=0.0) if answer is None else await verdict(self._reward, text, answer)
 
     def _bonuses_T(self, sample: Sample, of_format: float) -> FloatArray | None:
         bonuses = self._prompt.bonuses

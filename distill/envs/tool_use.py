@@ -15,8 +15,9 @@ from distill.envs.chat_config import ChatEnvConfig, MessageProblem
 from distill.envs.single_turn import facts_of, format_field, format_of, format_reward_field
 from distill.rewards.formats import Format
 from distill.rewards.model_reward import ModelReward, score_chats
-from distill.rewards.registry import RewardFunction, answer_of, judge
+from distill.rewards.registry import RewardFunction, answer_of, verdict
 from distill.rewards.token_rewards import phrase_bonuses
+from distill.rewards.verdict import Verdict
 from distill.tools.base import Tool
 from distill.tools.load import load_tools
 
@@ -36,15 +37,21 @@ class Question(MessageEnv):
         return self._prompt.messages
 
     async def step(self, message: Message) -> MessageStep:
-        answer, reward = self._prompt.answer, 0.0
+        answer, earned = self._prompt.answer, Verdict(reward=0.0)
         text = message.get("content") or ""
         if self._reward is not None and answer is not None:
-            reward = await judge(self._reward, text, answer)
+            earned = await verdict(self._reward, text, answer)
         metrics = await format_of(text, self._format)
         bonuses = self._prompt.bonuses
         oracle = partial(phrase_bonuses, bonuses=bonuses) if bonuses else None
         bonus = self._format.reward * metrics.get("format", 0.0)
-        return MessageStep(reward=reward, oracle=oracle, bonus=bonus, metrics=metrics)
+        return MessageStep(
+            reward=earned.reward,
+            oracle=oracle,
+            bonus=bonus,
+            metrics=metrics,
+            feedback=earned.feedback,
+        )
 
 
 @chz.chz

@@ -19,7 +19,8 @@ from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.model_reward import ModelReward
-from distill.rewards.unit_tests import unit_tests
+from distill.rewards.unit_tests import tested, unit_tests
+from distill.rewards.verdict import LONGEST_WORDS, Verdict, against
 from distill.sandbox.bounded_calls import OverLimit, in_thread
 from distill.sandbox.sandbox import require_sandbox
 
@@ -50,7 +51,13 @@ async def judge(reward: RewardFunction, response: str, answer: str) -> float:
     `json_schema` run in a child process that is ended; a user's stays in this process, where it
     may keep models and connections, and is given up (`CheckedReward`).
     """
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, reward, response, answer)
+    return (await verdict(reward, response, answer)).reward
+
+
+async def verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
+    """`judge`, and what is to be said of the response: what is right, or what the tests found."""
+    call = asyncio.get_running_loop().run_in_executor
+    return await call(_THREAD, _verdict, reward, response, answer)
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -106,6 +113,27 @@ def answer_of(reward: Reward) -> Callable[[str], Hashable | None] | None:
     return None if isinstance(reward, CheckedReward | ModelReward) else _ANSWERS.get(reward)
 
 
+# What a wrong response should have been, by its reward.
+_EXPECTED: dict[RewardFunction, str] = {
+    exact_match: "The right answer is: {}",
+    last_number: "The right answer is: {}",
+    math_equal: "The right answer is: {}",
+    contains: "It should contain: {}",
+    matches: "It should match the regular expression: {}",
+    json_schema: "It should be JSON, and fit the schema: {}",
+}
+
+
+def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
+    if isinstance(reward, CheckedReward):
+        return reward.verdict(response, answer)
+    if reward is unit_tests:
+        return tested(response, answer)
+    earned = reward(response, answer)
+    expected = _EXPECTED.get(reward)
+    return Verdict(reward=earned) if expected is None else against(earned, expected.format(answer))
+
+
 # Rewards whose answers can be no answers, which is seen without a response.
 _PARSED = (matches, json_schema)
 
@@ -143,6 +171,8 @@ def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
 class CheckedReward:
     """A user's reward function, held to finite numbers and to a time. It pickles by its name.
 
+    It may return (number, words): what is to be said of the response, for `teacher_feedback=`.
+
     It runs in a thread of this process; when it is late nothing can end that thread, which is given
     up. The next call has a new one, until four still run.
 
@@ -156,8 +186,11 @@ class CheckedReward:
     timeout_s: float = REWARD_TIMEOUT_S
 
     def __call__(self, response: str, answer: str) -> float:
+        return self.verdict(response, answer).reward
+
+    def verdict(self, response: str, answer: str) -> Verdict:
         try:
-            reward = in_thread(self.function, response, answer, timeout_s=self.timeout_s)
+            returned = in_thread(self.function, response, answer, timeout_s=self.timeout_s)
         except OverLimit as error:
             raise self._error(
                 f"is late ({error}), and goes on; give it a limit of its own, or more time: "
@@ -167,15 +200,18 @@ class CheckedReward:
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
             raise self._error(f"raised {described(error)}", answer) from error
+        reward, words = returned, ""
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], str):
+            reward, words = returned
         if not isinstance(reward, Real | np.bool_) or not (
             abs(reward) <= LARGEST_REWARD  # pyright: ignore[reportOperatorIssue] - a Real has it
         ):
             raise self._error(
-                f"returned {reward!r}; it must return a finite number, of at most "
-                f"{LARGEST_REWARD:g} in size",
+                f"returned {returned!r}; it must return a finite number, of at most "
+                f"{LARGEST_REWARD:g} in size, or that and a text",
                 answer,
             )
-        return float(reward)
+        return Verdict(reward=float(reward), feedback=words[:LONGEST_WORDS])
 
     def _error(self, what: str, answer: str) -> DataError:
         told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distill.errors import DataError
-from distill.sandbox.sandbox import SandboxLimits, run_python
+from distill.rewards.verdict import LONGEST_WORDS, Verdict
+from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _LIMITS = SandboxLimits()
@@ -45,7 +46,12 @@ def unit_tests(response: str, answer: str) -> float:
         ConfigError: the sandbox cannot be made on this machine;
             `distill.sandbox.sandbox.require_sandbox` says so beforehand.
     """
-    return _passes(response, answer, _LIMITS)
+    return tested(response, answer).reward
+
+
+def tested(response: str, answer: str) -> Verdict:
+    """`unit_tests`, and of a program that fails the end of what the tests printed and raised."""
+    return _verdict(response, answer, _LIMITS)
 
 
 def unit_tests_unisolated(response: str, answer: str) -> float:
@@ -56,10 +62,10 @@ def unit_tests_unisolated(response: str, answer: str) -> float:
     Raises:
         DataError: the answer is no Python, or has no statement.
     """
-    return _passes(response, answer, replace(_LIMITS, isolation="process"))
+    return _verdict(response, answer, replace(_LIMITS, isolation="process")).reward
 
 
-def _passes(response: str, answer: str, limits: SandboxLimits) -> float:
+def _verdict(response: str, answer: str, limits: SandboxLimits) -> Verdict:
     try:
         statements = ast.parse(answer).body
     except (SyntaxError, ValueError) as error:
@@ -68,7 +74,18 @@ def _passes(response: str, answer: str, limits: SandboxLimits) -> float:
         raise DataError(f"the answer {answer[:80]!r} has no tests; any program would pass them")
     given = json.dumps({"solution": _program(response), "tests": answer})
     result = asyncio.run(run_python(_CHILD.read_text(), stdin=given, limits=limits))
-    return float(result.outcome == "ok")
+    passed = result.outcome == "ok"
+    return Verdict(reward=float(passed), feedback=_told(result, limits))
+
+
+def _told(result: SandboxResult, limits: SandboxLimits) -> str:
+    """The end of the output, the error last, or the limit that ended the program."""
+    if result.outcome == "ok":
+        return "The tests passed."
+    said = f"{result.stdout}\n{result.stderr}".strip()[-LONGEST_WORDS:]
+    if result.outcome == "error":
+        return f"The tests failed:\n{said}"
+    return f"The tests were ended, {limits.said_of(result.outcome)}:\n{said}".rstrip(":\n")
 
 
 def _program(response: str) -> str:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import builtins
 import ctypes
 import json
+import linecache
 import operator
 import os
 import pkgutil
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -44,6 +46,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": operator.sub,
     "mul": operator.mul,
 }
+# The name that tracebacks have for the tests.
+_TESTS = "tests.py"
 # What the solution may have imported for the tests. Importing others may do anything, and
 # `unittest.__main__` ends the process.
 _MODULES = (
@@ -262,6 +266,7 @@ def run_tests() -> None:
     """Ends with exit code 0 if, and only if, the tests end well."""
     # Who is of the same user could else write into our memory.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    sys.excepthook = _show
     given = json.loads(sys.stdin.buffer.read())
     peer = _start_solution()
     names = _safe(peer.ask("names", given["solution"]))
@@ -271,7 +276,15 @@ def run_tests() -> None:
     tests.__dict__.update(names)
     sys.modules.update(solution=solution, __main__=tests)
     sys.argv = ["tests"]
-    exec(compile(given["tests"], "tests.py", "exec"), tests.__dict__)
+    linecache.cache[_TESTS] = (1, None, given["tests"].splitlines(True), _TESTS)
+    exec(compile(given["tests"], _TESTS, "exec"), tests.__dict__)
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints the test that failed, without this script's own frames."""
+    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename == _TESTS]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(kind, error)
+    sys.stderr.write("".join(lines))
 
 
 def _safe(names: dict[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,14 @@ class SandboxLimits:
                 f"{known_names(self.isolation, _ISOLATIONS)}"
             )
 
+    def said_of(self, outcome: Literal["time", "memory", "output"]) -> str:
+        """Why we ended a program, for whoever wrote it."""
+        if outcome == "time":
+            return f"the program took too long: {self.wall_s:g} s, {self.cpu_s} s of computing"
+        if outcome == "memory":
+            return f"the program needed more than {self.memory_mb} MB of memory"
+        return f"the program printed more than {self.output_bytes} bytes"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distill.sandbox.sandbox import Outcome, SandboxLimits, SandboxResult, run_python
+from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 from distill.tools.base import Tool, ToolError
 
 _LAST_LINES = 20
@@ -50,13 +50,10 @@ class PythonTool(Tool):
 
 
 def _told(result: SandboxResult, limits: SandboxLimits) -> str:
-    reasons: dict[Outcome, str] = {
-        "error": f"the program ended with exit code {result.exit_code}",
-        "time": f"the program took too long: {limits.wall_s:g} s, {limits.cpu_s} s of computing",
-        "memory": f"the program needed more than {limits.memory_mb} MB of memory",
-        "output": f"the program printed more than {limits.output_bytes} bytes",
-    }
-    lines = [reasons[result.outcome]]
+    if result.outcome in ("time", "memory", "output"):
+        lines = [limits.said_of(result.outcome)]
+    else:
+        lines = [f"the program ended with exit code {result.exit_code}"]
     if result.stderr.strip():
         lines += result.stderr.rstrip().split("\n")[-_LAST_LINES:]
     if result.stdout:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from distill.errors import ConfigError, DataError
+from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
     answer_of,
     contains,
@@ -18,7 +19,9 @@ from distill.rewards.registry import (
     judge,
     last_number,
     load_reward,
+    verdict,
 )
+from distill.rewards.verdict import Verdict
 
 MODULE = """
 import dataclasses
@@ -44,10 +47,13 @@ class Scaled:
 
 half = Scaled(0.5)
 
+def told(response, answer):
+    return len(response), f"not {answer}"
+
 def broken(response, answer):
     return {
         "nan": math.nan, "inf": math.inf, "none": None, "text": "1", "large": -1e308,
-        "integer": 10**400,
+        "integer": 10**400, "pair": (1.0, 2.0),
     }[answer]
 
 def hang(response, answer):
@@ -140,6 +146,29 @@ def test_a_function_of_the_user_s(user_module: str) -> None:
     assert isinstance(right("a", "a"), float)
 
 
+def test_words_of_a_user_s_reward_are_its_verdict_s(user_module: str) -> None:
+    reward = load_reward(f"{user_module}:told")
+    assert asyncio.run(verdict(reward, "abc", "a")) == Verdict(reward=3.0, feedback="not a")
+    assert asyncio.run(judge(reward, "abc", "a")) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "answer", "told"),
+    [
+        ("exact_match", "4", "5", "Wrong. The right answer is: 5"),
+        ("math_equal", "4", "5", "Wrong. The right answer is: 5"),
+        ("contains", "4", "5", "Wrong. It should contain: 5"),
+        ("matches", "a", r"\d", r"Wrong. It should match the regular expression: \d"),
+        ("json_schema", "1", "false", "Wrong. It should be JSON, and fit the schema: false"),
+        ("exact_match", "4", "4", "Right."),
+    ],
+)
+def test_what_a_built_in_reward_says(name: str, response: str, answer: str, told: str) -> None:
+    reward = load_reward(name)
+    assert not isinstance(reward, ModelReward)
+    assert asyncio.run(verdict(reward, response, answer)).feedback == told
+
+
 @pytest.mark.parametrize("number", [np.float32(0.5), np.bool_(True), np.int64(2), 1])
 def test_numpy_numbers_are_numbers(
     user_module: str, monkeypatch: pytest.MonkeyPatch, number: object
@@ -155,7 +184,7 @@ def test_a_user_s_function_pickles_by_name(user_module: str) -> None:
     assert pickle.loads(packed)("abc", "a") == 2.0
 
 
-@pytest.mark.parametrize("answer", ["nan", "inf", "none", "text", "large", "integer"])
+@pytest.mark.parametrize("answer", ["pair", "nan", "inf", "none", "text", "large", "integer"])
 def test_what_is_no_finite_number_is_refused(user_module: str, answer: str) -> None:
     reward = load_reward(f"{user_module}:broken")
     with pytest.raises(DataError, match=rf"reward {user_module}:broken returned .*'{answer}'"):

@@ -20,6 +20,7 @@ import chz
 
 from distill.chat.conversation import Conversation
 from distill.chat.template import Message
+from distill.data.feedback import FeedbackContext
 from distill.engine import GenerateRequest, Sampler
 from distill.envs.base import Env, EnvConfig, EnvContext, EnvDataset, EnvGroupBuilder, only_teacher
 from distill.envs.chat import ChatEnv, ChatSetting, MessageEnv, MessageStep
@@ -86,6 +87,7 @@ class Table:
         self.game = game
         self.forfeit_reward = forfeit_reward
         self.forfeited_by: int | None = None
+        self.complaint = ""  # of an illegal move
         self._changed = asyncio.Condition()
 
     @property
@@ -99,8 +101,8 @@ class Table:
         async with self._changed:
             try:
                 self.game.move(text)
-            except IllegalMove:
-                self.forfeited_by = self.game.to_move
+            except IllegalMove as error:
+                self.forfeited_by, self.complaint = self.game.to_move, str(error)
             self._changed.notify_all()
 
     async def leave(self, seat: int) -> None:
@@ -155,7 +157,16 @@ class Seat(MessageEnv):
                 "drawn": float(score == 0 and self._table.forfeited_by is None),
                 "illegal": float(self._table.forfeited_by == self._seat),
             },
+            feedback=self._result(score),
         )
+
+    def _result(self, score: float) -> str:
+        table = self._table
+        if table.forfeited_by == self._seat:
+            return f"You lost by an illegal move: {table.complaint}."
+        if table.forfeited_by is not None:
+            return "The other player lost by an illegal move, or by none."
+        return "You won." if score > 0 else "You lost." if score < 0 else "A draw."
 
     async def unfinished(self) -> float:
         await self._table.leave(self._seat)
@@ -263,9 +274,10 @@ class TableDataset(EnvDataset):
         new_opponent: NewOpponent | None,
         setting: ChatSetting,
         teacher: str,
+        feedback: FeedbackContext | None,
     ) -> None:
         self._config, self._new_opponent = config, new_opponent
-        self._setting, self._teacher = setting, teacher
+        self._setting, self._teacher, self._feedback = setting, teacher, feedback
 
     def __len__(self) -> int:
         return self._config.games
@@ -273,6 +285,7 @@ class TableDataset(EnvDataset):
     def builder(self, problem: int, group_size: int) -> TableGroupBuilder:
         return TableGroupBuilder(
             teacher=self._teacher,
+            feedback=self._feedback,
             new_game=partial(self._config.new_game, problem),
             new_opponent=self._new_opponent,
             seat=problem % SEATS,
@@ -358,7 +371,9 @@ class TwoPlayerConfig(ChatConfig):
         table = Table(self.new_game(0), self.forfeit_reward)
         seat = Seat(table, table.game.to_move, None, rules=self.rules)
         require_room("a game", first_length(seat, chat), chat, setting.max_new_tokens)
-        return TableDataset(self, self._new_opponent(chat, setting), chat, only_teacher(setting))
+        teacher = only_teacher(setting)
+        feedback = setting.feedback_on(seat.initial_messages(), teacher=teacher)
+        return TableDataset(self, self._new_opponent(chat, setting), chat, teacher, feedback)
 
     def _new_opponent(self, chat: ChatSetting, setting: EnvContext) -> NewOpponent | None:
         if self.opponent == "self":

@@ -1,0 +1,131 @@
+"""`{feedback}` of the built-in environments: a teacher is told of the very episode it scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from actors.rollout.episode import rollout_group
+from distill.data.feedback import FeedbackTemplate
+from distill.envs.base import EnvConfig, EnvContext
+from distill.envs.games.tic_tac_toe import TicTacToeGames
+from distill.envs.reading import Reading
+from distill.envs.single_turn import SingleTurn
+from distill.envs.tool_use import ToolUse
+from distill.errors import DataError
+from distill.rewards.registry import last_number, load_reward
+from distill.sampling import TrainSampling
+from tests.distill.test_two_player import first_free
+from tests.samples import TEMPERATURE
+from tests.scripted import Script, Scripted, call, chat_tokenizer, setting
+
+SAMPLING = TrainSampling(temperature=TEMPERATURE, max_new_tokens=48)
+TOLD = FeedbackTemplate(text="<{feedback}>{prompt}", right_from=1.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def asked(tmp_path: Path, row: dict[str, object]) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row))
+    return str(path)
+
+
+def contexts(
+    env: EnvConfig, path: str | None, room: EnvContext, script: Script | Sequence[str]
+) -> list[str]:
+    """What the teacher sees before each member's first response, as text."""
+    tokenizer = room.tokenizer
+    builder, policy = env(path, room).builder(0, 2), Scripted(tokenizer, script)
+    group = asyncio.run(rollout_group(policy, builder, SAMPLING, group_id=0, seed=0))
+    firsts = [trajectory.segments[0].teacher_context_T for trajectory in group.trajectories_G]
+    assert all(first_T is not None for first_T in firsts)
+    return [str(tokenizer.decode(first_T.tolist())) for first_T in firsts if first_T is not None]
+
+
+def user(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_wrong_answer_is_told_the_right_one(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    solution = "6*7 is 42\n#### 42"
+    messages = [{"role": "user", "content": "What is 6*7?"}]
+    path = asked(tmp_path, {"messages": messages, "answer": solution})
+    room = setting(tokenizer, reward=last_number, feedback=TOLD)
+    assert contexts(SingleTurn(), path, room, ["it is 41", "42"]) == [
+        user(f"<Wrong. The right answer is: {solution}>What is 6*7?"),
+        user("<Right.>What is 6*7?"),
+    ]
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_program_is_told_which_test_it_fails(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = asked(tmp_path, {"prompt": "Add!", "answer": "assert f(1) == 2\nassert f(7) == 42"})
+    room = setting(tokenizer, reward=load_reward("unit_tests"), feedback=TOLD)
+    wrong, right = contexts(
+        SingleTurn(), path, room, ["def f(x): return x+1", "def f(x): return x*6-(x<2)*4"]
+    )
+    assert 'File "tests.py", line 2' in wrong and "assert f(7) == 42" in wrong
+    assert "AssertionError" in wrong and "program.py" not in wrong
+    assert right == "<The tests passed.>Add!"
+
+
+def test_a_tool_s_errors_and_limits_are_told_until_an_answer_is_judged(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    path = asked(tmp_path, {"prompt": "What is 6*7?", "answer": "42"})
+    room = setting(tokenizer, reward=last_number, feedback=TOLD, context_length=1024)
+    fails = call("calculator", {"expression": "1/0"})
+
+    def script(_turn: int, seen: str) -> str:
+        return "42" if "Error" in seen else fails
+
+    judged = contexts(ToolUse(), path, room, script)
+    assert all("<Right.>What is 6*7?" in text for text in judged)
+    cut = contexts(
+        ToolUse(max_turns=1), path, room, [fails, call("calculator", {"expression": "6*7"})]
+    )
+    assert "<Error: " in cut[0] and "division by zero" in cut[0]
+    assert all("It was cut off by a limit (turns) before its end.>What is 6*7?" in t for t in cut)
+    assert "Error" not in cut[1], "another member's error is told"
+
+
+def test_each_seat_of_a_game_is_told_how_it_ended(tokenizer: PreTrainedTokenizerBase) -> None:
+    """In place of what that seat saw first, which is its own."""
+    env = TicTacToeGames(random_moves=0, rules=False)
+    room = setting(tokenizer, feedback=TOLD)
+    first, second = contexts(env, None, room, first_free)
+    assert first == user("<You won.>X\n...\n...\n...")
+    assert second == user("<You lost.>O\nX..\n...\n...")
+    blundered = contexts(env, None, room, lambda turn, seen: "1" if turn else first_free(0, seen))
+    assert blundered[0].startswith(user("<The other player lost by an illegal move")[:50])
+    assert "<You lost by an illegal move: square 1 is taken.>O\nX..\n" in blundered[1]
+
+
+def test_a_reader_is_told_the_answer(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    row = {"document": "It is red.", "question": "Colour?", "answer": "red"}
+    room = setting(tokenizer, reward=load_reward("contains"), feedback=TOLD)
+    path = asked(tmp_path, row)
+    env = Reading(by="keywords", terse=True)
+    assert contexts(env, path, room, ["blue", "red"]) == [
+        user("<Wrong. It should contain: red>Colour?|It is red.="),
+        user("<Right.>Colour?|It is red.="),
+    ]
+
+
+def test_a_game_has_no_answer_to_tell(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = FeedbackTemplate(text="{answer}{prompt}", right_from=1.0)
+    with pytest.raises(DataError, match=r"teacher_feedback names \{answer\}"):
+        TicTacToeGames()(None, setting(tokenizer, feedback=template))
