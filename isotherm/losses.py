@@ -14,9 +14,8 @@ from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
 from distill.objective.settings import AUTO, LossName, ObjectiveConfig
 from learner.dpo import PreferenceLoss
-from learner.forward import Forward
+from learner.forward import Forward, LossFunction
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.worker import LossFunction
 
 # Of the log-probs of a batch's trained tokens (N,), each at its row's T, and the batch: the *sum*
 # of its tokens' losses.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from distill.models.logprobs import DivergenceOf, Event, TokenStats, VocabularyH
 from distill.models.reward import score_head
 from distill.models.shared_prefix import PlainModel, SharedPrefixModel
 from distill.objective.batching import Batch, BatchShape, TrainingRow
+from distill.objective.losses import Metrics, StepCounts
 from learner.routing_replay import Piece, RoutingReplay
 from learner.sharding import Root
 
@@ -258,3 +259,13 @@ def _real(lengths: Sequence[int], device: torch.device) -> Tensor:
     """(N * longest,): True of the tokens of right-padded rows."""
     position_T = torch.arange(max(lengths), device=device)
     return (position_T < torch.tensor(lengths, device=device)[:, None]).flatten()
+
+
+class LossFunction(Protocol):
+    """Runs the forward pass over a micro-batch."""
+
+    def __call__(
+        self, forward: Forward, batch: Batch, counts: StepCounts, /
+    ) -> tuple[Tensor, Metrics]:
+        """Its share of the step's loss, and metrics as `distill.objective.losses` has them."""
+        ...

@@ -41,21 +41,14 @@ from learner.canaries import CopyAnswer, CopyQuestion
 from learner.config import LearnerConfig, ShadowRule
 from learner.fingerprints import Fingerprints, of_all
 from learner.flops import ModelFlops
+from learner.forward import LossFunction
 from learner.lora import save_adapter
+from learner.orders import LentPortion, MicroBatch, PassShare, Portion, StepShare, UpdateShare
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import Membership, Order, WorkerGroup
 from learner.rollout_share import Shares
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
-from learner.worker import (
-    LearnerWorker,
-    LentPortion,
-    LossFunction,
-    MicroBatch,
-    PassShare,
-    Portion,
-    StepShare,
-    UpdateShare,
-)
+from learner.worker import LearnerWorker
 
 # Micro-batches by worker, and of each whether it counts.
 Dealt: TypeAlias = Sequence[Sequence[tuple[list[Any], bool]]]

@@ -15,9 +15,9 @@ from distill.errors import CheckpointError
 from distill.objective.batching import TrainingRow
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
+from learner.forward import LossFunction
 from learner.learner import Learner, Part
 from learner.trace import NO_TRACE, Tracing
-from learner.worker import LossFunction
 
 
 class RowStream:

@@ -7,16 +7,15 @@ equally many micro-batches, and each order goes to all.
 
 from __future__ import annotations
 
-import logging
 import math
 import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
 from distill.models.reward import empty_reward_model, start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
-from distill.objective.losses import OWN_SHARE, Metrics, StepCounts, add_metrics
+from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
 from distill.objective.metrics import TokenTable
 from distill.outlines import RowPlace, TrajectorySource
 from distill.pace import Progress
@@ -34,23 +33,17 @@ from distill.types import FloatArray
 from distill.weights.lending import BucketLender, LenderPlace, LentBucket
 from distill.weights.tensors import first_non_finite
 from learner.canaries import Base, CopyAnswer, CopyQuestion, FrozenModel, watched
-from learner.config import TOKEN_BUDGET, LearnerConfig, ShadowRule
+from learner.config import LearnerConfig, ShadowRule
 from learner.export import Exported, Names, StoredWeights, carried_over
 from learner.fingerprints import Fingerprints, shares
 from learner.foresight import listen_ahead
-from learner.forward import Forward
+from learner.forward import Forward, LossFunction
 from learner.liger import use_liger
 from learner.lora import RoundedUpdate, adapter_off, adapter_tensors, add_lora, merged_weights
 from learner.memory import (
-    MOMENTS,
-    PassPlan,
     check_fits,
-    estimate_memory,
-    estimate_pass,
-    fit_pass,
     free_bytes,
     holding_of,
-    room_bytes,
 )
 from learner.optimizer import (
     UpdateCheck,
@@ -64,7 +57,16 @@ from learner.optimizer import (
     put_away,
     write_moments,
 )
+from learner.orders import (
+    LentPortion,
+    MicroBatch,
+    PassShare,
+    Portion,
+    StepShare,
+    UpdateShare,
+)
 from learner.own_teacher import OwnTeacher
+from learner.pass_plan import plan_passes
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import WorkerGroup
 from learner.rollout_share import Built, KeptRow, RolloutShare, Shares
@@ -75,98 +77,11 @@ from learner.sharding import Root, compile_layers, local, plain_weights, reshard
 from learner.state_copy import CopyCost, MomentsCopy
 from learner.trace import Stages
 
-logger = logging.getLogger(__name__)
-
 # Of a micro-batch's trained tokens among all of its part: what train/router_aux is a mean by.
 ROUTER_SHARE = f"train/router_aux{OWN_SHARE}"
 # Optimizer updates between two of which a micro-batch is also run as the learner would route it.
 UNREPLAYED_EVERY = 10
 _UNREPLAYED = "train/logprob_gap_unreplayed"
-
-
-class LossFunction(Protocol):
-    """Runs the forward pass over a micro-batch."""
-
-    def __call__(
-        self, forward: Forward, batch: Batch, counts: StepCounts, /
-    ) -> tuple[Tensor, Metrics]:
-        """Its share of the step's loss, and metrics as `distill.objective.losses` has them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatch:
-    """Rows that run together, under one loss.
-
-    Attributes:
-        rows_B: rows, or the places of rows of rollouts that the worker has made itself.
-        loss: its number among the worker's losses, which cannot travel.
-        counts: of the whole step, over all workers.
-        coef: what the loss is multiplied by.
-        counted: False where the rows are another worker's, run only to keep step with it.
-    """
-
-    rows_B: Sequence[TrainingRow | RowPlace]
-    loss: int
-    counts: StepCounts
-    coef: float
-    counted: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassShare:
-    """A worker's report of forward and backward passes.
-
-    Attributes:
-        metrics: of its own micro-batches; `train/loss` among them.
-        non_finite: its first micro-batch, by number, whose loss is NaN or infinite; and that loss.
-        seconds: `time/forward` and `time/backward`.
-    """
-
-    metrics: Mapping[str, float]
-    non_finite: tuple[int, float] | None
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateShare:
-    """A worker's report of an optimizer update.
-
-    Attributes:
-        grad_norm: of the whole gradient, before clipping.
-        lr: of the update.
-        seconds: `time/optimizer`.
-    """
-
-    grad_norm: float
-    lr: float
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepShare(PassShare):
-    """A worker's report of a step: its passes and its update, with the seconds of both."""
-
-    grad_norm: float
-    lr: float
-
-
-class Portion(NamedTuple):
-    """Order for some of the weights, by name, in this precision; None: in their own."""
-
-    names: Sequence[str]
-    dtype: torch.dtype | None
-
-
-class LentPortion(NamedTuple):
-    """Order to gather some of the weights, as `Portion` does, into a bucket for other processes.
-
-    `readers` is how many each worker has, by rank.
-    """
-
-    names: Sequence[str]
-    dtype: torch.dtype | None
-    readers: Sequence[int]
 
 
 class LearnerWorker:
@@ -193,7 +108,7 @@ class LearnerWorker:
         share = _share(group, self.device)
         holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
         check_fits(config.model, self.device, holding, share, config.gpu_taken)
-        self.passes = self._plan_passes(share)
+        self.passes = plan_passes(config, self.device, group, share)
         self.model = self._load()
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.agree(names)
@@ -244,40 +159,6 @@ class LearnerWorker:
         self._exported = Exported(self.model, self.names, plain, leads=group.rank == 0)
         self.weights = self._exported.weights
         self._lender = BucketLender(self.device)
-
-    def _plan_passes(self, share: float) -> PassPlan:
-        """Plan of the passes for the memory that the model leaves; alike on all workers."""
-        config, device, workers = self._config, self.device, self._group.size
-        asked = PassPlan(
-            config.token_budget or TOKEN_BUDGET[device.partition(":")[0]],
-            bool(config.gradient_checkpointing),
-        )
-        holding = holding_of(adapter=config.trains_adapter, followed=config.shadow is not None)
-        states = estimate_memory(config.model, holding)
-        memory = estimate_pass(config.model, dtype=config.dtype, device=device, workers=workers)
-        sharers = 1 if device.startswith("cuda") else self._group.workers_here()
-        plan = asked
-        if states is not None and memory is not None:
-            held = states.bytes
-            if config.offload_optimizer and not config.trains_adapter:
-                held -= states.parameters * MOMENTS  # elsewhere during a pass
-            plan = fit_pass(
-                memory,
-                (room_bytes(device, config.gpu_taken) - int(held * share)) // sharers,
-                device=device,
-                token_budget=config.token_budget,
-                gradient_checkpointing=config.gradient_checkpointing,
-            )
-        if self._group.total(float(plan.gradient_checkpointing)):
-            plan = plan._replace(gradient_checkpointing=True)
-        if plan != asked:
-            logger.warning(
-                "memory is short on %s: gradient_checkpointing=%s, token_budget=%d",
-                device,
-                plan.gradient_checkpointing,
-                plan.token_budget,
-            )
-        return plan
 
     @property
     def most_mask(self) -> int:

@@ -31,6 +31,7 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter, Written
 from learner.config import LearnerConfig
 from learner.dpo import PreferenceLoss, with_reference
+from learner.forward import LossFunction
 from learner.learner import Learner
 from learner.loop import (
     GroupSource,
@@ -51,7 +52,7 @@ from learner.process_group import Membership, WorkerGroup
 from learner.supervised import RowStream, SupervisedLoop
 from learner.teachers import FrozenReference, LocalTeachers
 from learner.trace import NO_TRACE, Tracing
-from learner.worker import LearnerWorker, LossFunction, follow
+from learner.worker import LearnerWorker, follow
 
 # Of supervised rows beside rollouts.
 SFT_BATCH_SIZE, SFT_COEF = 8, 0.1

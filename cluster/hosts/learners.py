@@ -45,10 +45,10 @@ from distill.outlines import TrajectorySource
 from distill.pace import loading_s
 from learner.checkpoint import Checkpoint
 from learner.config import LearnerConfig
+from learner.forward import LossFunction
 from learner.learner import Learner
 from learner.loop import GroupSource, Publish
 from learner.process_group import Membership, open_store
-from learner.worker import LossFunction
 
 # A learner's checkpoint over a model's in bfloat16: weights and two moments in float32.
 _STATE = 6

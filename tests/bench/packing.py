@@ -22,9 +22,9 @@ from rich.table import Table
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
 from learner.config import LearnerConfig
+from learner.forward import LossFunction
 from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss, cross_entropy_loss
-from learner.worker import LossFunction
 from tests.samples import demonstration, training_row
 from tests.tiny import VOCAB_SIZE, tiny_model_dir
 

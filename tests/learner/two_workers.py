@@ -13,10 +13,11 @@ import torch
 
 from distill.outlines import TrajectorySource
 from learner.config import LearnerConfig
+from learner.forward import LossFunction
 from learner.learner import Learner
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import LOOPBACK, Membership, WorkerGroup, open_store
-from learner.worker import LearnerWorker, LossFunction, follow
+from learner.worker import LearnerWorker, follow
 
 WORKERS = 2
 _DEADLINE_S = 240.0
