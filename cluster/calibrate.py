@@ -18,6 +18,7 @@ from actors.config import choose_engine, running_engines
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
+from cluster.config.teachers import check_stands_still
 from cluster.run_files.tracking import agreement_table
 from distill.handshake.comparison import CalibrationReport
 from distill.sampling import check_temperature
@@ -59,6 +60,7 @@ class CalibrateConfig(StopSettings, LocalEngineConfig):
     @chz.validate
     def _in_range(self) -> None:
         check_temperature(self.temperature, "temperature")
+        check_stands_still(self.teacher)
 
 
 def calibrate(config: CalibrateConfig, console: Console) -> None:

@@ -22,6 +22,7 @@ from cluster.config.common import LocalEngineConfig
 from cluster.config.env import EnvSettings
 from cluster.config.evaluation import DecoderSettings
 from cluster.config.rows import unweighted_sources
+from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.data.row_reader import RowReader
@@ -75,6 +76,7 @@ class EvaluateConfig(
         self.files()
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
+        check_stands_still(self.teacher or "")
         if self.teacher is not None and is_url(self.teacher):
             raise ConfigError(
                 f"teacher={self.teacher} must be a checkpoint here: evaluation shakes no hands, so "

@@ -16,6 +16,16 @@ from learner.config import ShadowRule
 OWN = "policy"
 
 
+def check_stands_still(teacher: str) -> None:
+    """Raises ConfigError for a teacher that moves, where no student is trained."""
+    if teacher == OWN:
+        raise ConfigError(
+            f"teacher={OWN} is the student of a training run, as it moves, and nothing is trained "
+            "here; give the student's checkpoint, as which such a teacher begins (a directory of "
+            f"that name is ./{OWN})"
+        )
+
+
 @chz.chz
 class TeacherConfig:
     """One of several teachers."""

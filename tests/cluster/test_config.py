@@ -205,6 +205,11 @@ def test_what_the_parts_are_given(opd: NewOpd) -> None:
     assert opd(max_running_requests=9).policy_engine("m", "cpu", "log").max_running_requests == 9
 
 
+def test_a_calibration_has_no_teacher_that_moves() -> None:
+    with pytest.raises(ConfigError, match="nothing is trained here"):
+        CalibrateConfig(student="a", teacher="policy", temperature=0.7)
+
+
 # Of the same name in several classes: other models, other files, the device that was chosen.
 HOMONYMS = {
     "model", "student", "teacher", "reference", "data", "prompts", "temperature", "sft_coef",

@@ -90,6 +90,7 @@ def test_the_serving_decoder_changes_no_log_probability(
         (["prompts=x.jsonl", "eval_samples=2"], "eval_samples=2 with eval_temperature=0"),
         (["prompts=x.jsonl", "eval_samples=0"], "eval_samples=0 must be at least 1"),
         (["prompts=no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["prompts=x.jsonl", "teacher=policy", "temperature=1"], "nothing is trained here"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(

@@ -28,6 +28,7 @@ from cluster.config.estimator import with_estimator
 from cluster.config.evaluation import LengthSettings
 from cluster.config.on_policy import OpdConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
+from cluster.config.teachers import check_stands_still
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.columns import PromptColumns
 from distill.errors import ConfigError
@@ -74,6 +75,7 @@ class ForecastConfig(
                 f"num_prompts={self.num_prompts} num_samples={self.num_samples}: the noise between "
                 "prompts and within them is measured, so there must be two of each, at least"
             )
+        check_stands_still(self.teacher)
         if is_url(self.teacher):
             raise ConfigError(
                 f"teacher={self.teacher} must be a checkpoint here: a forecast shakes no hands, so "
