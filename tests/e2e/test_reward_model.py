@@ -234,7 +234,8 @@ def test_a_canary_finds_one_that_changes_and_its_groups_are_sampled_again(
     certificate = certified(out)
     assert certificate["proven"], certificate["verdict"]
     first, second = certificate["replicas"]
-    assert "its weights changed; scores differ" in first["quarantine"]["why"]
+    # Its weights may change between their checksum and the scores of the same canary.
+    assert "scores differ" in first["quarantine"]["why"]
     assert second["quarantine"] is None and second["groups"] > 0
     [finding] = [each for each in events(out, "finding") if each["name"] == "scorer_moved"]
     assert "reward model has moved" in finding["text"]
