@@ -76,12 +76,14 @@ class EvaluateConfig(
         self.files()
         if (self.teacher is None) != (self.temperature is None):
             raise ConfigError("teacher= and temperature= go together: KL(p_T || q_T) needs both")
-        check_stands_still(self.teacher or "")
-        if self.teacher is not None and is_url(self.teacher):
-            raise ConfigError(
-                f"teacher={self.teacher} must be a checkpoint here: evaluation shakes no hands, so "
-                "whether a running server scores at T is not known. cluster.calibrate proves it"
-            )
+        if self.teacher is not None:
+            check_stands_still(self.teacher)
+            if is_url(self.teacher):
+                raise ConfigError(
+                    f"teacher={self.teacher} must be a checkpoint here: evaluation shakes no "
+                    "hands, so whether a running server scores at T is not known. "
+                    "cluster.calibrate proves it"
+                )
         if self.temperature is not None:
             self.train_sampling()
         if self.num_samples < 1:

@@ -24,7 +24,6 @@ from actors.config import EngineChoice
 from cluster.command import run_command
 from cluster.config.on_policy import OpdConfig
 from cluster.recipes.on_policy import run_on_policy
-from distill.errors import ConfigError
 from tests.bench.data_path import data_path_table, measure_data_path
 from tests.bench.decoding import DecodingConfig, decoding_table, measure_decoding
 from tests.bench.deltas import deltas_table, measure_deltas
@@ -33,7 +32,7 @@ from tests.bench.estimators import estimators_table, measure_estimators
 from tests.bench.learner import learner_tables, measure_learner
 from tests.bench.long_tails import long_tails_table, measure_long_tails
 from tests.bench.memory import measure_memory, memory_table
-from tests.bench.pair import make_pair
+from tests.bench.pair import Pair, given_pair, make_pair
 from tests.bench.peer import run_peer
 from tests.bench.queue import measure_queue, queue_table
 from tests.bench.scaling import measure_scaling, scaling_tables
@@ -63,9 +62,7 @@ class BenchConfig:
 
     @chz.validate
     def _pair(self) -> None:
-        given = [self.student, self.teacher, self.prompts]
-        if any(given) and not all(given):
-            raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+        given_pair(self.student, self.teacher, self.prompts)
 
 
 # Steps that fill the pipeline and warm kernels; left out of the medians.
@@ -73,12 +70,11 @@ WARMUP_STEPS = 4
 LR = 3e-4
 
 
-def _opd(config: BenchConfig, pair: tuple[str, str, str], out: Path, staleness: int) -> OpdConfig:
-    student, teacher, prompts = pair
+def _opd(config: BenchConfig, pair: Pair, out: Path, staleness: int) -> OpdConfig:
     return OpdConfig(
-        student=student,
-        teacher=teacher,
-        prompts=prompts,
+        student=pair.student,
+        teacher=pair.teacher,
+        prompts=pair.prompts,
         out=str(out),
         temperature=config.temperature,
         steps=config.steps + WARMUP_STEPS,
@@ -99,11 +95,7 @@ def bench(config: BenchConfig, console: Console) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
-    if config.student and config.teacher and config.prompts:
-        pair = (config.student, config.teacher, config.prompts)
-    else:
-        made = make_pair(work / "pair")
-        pair = (made.student, made.teacher, made.prompts)
+    pair = given_pair(config.student, config.teacher, config.prompts) or make_pair(work / "pair")
     stages = measure_stages(_opd(config, pair, work / "stages", 1), work)
     transports = measure_transports(work)
     deltas = measure_deltas(work)
@@ -156,10 +148,9 @@ def _job(out: Path) -> dict[str, float]:
     }
 
 
-def _peer(config: BenchConfig, pair: tuple[str, str, str], out: Path) -> dict[str, Any]:
-    student, teacher, prompts = pair
+def _peer(config: BenchConfig, pair: Pair, out: Path) -> dict[str, Any]:
     return run_peer(
-        student, teacher, Path(prompts), out,
+        pair.student, pair.teacher, Path(pair.prompts), out,
         steps=config.steps, prompts_per_step=config.prompts_per_step,
         group_size=config.group_size, max_new_tokens=config.max_new_tokens,
         temperature=config.temperature, lr=LR,

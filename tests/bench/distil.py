@@ -34,7 +34,7 @@ from distill.objective.divergences import reverse_kl
 from distill.objective.settings import ObjectiveConfig
 from distill.sampling import TrainSampling
 from distill.tokenizer import load_tokenizer
-from tests.bench.pair import docstrings, make_taught_pair
+from tests.bench.pair import docstrings, given_pair, make_taught_pair
 
 JUDGED_PROMPTS = 48
 
@@ -71,9 +71,7 @@ class DistilConfig:
 
     @chz.validate
     def _in_range(self) -> None:
-        given = [self.student, self.teacher, self.prompts]
-        if any(given) and not all(given):
-            raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+        given_pair(self.student, self.teacher, self.prompts)
         if self.steps < 20 or self.steps % 20:
             raise ConfigError(f"steps={self.steps} must be a multiple of 20")
 
@@ -83,12 +81,10 @@ def distil(config: DistilConfig, console: Console) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
-    if config.student and config.teacher and config.prompts:
-        student, teacher, prompts = config.student, config.teacher, config.prompts
-    else:
-        made = make_taught_pair(work / "pair", docstrings())
-        student, teacher, prompts = made.student, made.teacher, made.prompts
-    trained, asked = split_prompts(prompts, work)
+    given = given_pair(config.student, config.teacher, config.prompts)
+    pair = given or make_taught_pair(work / "pair", docstrings())
+    student, teacher = pair.student, pair.teacher
+    trained, asked = split_prompts(pair.prompts, work)
     rows: list[dict[str, Any]] = []
     before = judge(student, teacher, asked, config.temperature)
     for name, settings in _estimators(config.top_k).items():

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.errors import ConfigError
 from distill.models.loading import new_qwen3
 
 VOCAB_SIZE = 4096
@@ -32,6 +33,19 @@ class Pair:
     student: str
     teacher: str
     prompts: str
+
+
+def given_pair(student: str | None, teacher: str | None, prompts: str | None) -> Pair | None:
+    """The pair of these settings; None: none is given, and one is made.
+
+    Raises:
+        ConfigError: only some are.
+    """
+    if student and teacher and prompts:
+        return Pair(student=student, teacher=teacher, prompts=prompts)
+    if student or teacher or prompts:
+        raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+    return None
 
 
 def make_pair(directory: Path, num_prompts: int = 512) -> Pair:

@@ -31,7 +31,7 @@ from cluster.jsonl_log import read_lines
 from cluster.recipes.on_policy import run_on_policy
 from distill.errors import ConfigError
 from tests.bench.distil import judge, judged_weights, split_prompts
-from tests.bench.pair import docstrings, make_taught_pair
+from tests.bench.pair import Pair, docstrings, given_pair, make_taught_pair
 from tests.bench.peer import run_peer
 
 # Steps between two checkpoints that are judged.
@@ -86,9 +86,7 @@ class RaceConfig:
 
     @chz.validate
     def _in_range(self) -> None:
-        given = [self.student, self.teacher, self.prompts]
-        if any(given) and not all(given):
-            raise ConfigError("give student=, teacher= and prompts= together, or none of them")
+        given_pair(self.student, self.teacher, self.prompts)
         if self.peer_steps < 2:
             raise ConfigError(f"peer_steps={self.peer_steps} must be at least 2")
         if self.most_steps < JUDGED_EVERY or self.most_steps % JUDGED_EVERY:
@@ -100,11 +98,8 @@ def race(config: RaceConfig, console: Console) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="run-", dir=out))
-    if config.student and config.teacher and config.prompts:
-        pair = (config.student, config.teacher, config.prompts)
-    else:
-        made = make_taught_pair(work / "pair", docstrings())
-        pair = (made.student, made.teacher, made.prompts)
+    given = given_pair(config.student, config.teacher, config.prompts)
+    pair = given or make_taught_pair(work / "pair", docstrings())
     rows = measure_race(config, pair, work, console)
     (out / "race.json").write_text(json.dumps(rows, indent=1) + "\n")
     for table in race_tables(rows):
@@ -112,11 +107,11 @@ def race(config: RaceConfig, console: Console) -> None:
 
 
 def measure_race(
-    config: RaceConfig, pair: tuple[str, str, str], work: Path, console: Console
+    config: RaceConfig, pair: Pair, work: Path, console: Console
 ) -> list[dict[str, Any]]:
     """A dictionary of each length and seed: TRL's mark, its seconds, and our `Finish`es."""
-    student, teacher, prompts = pair
-    trained, asked = split_prompts(prompts, work)
+    student, teacher = pair.student, pair.teacher
+    trained, asked = split_prompts(pair.prompts, work)
     rows: list[dict[str, Any]] = []
     for new_tokens in config.new_tokens:
         for seed in range(config.seeds):
