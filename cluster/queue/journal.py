@@ -49,7 +49,8 @@ from typing import Any
 import orjson
 
 from cluster.jsonl_log import LineFile, last_line
-from cluster.queue.ledger import Ledger, LedgerSettings
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 

@@ -26,177 +26,28 @@ Scorers are asked for canaries now and then (cluster/queue/custody.py). What one
 have scored wrongly is leased again, to be scored by another; for what weights contain the learner
 has to go back.
 
-A worker that dies takes all its groups with it, and at most a few are guilty. Those that it had
-reported to be in an environment's or a reward's code are suspects; so is each that is there at a
-second death. A suspect has a worker to itself. If that dies, the group did it: that is a failure of
-its own. If the group arrives, it is a suspect no more. So a group that kills every worker is set
-aside, after `max_failures + 2` deaths as a rule, and none is for what another did.
+Whose fault it is that a group failed, or that a worker died with it: cluster/queue/faults.py.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from cluster.queue.custody import Custody
-from cluster.queue.step_rules import DueFirst, InOrder, StepRule, View
-from distill.delivery import CONSTANT_REWARD, Lease, Overdue, StepRuleName, TrainedGroups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerSettings:
-    """Settings of a run's ledger.
-
-    Attributes:
-        max_staleness: weight versions between a group's first lease and its training, at most.
-        total_groups: live groups of the whole run, those trained before included.
-        lease_s: how long a group may be without progress before it is leased to another.
-        max_failures: failures of its own after which a group is set aside.
-        max_deaths: the same for leases that ran out. More than failures, because what hangs may be
-            an engine.
-        step_rule: `in_order` or `due_first`.
-        groups_in_flight: most groups between their lease and published weights that contain them;
-            0: (max_staleness + 1) * groups_per_step, the most that the bound allows.
-        overdue: `wait` for groups that would be trained too late otherwise, train them `late`, or
-            begin them `again`.
-        begin_again_after: groups that are under way for so many times the median of those that
-            have arrived may begin again.
-        most_begun_again: how often a group may; after that it is waited for.
-        most_replaced: groups of constant reward that a step passes over at most.
-    """
-
-    groups_per_step: int
-    max_staleness: int
-    total_groups: int
-    lease_s: float
-    max_failures: int = 3
-    max_deaths: int = 10
-    step_rule: StepRuleName = "in_order"
-    groups_in_flight: int = 0
-    overdue: Overdue = "wait"
-    most_replaced: int = 0
-    begin_again_after: float = 2.0
-    most_begun_again: int = 3
-
-    def __post_init__(self) -> None:
-        assert self.groups_per_step > 0 and self.max_staleness >= 0
-        assert self.max_failures > 0 and self.max_deaths > 0
-        most = self.groups_per_step * (self.max_staleness + 1)
-        assert not self.groups_in_flight or self.groups_per_step <= self.groups_in_flight <= most
-
-    @property
-    def window(self) -> int:
-        """Most groups between their lease and published weights that contain them."""
-        return self.groups_in_flight or self.groups_per_step * (self.max_staleness + 1)
-
-    def rule(self) -> StepRule:
-        """The rule of the run's steps."""
-        if self.step_rule == "in_order":
-            return InOrder(self.window)
-        return DueFirst(self.max_staleness, self.window, late=self.overdue == "late")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """Groups of a step.
-
-    Attributes:
-        group_ids: in order.
-        set_aside: ids that its weights account for without having been trained on them, beside
-            those of the weights before, and why.
-        overdue: groups that are older than `max_staleness`.
-        begun_again: how often its groups were begun again in all.
-        start_max: weight versions since the first lease of the group that was leased first.
-        replaced: groups of constant reward that it passes over, and that reward.
-    """
-
-    group_ids: list[int]
-    set_aside: dict[int, str]
-    overdue: int = 0
-    begun_again: int = 0
-    start_max: int = 0
-    replaced: dict[int, float] = field(default_factory=dict)
-
-
-class Foreseen(NamedTuple):
-    """Finished groups that a later step would take as things are; and whether they are all of it
-    and it may go on with them."""
-
-    group_ids: list[int]
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryAnswer:
-    """What a scorer's canary means for the groups that it has scored.
-
-    Attributes:
-        again: groups that are leased again, to be scored by another.
-        first_bad: the first version that contains, or that the learner is about to make of, groups
-            which it may have scored wrongly; None: no weights do.
-        proven: up to this version weights contain only groups that are proven.
-    """
-
-    again: tuple[int, ...] = ()
-    first_bad: int | None = None
-    proven: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueStatus:
-    """Status of the queue between the rollout workers and the learner.
-
-    Attributes:
-        depth: groups delivered and not yet in published weights.
-        leased: worker, attempt and age in seconds of every group under way, by id.
-        pending: ids waiting to be leased again.
-        missing: ids that the next step waits for, lowest first. (While too few are finished it
-            waits for any, in `due_first`.)
-        credit: groups that may start now, beside the pending ones.
-        set_aside: groups set aside since the start of the run, because they failed.
-        re_leases: leases of groups that had been leased before.
-        delivered: groups that arrived and were wanted.
-        duplicates: groups that arrived and were not: again, or too late.
-        consecutive_set_aside: groups set aside since the last delivery.
-        last_reason: of the newest failure, death or expiry; "" before the first.
-        published: the watermark of the weights on the engines.
-        exhausted: nothing is left to be started, again or for the first time.
-        epoch: see `Lease`.
-        starved_s: for so long, of the `age_s` seconds since the queue was made, nothing might
-            start and fewer groups were under way than finished. (Some credit is always with groups
-            that are being trained: workers that lack it for a moment are not too many.)
-        begun_again: of each group that was begun again and is not trained, the last attempt that
-            is over by that.
-    """
-
-    depth: int
-    leased: Mapping[int, tuple[str, int, float]]
-    pending: list[int]
-    missing: list[int]
-    credit: int
-    set_aside: int
-    re_leases: int
-    delivered: int
-    duplicates: int
-    consecutive_set_aside: int
-    last_reason: str
-    published: int
-    exhausted: bool
-    epoch: int
-    starved_s: float
-    age_s: float
-    begun_again: Mapping[int, int] = field(default_factory=dict)
-
+from cluster.queue.faults import Faults, killed
+from cluster.queue.ledger_answers import CanaryAnswer, Foreseen, QueueStatus, Step
+from cluster.queue.ledger_settings import LedgerSettings
+from cluster.queue.step_rules import View
+from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 
 # Of so many groups that arrived the ledger knows for how long they were under way.
 _KNOWN = 256
-# Of a group's suspicion: that of one death inside its environment, or of two elsewhere.
-_SUSPECT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +87,7 @@ class Ledger:
         self.epoch = epoch
         self._clock = clock
         self._settings, self._rule = settings, settings.rule()
-        self._failures: Counter[int] = Counter()
-        self._deaths: Counter[int] = Counter()
-        self._suspicion: Counter[int] = Counter()
-        # Of each worker: what it was given and has not returned, whether or not the lease is over;
-        # and what runs an environment's code there by its own report, with what problem that is.
-        self._at: defaultdict[str, set[Lease]] = defaultdict(set)
-        self._inside: dict[str, Mapping[int, str]] = {}
+        self._faults = Faults(settings.max_failures, settings.max_deaths)
         self._set_aside: dict[int, str] = {}
         self._re_leases = self._arrived = self._duplicates = self._consecutive_set_aside = 0
         self._last_reason = ""
@@ -300,7 +145,7 @@ class Ledger:
         ]
         if leases:
             self._answers[worker] = (request, leases)
-            self._at[worker] |= set(leases)
+            self._faults.given(worker, leases)
             self.record(
                 "lease",
                 ids=[lease.group_id for lease in leases],
@@ -313,8 +158,7 @@ class Ledger:
         return leases
 
     def _startable(self, worker: str, max_groups: int) -> list[int]:
-        suspects = {i for i, count in self._suspicion.items() if count >= _SUSPECT}
-        if suspects:
+        if suspects := self._faults.suspects:
             held = {i for i, held in self._leased.items() if held.worker == worker}
             if held & suspects:
                 return []
@@ -331,7 +175,7 @@ class Ledger:
     @property
     def has_suspects(self) -> bool:
         """Groups may wait for a worker that has nothing."""
-        return bool(self._suspicion)
+        return self._faults.any_suspected
 
     def _lease_one(self, group_id: int, worker: str) -> Lease:
         self._pending.discard(group_id)
@@ -370,7 +214,7 @@ class Ledger:
             scored_by: the replicas that scored it (cluster/queue/custody.py).
         """
         group_id = lease.group_id
-        self._at[worker].discard(lease)
+        self._faults.returned(worker, lease)
         fields = {"id": group_id, "attempt": lease.attempt, "worker": worker, "epoch": lease.epoch}
         if why := self._why_late(lease):
             self._duplicates += 1
@@ -384,7 +228,7 @@ class Ledger:
         if (held := self._leased.pop(group_id, None)) is not None:
             self._seconds.append(self._clock() - held.began)
         self._delivered.add(group_id)
-        self._suspicion.pop(group_id, None)
+        self._faults.arrived(group_id)
         self._arrived += 1
         self._consecutive_set_aside = 0
         if constant_reward is not None and self._settings.most_replaced:
@@ -418,7 +262,7 @@ class Ledger:
         if not self._is_held(lease):
             return
         group_id = lease.group_id
-        self._at[worker].discard(lease)
+        self._faults.returned(worker, lease)
         self._last_reason = reason
         self.record("fail", id=group_id, attempt=lease.attempt, worker=worker, reason=reason)
         self._blame(group_id, reason)
@@ -427,17 +271,19 @@ class Ledger:
     def _blame(self, group_id: int, reason: str) -> None:
         """A failure of its own."""
         del self._leased[group_id]
-        self._failures[group_id] += 1
-        failures = self._failures[group_id]
-        if failures >= self._settings.max_failures:
-            self._put_aside(group_id, f"failed {failures} times: {reason}")
-        else:
+        self._put_back(group_id, self._faults.failed(group_id, reason))
+
+    def _put_back(self, group_id: int, verdict: str | None) -> None:
+        """Leases a group again, or sets it aside if that is the verdict."""
+        if verdict is None:
             self._pending.add(group_id)
+        else:
+            self._put_aside(group_id, verdict)
 
     def inside(self, worker: str, problems: Mapping[int, str]) -> None:
         """Notes which of the worker's groups, at most, run their environment's or reward's code
         until its next report. Not written down: a restarted queue suspects them all."""
-        self._inside[worker] = problems
+        self._faults.inside(worker, problems)
 
     # scorers and their canaries
 
@@ -512,19 +358,16 @@ class Ledger:
         """The worker died: what it had under way is leased again. Returns those ids."""
         ids = sorted(i for i, held in self._leased.items() if held.worker == worker)
         self._answers.pop(worker, None)
-        inside = self._inside.pop(worker, dict.fromkeys(ids, ""))
-        at = {lease.group_id for lease in self._at.pop(worker, ())}
-        if ids or at:
+        death = self._faults.died(worker, ids)
+        if death.had_groups:
             self._last_reason = reason
-            inside = {i: problem for i, problem in inside.items() if i in ids}
-            self.record("forfeit", worker=worker, ids=ids, inside=_by_text(inside), reason=reason)
-            if at == set(ids) and len(ids) == 1:
-                self._suspicion[ids[0]] = _SUSPECT
-                self._blame(ids[0], _killed(inside.get(ids[0], ""), reason))
+            inside = _by_text(death.inside)
+            self.record("forfeit", worker=worker, ids=ids, inside=inside, reason=reason)
+            if death.guilty is not None:
+                self._blame(death.guilty, killed(death.inside.get(death.guilty, ""), reason))
             else:
                 for group_id in ids:
                     del self._leased[group_id]
-                    self._suspicion[group_id] += _SUSPECT if group_id in inside else 1
                 self._pending.update(ids)
             self._meter()
         return ids
@@ -561,12 +404,7 @@ class Ledger:
     def _lose(self, ids: list[int], reason: str) -> None:
         for group_id in ids:
             self._leased.pop(group_id, None)
-            self._deaths[group_id] += 1
-            deaths = self._deaths[group_id]
-            if deaths >= self._settings.max_deaths:
-                self._put_aside(group_id, f"{deaths} workers died or hung with it: {reason}")
-            else:
-                self._pending.add(group_id)
+            self._put_back(group_id, self._faults.lost(group_id, reason))
         self._meter()
 
     def _put_aside(self, group_id: int, reason: str) -> None:
@@ -589,9 +427,7 @@ class Ledger:
 
     def commit(self, step: int, watermark: int) -> None:
         """The checkpoint of `step` is on disk: nothing below `watermark` will be done again."""
-        for counts in (self._failures, self._deaths, self._suspicion):
-            for group_id in [i for i in counts if i < watermark]:
-                del counts[group_id]
+        self._faults.forget_below(watermark)
         self.record("commit", step=step, watermark=watermark)
 
     def overdue(self) -> list[int]:
@@ -921,15 +757,6 @@ class Ledger:
 
 def _newly_aside(before: TrainedGroups, after: TrainedGroups) -> dict[int, str]:
     return dict(sorted(after.set_aside.items() - before.set_aside.items()))
-
-
-def _killed(problem: str, reason: str) -> str:
-    """Message on a group that killed a worker which ran nothing else, with a remedy."""
-    where = f", in the code of {problem}" if problem else ""
-    return (
-        f"its worker died while it ran this group alone{where} ({reason}); make its environment "
-        "and reward raise instead of ending or holding up their process, or take the problem out"
-    )
 
 
 def _by_text(reasons: Mapping[int, str]) -> dict[str, str]:

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from cluster.queue.journal import Journal, replay
-from cluster.queue.ledger import CanaryAnswer, Ledger, LedgerSettings, QueueStatus
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_answers import CanaryAnswer, QueueStatus
+from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.parcels import Offer, Parcel, PartsAnswer, parts_of
 from distill.delivery import Lease, TrainedGroups
 from distill.outlines import Place

@@ -31,7 +31,7 @@ from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger import CanaryAnswer
+from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.copy_canaries import CopyCanaries
 from cluster.runtime.driver import Driver
 from cluster.runtime.reward_canaries import RewardCanaries

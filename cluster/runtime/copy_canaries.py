@@ -18,7 +18,7 @@ from typing import Any
 from cluster.findings.finding import Finding
 from cluster.placement.roles import learner_title, teacher_role
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger import CanaryAnswer
+from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from distill.errors import CalibrationError
 from distill.handshake.canary import COMPANY, Answer, CanaryRows, Tolerance, judge

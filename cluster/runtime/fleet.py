@@ -39,7 +39,7 @@ from cluster.placement.roles import (
     worker_title,
 )
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger import QueueStatus
+from cluster.queue.ledger_answers import QueueStatus
 from cluster.run_files.run_directory import RunDirectory
 from cluster.runtime.admission import Admission, Examine, Pinned
 from cluster.runtime.announcer import Announcer

@@ -23,7 +23,7 @@ from cluster.findings.finding import Finding
 from cluster.handles import calls
 from cluster.placement.roles import REWARD
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger import CanaryAnswer
+from cluster.queue.ledger_answers import CanaryAnswer
 from cluster.runtime.driver import Driver
 from cluster.supervision.failures import reason_of
 from cluster.supervision.supervise import ActorLost, Member, State, Supervisor

@@ -13,7 +13,7 @@ from cluster.handles import calls
 from cluster.hosts.rollout_actor import WorkerStatus
 from cluster.placement.roles import ROLLOUT
 from cluster.queue.group_queue import GroupQueue
-from cluster.queue.ledger import QueueStatus
+from cluster.queue.ledger_answers import QueueStatus
 from cluster.supervision.supervise import State, Supervisor
 
 _EVERY_S = 1.0

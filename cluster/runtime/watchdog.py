@@ -20,7 +20,7 @@ from typing import Protocol
 from cluster.early_ends import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
 from cluster.placement.roles import REWARD
-from cluster.queue.ledger import QueueStatus
+from cluster.queue.ledger_answers import QueueStatus
 
 _SHOWN = 8
 

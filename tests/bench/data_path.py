@@ -33,7 +33,7 @@ from rich.table import Table
 
 from cluster.queue.codec import pack, pack_part, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
-from cluster.queue.ledger import LedgerSettings
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import TrainedGroups
 from distill.objective.batching import TrainingRow, deal, split_by_token_budget
 from distill.objective.rows import policy_rows

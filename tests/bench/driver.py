@@ -29,7 +29,7 @@ from cluster.command import run_command
 from cluster.hosts.rollout_actor import GroupUnderWay, RosterChange, WorkerStatus
 from cluster.placement.connect import start_here
 from cluster.placement.roles import POLICY, ROLLOUT
-from cluster.queue.ledger import QueueStatus
+from cluster.queue.ledger_answers import QueueStatus
 from cluster.runtime.announcer import Announcer
 from cluster.runtime.driver import Driver, Signals
 from cluster.runtime.status_poller import StatusPoller

@@ -30,7 +30,7 @@ from rich.table import Table
 from cluster.inspect.audit import audit
 from cluster.queue.codec import pack, unpack
 from cluster.queue.group_queue import GroupQueue, WorkerEnd
-from cluster.queue.ledger import LedgerSettings
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.types import TrajectoryGroup
 from tests.queues import queue_on_ray

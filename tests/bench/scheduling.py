@@ -46,7 +46,8 @@ from rich.table import Table
 
 from cluster.command import run_command
 from cluster.hosts.engine_pool import EnginePool
-from cluster.queue.ledger import Ledger, LedgerSettings
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, Overdue, StepRuleName, TrainedGroups
 
 SPEED = 40.0  # tokens/s of a slot

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from cluster.inspect.audit import Audit, audit, main
 from cluster.queue.journal import Journal, broken_links, read_journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, TrainedGroups
 from distill.errors import DataError
 from learner.checkpoint import CheckpointStore

@@ -18,7 +18,7 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.roles import REFERENCE, ROLLOUT
 from cluster.queue.group_queue import GroupQueue
 from cluster.queue.journal import read_journal, replay
-from cluster.queue.ledger import LedgerSettings
+from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.scoring import read_scoring
 from cluster.runtime.canaries import Canaries, CanarySetup, ScoredWrongly, ScorerMoved
 from cluster.runtime.driver import Driver, Signals

@@ -28,7 +28,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, read_journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus, Step
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_answers import QueueStatus, Step
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 from distill.errors import DataError
 

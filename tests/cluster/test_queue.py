@@ -22,7 +22,7 @@ from cluster.inspect.audit import audit
 from cluster.queue.codec import pack
 from cluster.queue.group_queue import GroupQueue, QueueClosed, QueueTimeout, WorkerEnd
 from cluster.queue.journal import read_journal
-from cluster.queue.ledger import LedgerSettings
+from cluster.queue.ledger_settings import LedgerSettings
 from distill.delivery import Lease, Taken, TrainedGroups
 from distill.errors import DataError
 from distill.objective.whole_groups import opened

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from cluster.inspect.audit import audit
 from cluster.queue.journal import Journal, replay
-from cluster.queue.ledger import Ledger, LedgerSettings, Step
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_answers import Step
+from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import Choice, DueFirst, InOrder, StepRule, View
 from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 from tests.bench.scheduling import Outcome, Schedule, Simulation, Workload

@@ -11,7 +11,9 @@ import pytest
 
 from cluster.early_ends import RunFailed
 from cluster.hosts.rollout_actor import GroupUnderWay, WorkerStatus
-from cluster.queue.ledger import Ledger, LedgerSettings, QueueStatus
+from cluster.queue.ledger import Ledger
+from cluster.queue.ledger_answers import QueueStatus
+from cluster.queue.ledger_settings import LedgerSettings
 from cluster.runtime.watchdog import Watchdog, quiet_s, suspects, wait_graph
 from distill.delivery import TrainedGroups
 
