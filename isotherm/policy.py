@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
 from distill.data.sft_rows import ExampleEncoder, supervised_row
 from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError

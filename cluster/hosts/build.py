@@ -51,7 +51,7 @@ from cluster.supervision.supervise import (
     ready_call,
     whereabouts_call,
 )
-from cluster.weights.publisher import PushSettings
+from cluster.weights.push_settings import PushSettings
 from distill.delivery import TrainedGroups
 from distill.envs.base import EnvStream
 from distill.models.loading import load_config, vocab_size

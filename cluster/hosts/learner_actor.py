@@ -20,7 +20,8 @@ from cluster.run_files.replay_log import ReplayLog, push_nowhere
 from cluster.run_files.rollouts import RolloutLog
 from cluster.run_files.run_directory import RunDirectory
 from cluster.supervision.supervise import WorkDone
-from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
 from distill.models.loading import resolve_device
 from distill.objective.batching import TrainingRow
 from distill.outlines import TrajectorySource

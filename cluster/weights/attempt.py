@@ -24,14 +24,14 @@ class Attempt:
     Attributes:
         started: transports, and what their engines were asked, by engine.
         failures: why a transport could not begin, by its engines.
-        allowance_s: what engines may take for its bytes, beyond the deadline of any answer.
+        nbytes: of all its tensors.
         waiting: called now and then while they are waited for.
     """
 
     version: int
     started: list[tuple[Transport, dict[str, Any]]]
     failures: dict[str, str]
-    allowance_s: float
+    nbytes: int
     waiting: Callable[[], None]
 
     @classmethod
@@ -43,7 +43,7 @@ class Attempt:
         waiting: Callable[[], None],
     ) -> Attempt:
         """Begins on all of them. A transport by copy has made its copy when this returns."""
-        begun = cls(version, [], {}, loading_s(total_bytes(weights)), waiting)
+        begun = cls(version, [], {}, total_bytes(weights), waiting)
         for transport in transports:
             try:
                 begun.started.append((transport, transport.start(weights, version)))
@@ -51,6 +51,11 @@ class Attempt:
                 transport.abort()
                 begun.failures.update(dict.fromkeys(transport.engines, str(error)))
         return begun
+
+    @property
+    def allowance_s(self) -> float:
+        """What engines may take for its bytes, beyond the deadline of any answer."""
+        return loading_s(self.nbytes)
 
     @property
     def needs_weights(self) -> bool:

@@ -5,7 +5,8 @@
     engine    keeps the same copy in main memory and patches it; its model, or its server, reads
               that as it reads shared memory
 
-Who joined, was restarted, or refused the last push gets all. The copies: distill/weights/delta.py.
+Who joined, was restarted, or refused the last push gets all. Either is of the learner's copy,
+whatever has become of the weights since. The copies: distill/weights/delta.py.
 """
 
 from __future__ import annotations
@@ -53,8 +54,13 @@ class DeltaSender:
         if delta is not None:
             pending = self._load({name: engines[name] for name in up_to_date}, delta)
         others = {name: engine for name, engine in engines.items() if name not in pending}
-        self._whole |= others.keys()
-        return pending | self._load(others, self._sent.whole())
+        return pending | self.send_whole(others, version)
+
+    def send_whole(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
+        """All of the copy, whatever the weights are by now; returns as `send`."""
+        assert version == self._sent.version, "the copy is of another version"
+        self._whole |= engines.keys()
+        return self._load(engines, self._sent.whole())
 
     def _load(self, engines: Mapping[str, Any], source: WeightDelta) -> dict[str, Any]:
         if not engines:
@@ -98,6 +104,8 @@ class DeltaSender:
 class DeltaTransport(Transport):
     """What changed to engines that hold the weights before, all to the others."""
 
+    copies = True
+
     def __init__(self, engines: Mapping[str, Any], sender: DeltaSender) -> None:
         super().__init__(engines)
         self._sender = sender
@@ -107,3 +115,6 @@ class DeltaTransport(Transport):
 
     def start(self, weights: Weights, version: int) -> dict[str, Any]:
         return self._sender.send(self.engines, weights, version)
+
+    def load(self, engines: Mapping[str, Any], version: int) -> dict[str, Any]:
+        return self._sender.send_whole(engines, version)

@@ -20,9 +20,8 @@ Slots are freed only when every engine has acknowledged, so no rollout starts on
 the newest. A push that fails leaves an engine at its old weights, or says that it must be
 restarted; it always ends generation's pause. An engine that does not take the weights twice is
 ended before any slot is freed; its owner restarts it (cluster/supervision/supervise.py). Whether an
-engine holds what it acknowledged is not believed but asked: what it makes of it
-(cluster/weights/weight_probe.py), and its bits (cluster/weights/proof.py). The ways there:
-cluster/weights/transports.py.
+engine holds what it acknowledged is not believed but asked (checks.py). The ways there:
+transports.py. Engines of a teacher that follows: teacher_pushes.py.
 """
 
 from __future__ import annotations
@@ -30,31 +29,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from ray.exceptions import GetTimeoutError, RayError
-
-from cluster.config.pools import WeightsChoice
 from cluster.handles import calls
 from cluster.supervision.failures import dead_among
 from cluster.weights.attempt import Attempt
 from cluster.weights.background import Background, Turn, Turns
+from cluster.weights.checks import Answers, PushChecks
 from cluster.weights.delta import DeltaSender
-from cluster.weights.gather import GatherResult, collect, values
-from cluster.weights.proof import PushProof
+from cluster.weights.gather import GatherResult, collect
+from cluster.weights.push_settings import PushSettings
+from cluster.weights.teacher_pushes import TeacherPushes
 from cluster.weights.transport import Transport
-from cluster.weights.transports import choose_transports
-from cluster.weights.weight_probe import WeightProbe
 from distill.delivery import TrainedGroups
 from distill.errors import EngineError
 from distill.objective.batching import TrainingRow
 from distill.pace import Progress
 from distill.types import FloatArray
 from distill.weights.lending import LenderPlace
-from distill.weights.model_weights import BUCKET_BYTES, Weights, total_bytes
+from distill.weights.model_weights import Weights, total_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,37 +60,6 @@ class Credit(Protocol):
     def publish(self, version: int, trained: TrainedGroups) -> None:
         """Weights that account for `trained` are on every engine."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushSettings:
-    """Settings of a run's pushes. `choose_transports` explains most of it.
-
-    Attributes:
-        temperature: the run's; the probe scores at it.
-        learner_dtype: what the learner computes in; how far it may be from an engine.
-        probe_every, prove_every: versions between two that are probed, and proven; 0: none is.
-        bucket_bytes: most that a collective sends at once.
-        deltas: engines on other nodes are sent what changed.
-        timeout_s: longest that a push may not get on: no engine answers, nothing is sent. Engines
-            that load by themselves have it, and a second for each 100 MB.
-    """
-
-    choice: WeightsChoice
-    served: bool
-    device: str
-    directory: str
-    model: str
-    temperature: float
-    learner_dtype: str
-    probe_every: int
-    prove_every: int
-    timeout_s: float
-    bucket_bytes: int = BUCKET_BYTES
-    deltas: bool = False
-    nodes: int = 1
-    teacher_nodes: int = 1
-    gpus: int | None = None
 
 
 class Publisher:
@@ -124,31 +88,24 @@ class Publisher:
             teachers: engines of the teacher that follows the policy, as `engines`.
             lenders: the learner's workers, by rank; none given: this process alone.
         """
-        self._engines, self._teachers = dict(engines), dict(teachers)
-        self._credit = credit
+        self._engines = dict(engines)
+        self._credit, self._goes_on = credit, goes_on
         self._settings, self._lenders = settings, lenders
         self._deltas = DeltaSender() if settings.deltas else None
-        self._learner_logprobs, self._goes_on = learner_logprobs, goes_on
         self._transports: list[Transport] | None = None
-        self._ways_to_teachers: list[Transport] | None = None
         self._lent: tuple[dict[str, Any], list[Transport]] = ({}, [])  # engines, and ways there
-        self._probe: WeightProbe[Any, Any] | None = None
         self._found: dict[str, float] = {}  # metrics for the next push to return
         self._beside = Background[dict[str, float]]()
         self._held_up_s = 0.0  # how long the learner has waited for that one
-        self._answers_due = 0.0  # until when probe and proof wait, for all engines together
         self._progress = progress or Progress()
         # A push's, or of engines that join.
         self._turns = Turns(settings.timeout_s, self._progress)
         self._last: Attempt | None = None  # the push that all engines hold, and its copies
-        self._proof, self._teachers_proof = (
-            PushProof[Any, Any](
-                engines=of,
-                submit=lambda engine: engine.weight_checksums.remote(),
-                collect=partial(self._collect, "say the checksums of its weights"),
-            )
-            for of in (self._engines, self._teachers)
+        self._answers = Answers(settings.timeout_s, self._progress)
+        self._checks = PushChecks(
+            self._engines, settings, learner_logprobs, self._answers, self._progress
         )
+        self._teachers = TeacherPushes(teachers, settings, self._answers, self._progress)
 
     def describe(self) -> str:
         """Transport of each engine, for people to read."""
@@ -162,7 +119,8 @@ class Publisher:
 
         Of the version before: the probe's gap, and the share of parameters that are proven; and, if
         this push goes on when this returns, seconds, pause and number of engines. With deltas: the
-        share of values that changed, and the number of engines that got all of them.
+        share of values that changed, the number of engines that got all of them, and the bytes of
+        an engine, of the same version as the seconds.
 
         Raises:
             CalibrationError: an engine does not hold the version before.
@@ -171,8 +129,9 @@ class Publisher:
             NonFiniteError: the weights hold a NaN or an infinity.
         """
         self.wait()
-        metrics, self._found = self._found | self._settled(), {}
-        metrics["push/bytes"] = total_bytes(weights)
+        metrics: dict[str, float] = {"push/bytes": total_bytes(weights)}
+        metrics |= self._found | self._settled()
+        self._found = {}
         with self._turns.next() as turn:
             started = time.perf_counter()
             if self._deltas is not None:
@@ -184,14 +143,8 @@ class Publisher:
             anew = partial(self._anew, weights, version)
             self._found = self._acknowledged(attempt, started, anew)
             metrics |= self._found
-            if self._deltas is not None:
-                metrics |= self._deltas.metrics(self._engines, total_bytes(weights))
             self._credit.publish(version, trained)
-            if self._is_probed(version):
-                self._ask(version)
-            self._answers_due = time.monotonic() + self._settings.timeout_s
-            if self._is_proven(version):
-                self._proof.ask(version, weights)
+            self._checks.ask(version, weights)
         return metrics
 
     def join(self, engines: Mapping[str, Any]) -> int | None:
@@ -249,28 +202,10 @@ class Publisher:
             CalibrationError: one does not hold what it was handed before.
         """
         self.wait()
-        self._answers_due = time.monotonic() + self._settings.timeout_s
-        self._teachers_proof.settle()
+        self._answers.begin()
+        self._teachers.settle()
         with self._turns.next():
-            started = time.perf_counter()
-            if self._ways_to_teachers is None:
-                self._end_teachers(dead_among(self._teachers), version)
-                self._ways_to_teachers = self._choose_for_teachers(self._teachers)
-            attempt = Attempt.begin(self._ways_to_teachers, weights, version, self._progress.mark)
-            answers = attempt.answers(self._settings.timeout_s)
-            if answers.failures:
-                logger.warning("teacher version %d: %s", version, answers.complaint())
-                self._end_teachers(list(answers.failures), version)
-            if self._is_proven(version) and self._teachers:
-                self._answers_due = time.monotonic() + self._settings.timeout_s
-                self._teachers_proof.ask(version, weights)
-        return {"push/teacher_seconds": time.perf_counter() - started}
-
-    def _end_teachers(self, names: Sequence[str], version: int) -> None:
-        for name in names:
-            logger.warning("%s did not take the teacher's version %d: it is ended", name, version)
-            calls.kill(self._teachers.pop(name))
-            self._ways_to_teachers = None
+            return self._teachers.push(weights, version)
 
     def admit_teachers(self, engines: Mapping[str, Any], weights: Weights, version: int) -> None:
         """Hands the teacher to engines of its own that join; they are part of every later push.
@@ -280,13 +215,7 @@ class Publisher:
         """
         self.wait()
         with self._turns.next():
-            ways = self._choose_for_teachers(engines)
-            attempt = Attempt.begin(ways, weights, version, self._progress.mark)
-            answers = attempt.answers(self._settings.timeout_s)
-            if answers.failures:
-                raise EngineError(f"teacher version {version} failed: {answers.complaint()}")
-            self._teachers |= engines
-            self._ways_to_teachers = None
+            self._teachers.admit(engines, weights, version)
 
     def lend(self, engines: Mapping[str, Any], weights: Weights, version: int) -> dict[str, str]:
         """Hands the present weights to engines that are part of no later push.
@@ -296,10 +225,11 @@ class Publisher:
         self.wait()
         known, transports = self._lent
         try:
-            if known != engines:
-                transports = self._choose(engines)
-            attempt = Attempt.begin(transports, weights, version, self._progress.mark)
-            failures = attempt.answers(self._settings.timeout_s).failures
+            with self._turns.next():
+                if known != engines:
+                    transports = self._choose(engines)
+                attempt = Attempt.begin(transports, weights, version, self._progress.mark)
+                failures = attempt.answers(self._settings.timeout_s).failures
         except EngineError as error:  # one died before it was asked where it is
             failures = dict.fromkeys(engines, str(error))
         # A group is formed once; a block as large as the model is not kept in between.
@@ -333,8 +263,8 @@ class Publisher:
         with self._turns.next():
             for name in names:
                 self._engines.pop(name, None)
-                self._teachers.pop(name, None)
-            self._transports = self._ways_to_teachers = None
+            self._transports = None
+            self._teachers.dismiss(names)
 
     def _begin(self, weights: Weights, version: int) -> Attempt:
         self._last = None  # whose copies are written over, or let go
@@ -347,10 +277,8 @@ class Publisher:
         """The push may go on beside the learner: nothing of it needs the present weights."""
         return (
             self._goes_on is not None
-            and self._deltas is None  # its copy belongs to the learner's thread
             and not attempt.needs_weights
-            and (self._probe is not None or not self._is_probed(attempt.version))
-            and (self._proof.knows_recipes or not self._is_proven(attempt.version))
+            and self._checks.can_prepare(attempt.version)
         )
 
     def _go_beside(
@@ -361,22 +289,15 @@ class Publisher:
         started: float,
         turn: Turn,
     ) -> None:
-        version, learnt_N, digests = attempt.version, None, None
-        if self._is_probed(version) and self._probe is not None:
-            learnt_N = self._probe.learnt()
-        if self._is_proven(version):
-            digests = self._proof.expected(weights)
+        version = attempt.version
+        ask = self._checks.prepare(version, weights)
 
         def finish() -> dict[str, float]:
             try:
                 again = partial(attempt.again, timeout_s=self._settings.timeout_s)
                 metrics = self._acknowledged(attempt, started, again)
                 self._credit.publish(version, trained)
-                self._answers_due = time.monotonic() + self._settings.timeout_s
-                if learnt_N is not None and self._probe is not None:
-                    self._probe.ask(version, learnt_N)
-                if digests is not None:
-                    self._proof.ask_for(version, digests)
+                ask()
             finally:
                 turn.end()
             return metrics
@@ -397,7 +318,8 @@ class Publisher:
         dropped."""
         pauses = self._pauses(attempt, again)
         self._last = attempt
-        return {
+        sent = {} if self._deltas is None else self._deltas.metrics(self._engines, attempt.nbytes)
+        return sent | {
             "push/seconds": time.perf_counter() - started,
             "push/pause": max(pauses.values(), default=0.0),
             "push/engines": len(pauses),
@@ -425,12 +347,6 @@ class Publisher:
         attempt = Attempt.begin(self._choose(engines), weights, version, self._progress.mark)
         return attempt.answers(self._settings.timeout_s)
 
-    def _is_probed(self, version: int) -> bool:
-        return _is_due(version, self._settings.probe_every) and bool(self._engines)
-
-    def _is_proven(self, version: int) -> bool:
-        return _is_due(version, self._settings.prove_every)
-
     def _drop(self, names: Sequence[str], version: int) -> None:
         self._end(names, f"did not take weights version {version}")
 
@@ -452,82 +368,9 @@ class Publisher:
         return self._settled().get("push/probe_gap")
 
     def _settled(self) -> dict[str, float]:
-        self._answers_due = time.monotonic() + self._settings.timeout_s
-        found = {
-            "push/probe_gap": None if self._probe is None else self._probe.settle(),
-            "push/proven": self._proof.settle(),
-            "push/teacher_proven": self._teachers_proof.settle(),
-        }
+        self._answers.begin()
+        found = self._checks.settle() | {"push/teacher_proven": self._teachers.settle()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _ask(self, version: int) -> None:
-        self._progress.mark()
-        if self._probe is None:
-            name, engine = next(iter(self._engines.items()))
-            try:
-                answers = values({name: engine.info.remote()}, "asking", self._settings.timeout_s)
-            except EngineError:
-                return  # it has just died: the next version asks another
-            self._probe = WeightProbe(
-                engines=self._engines,
-                info=answers[name],
-                temperature=self._settings.temperature,
-                learner=self._learner_logprobs,
-                submit=lambda engine, requests: engine.score.remote(requests),
-                collect=partial(self._collect, "answer the weight probe"),
-                learner_dtype=self._settings.learner_dtype,
-            )
-        self._probe.ask(version)
-
-    def _collect(self, what: str, reference: Any) -> Any:
-        """What the engine answered; None if it did not."""
-        self._progress.mark()
-        try:
-            left_s = max(0.0, self._answers_due - time.monotonic())
-            return calls.get(reference, timeout=left_s)
-        except (GetTimeoutError, RayError, EngineError) as error:
-            logger.warning("a policy engine did not %s: %s", what, error)
-            return None
-
     def _choose(self, engines: Mapping[str, Any]) -> list[Transport]:
-        settings = self._settings
-        if not engines:
-            return []
-        return choose_transports(
-            settings.choice,
-            engines,
-            served=settings.served,
-            device=settings.device,
-            directory=settings.directory,
-            model=settings.model,
-            timeout_s=settings.timeout_s,
-            bucket_bytes=settings.bucket_bytes,
-            deltas=self._deltas,
-            nodes=settings.nodes,
-            gpus=settings.gpus,
-            lenders=self._lenders or [LenderPlace.own(settings.device)],
-        )
-
-    def _choose_for_teachers(self, engines: Mapping[str, Any]) -> list[Transport]:
-        """Whole weights, and files apart from the policy's, whose version may be the same.
-
-        Nothing is lent them: a worker has one bucket, which is the policy's.
-        """
-        settings = self._settings
-        if not engines:
-            return []
-        return choose_transports(
-            "auto" if settings.choice == "ipc" else settings.choice,
-            engines,
-            served=settings.served,
-            device=settings.device,
-            directory=f"{settings.directory}-teacher",
-            model=settings.model,
-            timeout_s=settings.timeout_s,
-            bucket_bytes=settings.bucket_bytes,
-            nodes=settings.teacher_nodes,
-        )
-
-
-def _is_due(version: int, every: int) -> bool:
-    return every > 0 and version % every == 0
+        return self._settings.ways_to(engines, self._deltas, self._lenders)

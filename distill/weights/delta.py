@@ -54,7 +54,7 @@ class SentWeights:
     def __init__(self) -> None:
         self._block = SharedBlock()
         self._checksums: list[str] = []
-        self._version = 0
+        self.version = 0  # of the copy
         self._delta: WeightDelta | None = None
         self.digest: str | None = None  # of the copy; None: there is none
         self.changed_share: float | None = None  # of values, by the last `advance`
@@ -65,13 +65,13 @@ class SentWeights:
         Raises:
             EngineError: there is no room for the copy in memory.
         """
-        before, of = self.digest, self._version
+        before, of = self.digest, self.version
         self.digest = self._delta = self.changed_share = None  # if this fails, the copy is mixed
         layouts = tuple(weights.layouts)
         if before is None or layouts != self._block.layouts:
             self._block.write(weights)
             self._checksums = [checksum(piece) for piece in self._block.pieces()]
-            self._version, self.digest = version, _digest(layouts, self._checksums)
+            self.version, self.digest = version, _digest(layouts, self._checksums)
             return
         patches = []
         for i, (old, new) in enumerate(self._block.rewrite(weights)):
@@ -81,7 +81,7 @@ class SentWeights:
             if patch.form == "all":  # what is new lies where the old was, from the next piece on
                 patch = replace(patch, values=old)
             patches.append(patch)
-        self._version, self.digest = version, _digest(layouts, self._checksums)
+        self.version, self.digest = version, _digest(layouts, self._checksums)
         values = sum(len(piece) for piece in self._block.pieces())
         self.changed_share = sum(patch.changed for patch in patches) / max(1, values)
         self._delta = WeightDelta(
@@ -106,7 +106,7 @@ class SentWeights:
         """All of the copy: views of it, good until the next `advance`."""
         assert self.digest is not None, "nothing was sent yet"
         return WeightDelta(
-            version=self._version,
+            version=self.version,
             result=self.digest,
             base=None,
             base_version=None,

@@ -112,10 +112,13 @@ def _measure(learner: Learner, engines: Mapping[str, Any]) -> dict[str, float]:
 
 def _push(transport: Transport, weights: Any, version: int, what: str) -> dict[str, float]:
     started = time.perf_counter()
-    pauses = values(transport.start(weights, version), "a push", 60)
+    pending = transport.start(weights, version)
+    waits = time.perf_counter() - started  # what follows goes on beside the next step
+    pauses = values(pending, "a push", 60)
     transport.finish()
     seconds = time.perf_counter() - started
-    return {f"{what}_seconds": seconds, f"{what}_pause": max(pauses.values())}
+    made = {"seconds": seconds, "waits": waits, "pause": max(pauses.values())}
+    return {f"{what}_{name}": value for name, value in made.items()}
 
 
 def seconds_on(report: Mapping[str, Any], push: str, gigabits_per_s: float) -> dict[str, float]:
@@ -134,12 +137,13 @@ def deltas_table(report: Mapping[str, Any]) -> Table:
         title=f"pushes of what changed of {gigabytes * 1e3:.0f} MB (bfloat16), s/GB, median",
         caption=f"learner and engine share {os.cpu_count()} cores; 1 Gb/s at its nominal rate",
     )
-    for header in ("engine, learning rate", "changed", "bytes", "push", "whole", "pause", "whole",
-                   "find, CPU", "make, CPU", "push, 1 Gb/s", "whole, 1 Gb/s"):  # fmt: skip
+    for header in ("engine, learning rate", "changed", "bytes", "push", "whole", "learner waits",
+                   "whole", "pause", "whole", "find, CPU", "make, CPU", "push, 1 Gb/s",
+                   "whole, 1 Gb/s"):  # fmt: skip
         table.add_column(header, justify="left" if header.startswith("engine") else "right")
     for name, push in report["pushes"].items():
-        stages = ("delta_seconds", "whole_seconds", "delta_pause", "whole_pause",
-                  "find_cpu_seconds", "make_cpu_seconds")  # fmt: skip
+        stages = ("delta_seconds", "whole_seconds", "delta_waits", "whole_waits", "delta_pause",
+                  "whole_pause", "find_cpu_seconds", "make_cpu_seconds")  # fmt: skip
         slow = seconds_on(report, name, 1)
         table.add_row(
             name,
@@ -154,4 +158,4 @@ def deltas_table(report: Mapping[str, Any]) -> Table:
 if __name__ == "__main__":
     found = measure_deltas(Path(sys.argv[1]))
     print(json.dumps(found))
-    Console(width=140).print(deltas_table(found))
+    Console(width=160).print(deltas_table(found))

@@ -19,7 +19,8 @@ from cluster.placement.roles import POLICY
 from cluster.runtime.announcer import Announcer
 from cluster.supervision.supervise import Member
 from cluster.weights import publisher
-from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
 from cluster.weights.transport import Transport
 from distill.delivery import TrainedGroups
 from distill.engine import GenerateRequest, Sample, Score, ScoreRequest

@@ -33,7 +33,8 @@ from cluster.recipes.on_policy import run_on_policy
 from cluster.weights.attempt import Attempt
 from cluster.weights.background import Background
 from cluster.weights.gather import collect
-from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
 from cluster.weights.transports import (
     CollectiveTransport,
     DiskTransport,
@@ -933,17 +934,20 @@ def kill_server(engine: Any) -> None:
 
 
 def test_what_changed_into_a_server(server: Any, learner: Learner) -> None:
-    """By Ray's object store, patched beside the server, proven by its checksums."""
+    """By Ray's object store, patched beside the server and the learner, proven by its checksums."""
+    queue = Queue()
     publish = publisher(
-        {"policy engine 0": server}, learner, Queue(), choice="object_store", served=True,
-        deltas=True,
+        {"policy engine 0": server}, learner, queue, choice="object_store", served=True,
+        deltas=True, overlaps=True,
     )  # fmt: skip
     for version in range(3):
+        metrics = sent(publish, learner.weights(), version)
         for parameter in learner.model.parameters():
             parameter.data[..., version::50] *= 1.02
-        metrics = sent(publish, learner.weights(), version)
-        assert metrics["push/whole_engines"] == (version == 0)
+        publish.wait()
         assert all((sample.versions_T == version).all() for sample in samples(server))
+        assert metrics["push/whole_engines"] == (version < 2)  # from the second on, of the last one
+    assert queue.pushed == [(1, 4), (2, 8)] and queue.published[-1] == (2, 8)
     assert metrics["push/bytes"] < total_bytes(learner.weights()) / 10
     assert metrics["push/changed_share"] < 0.05 and metrics["push/proven"] == 1
     gap = publish.settle()

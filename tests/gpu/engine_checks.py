@@ -22,7 +22,8 @@ from actors.sglang.installed import sglang_installed
 from cluster.calibrate import main as calibrate
 from cluster.config.pools import WeightsChoice
 from cluster.handles.local_actor import LocalActor
-from cluster.weights.publisher import Publisher, PushSettings
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
 from distill.delivery import TrainedGroups
 from distill.engine import GenerateRequest, ScoreRequest
 from distill.handshake.comparison import MEAN_SHARE, TOLERANCE

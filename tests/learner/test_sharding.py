@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from actors.embedded.engine import EmbeddedEngine
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
+from cluster.weights.publisher import Publisher
+from cluster.weights.push_settings import PushSettings
+from distill.delivery import TrainedGroups
+from distill.engine import WeightSource
 from distill.errors import CheckpointError, EngineError, NonFiniteError
 from distill.objective.batching import (
     BatchShape,
@@ -30,6 +39,7 @@ from distill.weights.delta import ReceivedWeights, SentWeights
 from distill.weights.lending import LenderPlace, Lends
 from distill.weights.model_weights import gather_all, names_of, plan_buckets, total_bytes
 from distill.weights.shared_memory import SharedTensors
+from distill.weights.tensors import PackedTensors
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.checkpoint_writer import CheckpointWriter
 from learner.config import LearnerConfig, ShadowRule
@@ -157,6 +167,55 @@ def lent_by_both(learner: Learner) -> list[dict[str, np.ndarray]]:
     return taken
 
 
+class Refuses(EmbeddedEngine):
+    """Refuses version 1 once, as soon as it may."""
+
+    may, refused = threading.Event(), False
+
+    async def load_weights(self, weights: WeightSource, version: int) -> float:
+        if version == 1 and not self.refused:
+            while not self.may.is_set():
+                await asyncio.sleep(0.01)
+            self.refused = True
+            raise EngineError("not now")
+        return await super().load_weights(weights, version)
+
+
+class Untold:
+    def publish(self, version: int, trained: TrainedGroups) -> None: ...
+
+
+def pushed_beside(learner: Learner, half: Checkpoint) -> list[Any]:
+    """Checksums of an engine that refuses a push when both workers have gone on, and of one that
+    has got all of what was pushed."""
+    engines = [
+        LocalActor(kind, model_path=half.model_dir, device="cpu", dtype="bfloat16", threads=1)
+        for kind in (Refuses, EmbeddedEngine)
+    ]
+    settings = PushSettings(
+        choice="object_store", served=False, device="cpu", directory="", model=half.model_dir,
+        temperature=0.7, learner_dtype="float32", probe_every=0, prove_every=0, timeout_s=300,
+        deltas=True,
+    )  # fmt: skip
+    beside: list[int] = []
+    publish = Publisher(
+        {"engine": engines[0]}, Untold(), settings, learner.logprobs,
+        goes_on=lambda version, _: beside.append(version),
+    )  # fmt: skip
+    publish(learner.weights(torch.bfloat16), 0, TrainedGroups())
+    train(learner, STEPS[HALF : HALF + 1])
+    publish(learner.weights(torch.bfloat16), 1, TrainedGroups())
+    pushed = {n: t.clone() for n, t in gather_all(learner.weights(torch.bfloat16)).items()}
+    train(learner, STEPS[HALF + 1 : HALF + 2])
+    assert beside == [0, 1]
+    Refuses.may.set()
+    publish.wait()
+    calls.get(engines[1].load_weights.remote(PackedTensors.pack(pushed), 1))
+    now = gather_all(learner.weights(torch.bfloat16))
+    assert any(not torch.equal(pushed[name], tensor) for name, tensor in now.items())
+    return [calls.get(engine.weight_checksums.remote()) for engine in engines]
+
+
 def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     """Begins where one worker left off, goes on, fails, saves."""
     learner.load_trainer_state(given["half"])
@@ -187,6 +246,8 @@ def two_workers_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]
         name: tensor.float().numpy()
         for name, tensor in gather_all(learner.weights(torch.bfloat16)).items()
     }
+    learner.load_trainer_state(given["half"])
+    told["pushed beside"] = pushed_beside(learner, given["checkpoint"])
     local(learner.model.get_parameter("model.norm.weight").detach()).fill_(float("nan"))
     told["spoilt"] = learner.weights().first_non_finite()
     return told
@@ -252,8 +313,9 @@ def together(alone: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Two workers that take up one worker's checkpoint."""
     half: Checkpoint = alone["half"]
     return tell(
-        two_workers_story, config(half.model_dir), scratch / "failed", LOSSES, {"half": half.path}
-    )
+        two_workers_story, config(half.model_dir), scratch / "failed", LOSSES,
+        {"half": half.path, "checkpoint": half},
+    )  # fmt: skip
 
 
 def test_two_workers_take_the_steps_of_one(alone: dict[str, Any], together: dict[str, Any]) -> None:
@@ -306,6 +368,13 @@ def test_what_changed_of_shards_makes_the_whole_weights(together: dict[str, Any]
     assert made.keys() == together["stepped"].keys()
     for name, tensor in made.items():
         np.testing.assert_array_equal(tensor.float().numpy(), together["stepped"][name])
+
+
+def test_who_refuses_a_push_beside_two_workers_gets_all_that_was_pushed(
+    together: dict[str, Any],
+) -> None:
+    refused, whole = together["pushed beside"]
+    assert refused == whole
 
 
 def test_a_step_that_is_not_finite_changes_no_worker(together: dict[str, Any]) -> None:
