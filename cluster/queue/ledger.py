@@ -46,7 +46,7 @@ from cluster.queue.ledger_settings import LedgerSettings
 from cluster.queue.step_rules import View
 from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 
-# Of so many groups that arrived the ledger knows for how long they were under way.
+# Of so many groups that arrived, or of a step's, the ledger knows for how long they were under way.
 _KNOWN = 256
 
 
@@ -95,7 +95,8 @@ class Ledger:
         self.sampled_anew: set[int] = set()  # leased again, and what there is of them is void
         self._made_at = self._metered_at = clock()
         self._starved, self._starved_s = False, 0.0
-        self._seconds: deque[float] = deque(maxlen=_KNOWN)  # under way, of those that arrived last
+        # Under way, of those that arrived last.
+        self._seconds: deque[float] = deque(maxlen=max(_KNOWN, settings.groups_per_step))
         self._start_from(trained)
 
     def _start_from(self, trained: TrainedGroups) -> None:

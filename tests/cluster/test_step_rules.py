@@ -275,6 +275,33 @@ def test_what_hangs_begins_again_and_is_in_time_at_last(tmp_path: Path) -> None:
     assert found.re_leases == {"begun again, since they were overdue": 2}
 
 
+def test_steps_of_many_groups_know_what_is_usual() -> None:
+    """A step has more groups than the clock of those that arrived remembers otherwise."""
+    now, per_step = 0.0, 300
+    settings = LedgerSettings(
+        groups_per_step=per_step, max_staleness=1, total_groups=4 * per_step, lease_s=1e9,
+        step_rule="due_first", overdue="again",
+    )  # fmt: skip
+    ledger = Ledger(settings, TrainedGroups(), epoch=1, clock=lambda: now)
+    [hangs, *others] = ledger.lease("a", per_step + 1)
+    trained = TrainedGroups()
+    for version in (1, 2):
+        now += 10
+        for lease in others:
+            ledger.deliver(lease)
+        taken = ledger.take(trained)
+        if version == 2:
+            assert taken is None and ledger.missing() == [hangs.group_id]
+            break
+        assert taken is not None
+        trained = trained.after(taken.group_ids, taken.set_aside)
+        ledger.publish(version, trained)
+        others = ledger.lease("a", per_step)
+    assert ledger.overdue() == []  # as long under way as twice what others were
+    now += 1
+    assert ledger.overdue() == [hangs.group_id]
+
+
 def test_the_audit_finds_a_group_that_began_again_without_cause(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     journal = Journal(path)
