@@ -180,6 +180,13 @@ class SamplingSettings(LengthSettings):
                 f"{self.prompts_per_step}, and at most {most}, (max_staleness + 1) * "
                 "prompts_per_step: more could not all be trained in time; raise max_staleness"
             )
+        if self.overdue != "wait" and self.window == self.prompts_per_step:
+            name = "groups_in_flight" if self.max_staleness else "max_staleness"
+            raise ConfigError(
+                f"overdue={self.overdue} changes nothing with {name}={getattr(self, name)}: the "
+                "next step takes all groups that are under way, and waits for each; raise it, or "
+                "leave overdue out"
+            )
 
     @property
     def window(self) -> int:

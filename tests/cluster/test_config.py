@@ -105,6 +105,25 @@ def test_zero_is_fine_where_it_means_something(opd: NewOpd, name: str) -> None:
     assert getattr(opd(**{name: 0}), name) == 0
 
 
+@pytest.mark.parametrize("overdue", ["late", "again"])
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"step_rule": "in_order"}, "needs step_rule=due_first"),
+        ({"max_staleness": 0}, "changes nothing with max_staleness=0: the next step takes all"),
+        (
+            {"prompts_per_step": 4, "groups_in_flight": 4},
+            "changes nothing with groups_in_flight=4: the next step takes all",
+        ),
+    ],
+)
+def test_none_can_be_overdue_where_a_step_waits_for_all(
+    opd: NewOpd, overdue: str, changes: dict, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"overdue={overdue} {complaint}"):
+        opd(overdue=overdue, **changes)
+
+
 @pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_prompts": "p"}])
 def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
     [[name, value]] = changes.items()
