@@ -190,7 +190,7 @@ async def play_group(
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None  # the others were cancelled by the first
     finally:
-        await asyncio.gather(*(env.close() for env in envs_G))
+        await _close(envs_G)
     episodes_G = [task.result() for task in playing]
     async with user_code():
         rewards_G = await builder.group_rewards(envs_G, episodes_G)
@@ -200,6 +200,16 @@ async def play_group(
         _checked(replace(episode, reward=episode.reward + reward))
         for episode, reward in zip(episodes_G, rewards_G, strict=True)
     ]
+
+
+async def _close(envs_G: Sequence[Env]) -> None:
+    """Closes all, to the end: who gives the group up meanwhile waits for it."""
+    closing = asyncio.gather(*(env.close() for env in envs_G))
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await closing
+        raise
 
 
 def _checked(episode: Episode) -> Episode:

@@ -35,6 +35,9 @@ from distill.types import Segment, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
+# How long environments of a group that was given up may take to close, seconds.
+_CLOSE_S = 60.0
+
 # Where a group is: its environment's turn, the policy engine's, or the teacher's.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
@@ -67,7 +70,7 @@ class UnderWay:
     """A group at work: where it is, since when (`time.monotonic`), and its samples to come.
 
     `inside` counts its members in an environment's or a reward's code, that of `problem`;
-    `reported`: the sink knows.
+    `reported`: the sink knows. `given_up`: since when nobody wants it any more.
     """
 
     lease: Lease
@@ -78,9 +81,18 @@ class UnderWay:
     problem: str = ""
     inside: int = 0
     reported: bool = False
+    given_up: float | None = None
 
     def enter(self, stage: Stage) -> None:
         self.stage, self.since = stage, time.monotonic()
+
+    def give_up(self) -> None:
+        """Cancels its task; again if its environments have not closed for long, however often that
+        is said."""
+        now = time.monotonic()
+        if self.task is not None and (self.given_up is None or now - self.given_up > _CLOSE_S):
+            self.given_up = now
+            self.task.cancel()
 
 
 class RolloutWorker:
@@ -151,8 +163,8 @@ class RolloutWorker:
     def forget(self, epoch: int) -> None:
         """Gives up groups of earlier epochs: nobody would train on them."""
         for group in self.under_way:
-            if group.lease.epoch < epoch and group.task is not None:
-                group.task.cancel()
+            if group.lease.epoch < epoch:
+                group.give_up()
 
     def give_up(self, over: Mapping[int, int], epoch: int) -> None:
         """Gives up groups that were begun again elsewhere.
@@ -162,9 +174,8 @@ class RolloutWorker:
         """
         for group in self.under_way:
             lease = group.lease
-            is_over = lease.epoch == epoch and lease.attempt <= over.get(lease.group_id, 0)
-            if is_over and group.task is not None:
-                group.task.cancel()
+            if lease.epoch == epoch and lease.attempt <= over.get(lease.group_id, 0):
+                group.give_up()
 
     async def run(self) -> None:
         """Keeps up to `max_groups` groups under way."""
@@ -174,6 +185,8 @@ class RolloutWorker:
                     for lease in leases:
                         group = self._under_way[lease] = UnderWay(lease)
                         group.task = tasks.create_task(self._deliver(group))
+                        # Not by the task itself, which may be given up before it begins.
+                        group.task.add_done_callback(partial(self._has_left, lease))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled by the first
 
@@ -197,17 +210,17 @@ class RolloutWorker:
     async def _deliver(self, group: UnderWay) -> None:
         """Rolls out a group and delivers it; or reports its failure."""
         try:
-            try:
-                made = await self._produce(group)
-            except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
-                logger.warning("group %d failed", group.lease.group_id, exc_info=error)
-                await self._sink.fail(group.lease, described(error))
-            else:
-                group.enter("delivery")
-                await self._sink.put(group.lease, made)
-        finally:
-            self._under_way.pop(group.lease, None)
-            self._has_room.set()
+            made = await self._produce(group)
+        except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
+            logger.warning("group %d failed", group.lease.group_id, exc_info=error)
+            await self._sink.fail(group.lease, described(error))
+        else:
+            group.enter("delivery")
+            await self._sink.put(group.lease, made)
+
+    def _has_left(self, lease: Lease, _task: asyncio.Task[None]) -> None:
+        self._under_way.pop(lease, None)
+        self._has_room.set()
 
     async def _produce(self, under_way: UnderWay) -> TrajectoryGroup:
         sampled = await self._sink.sampled(under_way.lease)

@@ -417,6 +417,76 @@ def test_what_is_under_way_can_be_seen_and_given_up() -> None:
     assert [group.group_id for group in sink.done] == [0] and not sink.failed
 
 
+@dataclass(frozen=True)
+class SlowToClose(OneTurn):
+    """Its close waits until it may."""
+
+    may: asyncio.Event
+    told: list[str]
+
+    async def close(self) -> None:
+        self.told.append("closing")
+        await self.may.wait()
+        self.told.append("closed")
+
+
+@pytest.mark.parametrize("group_id", [0, 1], ids=["ended", "sampling"])
+def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
+    """The driver says it at every look, for as long as the group is begun again elsewhere."""
+    may, told = asyncio.Event(), list[str]()
+
+    class Closing(Pairs):
+        def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+            return [SlowToClose(self.prompt_T, may, told)]
+
+    class Groups(Dataset):
+        def builder(self, group_id: int) -> EnvGroupBuilder:
+            return Closing(prompt_T=ids(3, 4, 5 + group_id))
+
+    async def watch() -> None:
+        worker = RolloutWorker(
+            policy=HangingPolicy(0), teachers={}, sink=Sink(groups=2, closes=False),
+            dataset=Groups(), sampling=SAMPLING, seed=1, max_groups=2,
+        )  # fmt: skip
+        running = asyncio.create_task(worker.run())
+        while told != ["closing"] or [g.stage for g in worker.under_way][-1] != "sampling":
+            await asyncio.sleep(0)  # group 0 has ended
+        for _ in range(3):
+            worker.give_up({group_id: 1}, epoch=1)
+            worker.forget(epoch=1)
+            await asyncio.sleep(0.01)
+        assert len(worker.under_way) == 2
+        worker.forget(epoch=2)
+        await asyncio.sleep(0.01)
+        assert told == ["closing", "closing"] and len(worker.under_way) == 2
+        may.set()
+        while worker.under_way:
+            await asyncio.sleep(0)
+        worker.drain()
+        await running
+
+    asyncio.run(asyncio.wait_for(watch(), 30))
+    assert told.count("closed") == 2
+
+
+def test_what_is_given_up_before_it_begins_leaves_its_room() -> None:
+    """A lease of an epoch that ended while it was on its way."""
+
+    class Late(Sink):
+        async def lease(self, max_groups: int) -> Sequence[Lease]:
+            leases = await super().lease(max_groups)
+            if leases and leases[0].group_id == 0:
+                loop = asyncio.get_running_loop()
+                # After the worker has begun with these, and before their tasks run.
+                loop.call_soon(loop.call_soon, worker.forget, 2)
+            return leases
+
+    sink = Late(groups=6)
+    worker = worker_of(sink, POLICY)
+    asyncio.run(asyncio.wait_for(worker.run(), 30))
+    assert [group.group_id for group in sink.done] == [2, 3, 4, 5] and not sink.failed
+
+
 def test_a_drained_worker_ends_what_it_began() -> None:
     sink = Sink(groups=100)
 
