@@ -120,7 +120,7 @@ class _Shares:
 
     def __init__(self, loop: PolicyLoop, rows_D: Sequence[TrainingRow]) -> None:
         self._loop = loop
-        self._tokens = sum(row.num_trained for row in rows_D)
+        self._counted = self._count(rows_D)
         self._whole = self._gradient(rows_D)
         self._squared = max(_product(self._whole, self._whole), 1e-30)
 
@@ -142,9 +142,9 @@ class _Shares:
         ]
 
     def _gradient(self, rows_D: Sequence[TrainingRow]) -> dict[str, Tensor]:
-        """Of the rows' part of the step's loss, which is a mean over the step's tokens."""
+        """Of the rows' part of the step's loss."""
         learner = self._loop.learner
-        coef = sum(row.num_trained for row in rows_D) / self._tokens
+        coef = self._count(rows_D) / self._counted
         learner.forward_backward(Part(rows_D=rows_D, loss=self._loop.loss, coef=coef))
         made = {
             name: parameter.grad.detach().clone()
@@ -154,17 +154,24 @@ class _Shares:
         learner.zero_grad()
         return made
 
+    def _count(self, rows_D: Sequence[TrainingRow]) -> int:
+        """How many of what the loss is a mean over: tokens, or sequences."""
+        if self._loop.loss.objective.normalisation == "token":
+            return sum(row.num_trained for row in rows_D)
+        return sum(row.ends_sequence for row in rows_D)
+
 
 def _product(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return float(sum((first[name].double() * second[name].double()).sum() for name in first))
 
 
 def _of_one_token(row: TrainingRow, t: int) -> TrainingRow:
-    """The row with token `t` alone to train."""
+    """The row with token `t` alone to train, as a sequence that is as long as its own."""
     only_T = np.zeros(len(row), bool)
     only_T[t] = True
     top = row.teacher_top
     if top is not None:
         one_N = np.flatnonzero(row.loss_mask_T) == t
         top = TopLogprobs(ids_NK=top.ids_NK[one_N], logprobs_NK=top.logprobs_NK[one_N])
-    return replace(row, loss_mask_T=only_T, teacher_top=top)
+    others = replace(row.other_rows, tokens=row.other_rows.tokens + row.num_trained - 1)
+    return replace(row, loss_mask_T=only_T, teacher_top=top, ends_sequence=True, other_rows=others)

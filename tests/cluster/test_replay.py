@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import chz
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from cluster.run_files.rollouts import read_rollouts
 from cluster.run_files.run_directory import RunDirectory
 from distill.delivery import TrainedGroups
 from distill.errors import ConfigError
+from distill.objective.settings import Normalisation
 from distill.objective.whole_groups import GroupsHere
 from distill.types import Segment, TopLogprobs, TrajectoryGroup
 from learner.checkpoint import CheckpointStore
@@ -190,11 +192,23 @@ def test_settings_that_are_none_are_refused(out: Path, printed: Printed) -> None
     assert printed("step=5")[0] == 2
 
 
-def test_shares_of_the_gradient_add_up(out: Path, tmp_path: Path, printed: Printed) -> None:
+def uneven(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The first member has a second segment, which the other one said."""
+    first, second = group.trajectories_G
+    longer = replace(first, segments=(*first.segments, *second.segments))
+    return replace(group, trajectories_G=(longer, second))
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence"])
+def test_shares_of_the_gradient_add_up(
+    out: Path, tmp_path: Path, normalisation: Normalisation
+) -> None:
     replay = Replay(out, 4, Console(quiet=True))
     kept = KeptSteps(out)
-    loop = replay.loop(replay.config, kept.start_of(4), str(tmp_path))
-    found = blame(loop, kept.groups(4), lambda tokens_T: str(tokens_T.tolist()), 10**6)
+    config = chz.replace(replay.config, normalisation=normalisation)
+    loop = replay.loop(config, kept.start_of(4), str(tmp_path))
+    groups_P = [uneven(group) for group in kept.groups(4)]
+    found = blame(loop, groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
     assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
     for rows in (found["prompts"], found["responses"]):
         assert sum(row.share for row in rows) == pytest.approx(1, abs=1e-3)
