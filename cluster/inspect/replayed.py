@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
@@ -16,6 +17,7 @@ from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
 from distill.objective.tallies import outline
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
+from learner.policy_loss import TeacherSamplesLoss
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
@@ -80,15 +82,16 @@ def blame(
     objective, weights = loop.loss.objective, loop.rollouts.teacher_weights
     rows_D = policy_rows(groups_P, objective, weights, loop.loss.stop_event)
     rows_D = with_other_rows(rows_D, objective, loop.learner.logprobs)
-    shares = _Shares(loop, rows_D)
+    by_group = list(rows_by_group(groups_P, rows_D))
+    shares = _Shares(loop, by_group)
     of_prompts, of_responses = [], []
-    for group, rows in rows_by_group(groups_P, rows_D):
+    for group, rows in by_group:
         rest, total = iter(rows), 0.0
         for g, member in enumerate(group.trajectories_G):
-            own = [next(rest) for _ in member.segments]
+            own = _Rows(group.by_teacher, [next(rest) for _ in member.segments])
             share = shares.of(own)
             total += share
-            said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own]))
+            said = decode(np.concatenate([row.tokens_T[row.loss_mask_T] for row in own.rows_D]))
             blamed = Blamed(share=share, text=said, group=group.group_id, member=g)
             of_responses.append((blamed, own))
         first = group.trajectories_G[0].segments[0]
@@ -115,37 +118,59 @@ def _worst(blamed: Sequence[Blamed], number: int) -> list[Blamed]:
     return sorted(blamed, key=lambda each: -abs(each.share))[:number]
 
 
-class _Shares:
-    """Shares of the gradient of some rows' loss."""
+class _Rows(NamedTuple):
+    """Rows of the policy's samples, or of the teacher's."""
 
-    def __init__(self, loop: PolicyLoop, rows_D: Sequence[TrainingRow]) -> None:
+    by_teacher: bool
+    rows_D: Sequence[TrainingRow]
+
+
+class _Shares:
+    """Shares of the gradient of a step's loss. Its parts (the policy's samples, and the teacher's)
+    have a mean each, and weigh as many of the step as groups of it (`learner.rollouts`)."""
+
+    def __init__(
+        self,
+        loop: PolicyLoop,
+        by_group: Sequence[tuple[TrajectoryGroup, Sequence[TrainingRow]]],
+    ) -> None:
         self._loop = loop
-        self._counted = self._count(rows_D)
-        self._whole = self._gradient(rows_D)
+        self._normalisation = loop.loss.objective.normalisation
+        parts: dict[bool, list[TrainingRow]] = {}
+        groups: Counter[bool] = Counter()
+        for group, rows in by_group:
+            parts.setdefault(group.by_teacher, []).extend(rows)
+            groups[group.by_teacher] += 1
+        self._coefs = {  # of a token, or a sequence, of each part
+            kind: groups[kind] / groups.total() / self._count(rows) for kind, rows in parts.items()
+        }
+        self._whole = self._gradient(*(_Rows(kind, rows) for kind, rows in parts.items()))
         self._squared = max(_product(self._whole, self._whole), 1e-30)
 
-    def of(self, rows_D: Sequence[TrainingRow]) -> float:
-        return _product(self._gradient(rows_D), self._whole) / self._squared
+    def of(self, rows: _Rows) -> float:
+        return _product(self._gradient(rows), self._whole) / self._squared
 
-    def of_tokens(
-        self, blamed: Blamed, rows_D: Sequence[TrainingRow], decode: Decode
-    ) -> list[Blamed]:
-        places = [(row, int(t)) for row in rows_D for t in np.flatnonzero(row.loss_mask_T)]
+    def of_tokens(self, blamed: Blamed, rows: _Rows, decode: Decode) -> list[Blamed]:
+        places = [(row, int(t)) for row in rows.rows_D for t in np.flatnonzero(row.loss_mask_T)]
         return [
             replace(
                 blamed,
-                share=self.of([_of_one_token(row, t)]),
+                share=self.of(_Rows(rows.by_teacher, [_of_one_token(row, t)])),
                 text=decode(row.tokens_T[t : t + 1]),
                 token=n,
             )
             for n, (row, t) in enumerate(places)
         ]
 
-    def _gradient(self, rows_D: Sequence[TrainingRow]) -> dict[str, Tensor]:
-        """Of the rows' part of the step's loss."""
+    def _gradient(self, *parts: _Rows) -> dict[str, Tensor]:
+        """Of these rows' part of the step's loss."""
         learner = self._loop.learner
-        coef = self._count(rows_D) / self._counted
-        learner.forward_backward(Part(rows_D=rows_D, loss=self._loop.loss, coef=coef))
+        for kind, rows_D in parts:
+            loss = TeacherSamplesLoss(normalisation=self._normalisation)
+            coef = self._coefs[kind] * self._count(rows_D)
+            learner.forward_backward(
+                Part(rows_D=rows_D, loss=loss if kind else self._loop.loss, coef=coef)
+            )
         made = {
             name: parameter.grad.detach().clone()
             for name, parameter in learner.model.named_parameters()
@@ -155,8 +180,8 @@ class _Shares:
         return made
 
     def _count(self, rows_D: Sequence[TrainingRow]) -> int:
-        """How many of what the loss is a mean over: tokens, or sequences."""
-        if self._loop.loss.objective.normalisation == "token":
+        """How many of what a loss is a mean over: tokens, or sequences."""
+        if self._normalisation == "token":
             return sum(row.num_trained for row in rows_D)
         return sum(row.ends_sequence for row in rows_D)
 

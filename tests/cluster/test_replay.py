@@ -199,15 +199,36 @@ def uneven(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories_G=(longer, second))
 
 
+def sampled_by_teacher(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group as if its teacher had sampled it: nobody has scored it."""
+
+    def unscored(segment: Segment) -> Segment:
+        return replace(
+            segment, teacher_logprobs_T=None, teacher_logprobs_q1_T=None, teacher_top=None
+        )
+
+    return replace(
+        group,
+        by_teacher=True,
+        trajectories_G=tuple(
+            replace(member, segments=tuple(map(unscored, member.segments)))
+            for member in group.trajectories_G
+        ),
+    )
+
+
+@pytest.mark.parametrize("by_teacher", [False, True], ids=["policy", "and-teacher"])
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
 def test_shares_of_the_gradient_add_up(
-    out: Path, tmp_path: Path, normalisation: Normalisation
+    out: Path, tmp_path: Path, normalisation: Normalisation, by_teacher: bool
 ) -> None:
     replay = Replay(out, 4, Console(quiet=True))
     kept = KeptSteps(out)
     config = chz.replace(replay.config, normalisation=normalisation)
     loop = replay.loop(config, kept.start_of(4), str(tmp_path))
     groups_P = [uneven(group) for group in kept.groups(4)]
+    if by_teacher:
+        groups_P[1] = sampled_by_teacher(groups_P[1])
     found = blame(loop, groups_P, lambda tokens_T: str(tokens_T.tolist()), 10**6)
     assert len(found["prompts"]) == 3 and len(found["responses"]) == 6
     for rows in (found["prompts"], found["responses"]):
