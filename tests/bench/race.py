@@ -6,7 +6,8 @@ TRL's DistillationTrainer trains first, on both cores; the judge's exact KL(p_T 
 prompts says how far it has come. Then isotherm trains the same pair on the same prompts with the
 same learning rate until it is as far, with a checkpoint every few steps; the crossing is
 interpolated between two of them. Seconds count from the beginning of the first step, in which
-isotherm's pipeline is still empty; loading models and starting processes is left out on both sides.
+isotherm's pipeline is still empty, to the end of another, with all that is between steps; isotherm
+saves its checkpoints meanwhile. Loading models and starting processes is left out on both sides.
 Shares say nothing on a machine that others use.
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -145,8 +147,7 @@ def measure_race(
                     **(settings | json.loads(config.settings)),
                 )  # fmt: skip
                 run_on_policy(run, console)
-                lines = read_lines(here / name / "metrics.jsonl", {"step", "time/step"})
-                clock = [line["time/step"] for line in lines]
+                clock = step_seconds(here / name)
                 kl = {step: kl_of(str(model)) for step, model in judged_weights(here / name)}
                 steps, at = crossing(kl, clock, mark)
                 finishes.append(
@@ -164,6 +165,15 @@ def measure_race(
                 }
             )
     return rows
+
+
+def step_seconds(run: Path) -> list[float]:
+    """Seconds of each step of a run, as TRL's are counted: from the end of the one before, but for
+    the first."""
+    first, *_ = read_lines(run / "metrics.jsonl", {"step", "time/step"})
+    events = read_lines(run / "events.jsonl", {"t", "event"})
+    ends = [event["t"] for event in events if event["event"] == "step"]
+    return [first["time/step"], *(end - before for before, end in pairwise(ends))]
 
 
 def crossing(
