@@ -719,6 +719,11 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         return FeedbackTemplate(text=self.teacher_feedback, right_from=self.least_right)
 
     def _check_feedback(self) -> None:
+        if self.teacher_feedback == "{prompt}":
+            raise ConfigError(
+                "teacher_feedback={prompt} changes nothing: the teacher sees the prompt in any "
+                "case; give it words around it, {answer} or {feedback} say, or leave it out"
+            )
         template = self.feedback_template()
         tells = template is not None and "outcome" in template.placeholders
         if self.right_from is not None and not (tells or self.hint_bonus_coef):

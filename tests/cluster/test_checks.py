@@ -373,6 +373,7 @@ def test_what_a_teacher_that_moves_is_told(
         ),
         ({"teacher": "DIR", "teacher_lag": 4}, "teacher_lag=4 with teacher=DIR"),
         ({"right_from": 0.5}, "right_from=0.5 changes nothing without {outcome}"),
+        ({"teacher_feedback": "{prompt}"}, "teacher_feedback={prompt} changes nothing"),
         ({"teacher_feedback": "{prompt}{anwser}"}, "{anwser} is unknown; did you mean 'answer'"),
         ({"teacher_feedback": "{answer}"}, "lacks {prompt}"),
         ({"teacher_feedback": "{prompt!r}"}, "write {prompt} without `!` or `:`"),

@@ -67,7 +67,7 @@ MUST_STAY = {
     "bonus_coef": 0.1, "estimator": "full", "reward": "contains", "sft_data": "rows",
     "lora_rank": 4, "lora_adapter": "directory", "env": ToolUse(), "stop_tokens": "<eos>",
     "chat_template": "file", "chat_template_kwargs": "{\"x\": 1}",
-    "fork_from": "other", "rollouts": "other", "train": False, "teacher_feedback": "{prompt}",
+    "fork_from": "other", "rollouts": "other", "train": False, "teacher_feedback": "{prompt}!",
     "prompt_key": "question", "answer_key": "result", "answer_pattern": "#",
     "warmup": 1, "teacher_samples": 0.5,
 }  # fmt: skip
