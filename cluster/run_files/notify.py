@@ -55,6 +55,15 @@ def receiver_of(notify: str | None) -> Receiver | None:
     return resolve_function("notify", notify, ())
 
 
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings for others to see: of a URL in `notify=` its host alone, for the path of a
+    chat's web hook is its key."""
+    url = urlsplit(str(settings.get("notify")))
+    if url.scheme not in ("http", "https"):
+        return dict(settings)
+    return {**settings, "notify": f"{url.scheme}://{url.netloc}/..."}
+
+
 def _post(url: str, told: dict[str, Any]) -> None:
     request = Request(
         url,

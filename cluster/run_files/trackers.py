@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cluster.run_files.notify import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, read_rollouts_from
 from distill.errors import ConfigError, DataError
 
@@ -79,7 +80,8 @@ class Trackers:
         self._beside: dict[str, float] = {"restarts": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
-        started = _Started(run, run.run_id, settings, first_step, chosen.wandb_mode)
+        told = without_secrets(settings)
+        started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
         self._trackers = {name: _KINDS[name](started) for name in chosen.trackers}
         run.on_event = self.event
 

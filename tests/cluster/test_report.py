@@ -453,6 +453,13 @@ def test_all_settings_and_versions_are_listed(page: Page) -> None:
     assert listed["version of torch"] == "2.13"
 
 
+def test_the_key_of_a_web_hook_is_not_on_the_page(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "notify": "https://hooks.example.com/services/T0/s3cr3t"}
+    made = report_data(read_run(write(tmp_path / "run", settings=settings)), 1)
+    listed = dict(map(tuple, made["settings"]))
+    assert listed["notify"] == "https://hooks.example.com/..." and "s3cr3t" not in json.dumps(made)
+
+
 def test_the_head_says_what_was_run(page: Page) -> None:
     facts = dict(page.data["facts"])
     assert facts["status"] == "finished" and facts["steps"] == "40 of 40"

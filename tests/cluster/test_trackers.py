@@ -52,7 +52,7 @@ class Run:
         if not (self.directory.path / "config.json").exists():
             self.directory.start(None)
         self.said: list[str] = []
-        settings = {"temperature": config.temperature, "student": config.student}
+        settings = {name: getattr(config, name) for name in ("temperature", "student", "notify")}
         self.trackers = Trackers(config, self.directory, settings, first_step, self.said.append)
 
     def steps(self, tokenizer: PreTrainedTokenizerBase, first: int, last: int) -> None:
@@ -76,7 +76,7 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = opd(track="tensorboard")
+    config = opd(track="tensorboard", notify="https://hooks.example.com/services/T0/s3cr3t")
     first = Run(config)
     first.steps(tokenizer, 1, 4)
     first.finish(1)
@@ -94,6 +94,8 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
     assert "1+1=" in shown and "reward 1" in shown
     alert = texts["alerts/text_summary"][-1].tensor_proto.string_val[0].decode()
     assert alert == "policy 0 died: killed"
+    settings = texts["settings/text_summary"][0].tensor_proto.string_val[0].decode()
+    assert '"notify": "https://hooks.example.com/..."' in settings and "s3cr3t" not in settings
     assert not first.said and not again.said
 
 

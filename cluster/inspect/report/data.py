@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
+from cluster.run_files.notify import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import token_texts
 from distill.errors import CheckpointError
@@ -176,7 +177,8 @@ def findings(run: Run) -> list[dict[str, Any]]:
 
 def settings(run: Run) -> list[tuple[str, str]]:
     """Every setting that is not None, and the versions of what computed."""
-    shown = {name: value for name, value in run.settings.items() if value is not None}
+    told = without_secrets(run.settings)
+    shown = {name: value for name, value in told.items() if value is not None}
     shown |= {f"version of {name}": version for name, version in run.versions.items()}
     return [
         (name, value if isinstance(value, str) else json.dumps(value))
