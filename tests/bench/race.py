@@ -8,6 +8,7 @@ same learning rate until it is as far, with a checkpoint every few steps; the cr
 interpolated between two of them. Seconds count from the beginning of the first step, in which
 isotherm's pipeline is still empty, to the end of another, with all that is between steps; isotherm
 saves its checkpoints meanwhile. Loading models and starting processes is left out on both sides.
+Each has the AdamW that it comes with: betas of 0.9 and 0.95 here, of 0.9 and 0.999 there.
 Shares say nothing on a machine that others use.
 """
 
