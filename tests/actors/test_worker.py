@@ -457,8 +457,9 @@ def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
             await asyncio.sleep(0.01)
         assert len(worker.under_way) == 2
         worker.forget(epoch=2)
-        await asyncio.sleep(0.01)
-        assert told == ["closing", "closing"] and len(worker.under_way) == 2
+        while told != ["closing", "closing"]:
+            await asyncio.sleep(0)
+        assert len(worker.under_way) == 2
         may.set()
         while worker.under_way:
             await asyncio.sleep(0)
