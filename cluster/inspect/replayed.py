@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import policy_rows, rows_by_group, with_other_rows
+from distill.objective.settings import Normalisation
 from distill.objective.tallies import outline
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
@@ -135,7 +136,7 @@ class _Shares:
         by_group: Sequence[tuple[TrajectoryGroup, Sequence[TrainingRow]]],
     ) -> None:
         self._loop = loop
-        self._normalisation = loop.loss.objective.normalisation
+        self._normalisation: Normalisation = loop.loss.objective.normalisation
         parts: dict[bool, list[TrainingRow]] = {}
         groups: Counter[bool] = Counter()
         for group, rows in by_group:
