@@ -27,8 +27,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from actors.config import running_engines
-from actors.envs.judge import together
-from actors.rollout.chat_endpoint import Answer, chat_endpoint
+from actors.rollout.text_endpoint import (
+    LONGEST_PAUSE_S,
+    Answer,
+    EndpointAddress,
+    Patience,
+    TextEndpoint,
+    UselessAnswer,
+    text_endpoint,
+    together,
+)
 from actors.sglang.address import is_url
 from cluster.command import run_command
 from cluster.config.common import LocalEngineConfig
@@ -63,6 +71,9 @@ from distill.settings import ESSENTIAL, Section, values_of
 from distill.stops import StopSettings
 from distill.tokenizer import load_tokenizer, trained_model
 from distill.types import StopReason
+
+# At an endpoint that fails in a way that may pass.
+_ATTEMPTS = 4
 
 Respond = Callable[["Asked"], Awaitable[list[Answer]]]
 
@@ -118,6 +129,8 @@ class SampleToSftConfig(
                 f"model={self.model} with name={self.name}: an endpoint's model has a name, and a "
                 "checkpoint has none"
             )
+        if self.name is not None:
+            self.address()
         for name in ("samples", "max_concurrent"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -130,6 +143,13 @@ class SampleToSftConfig(
             )
         unweighted_sources("prompts", self.prompts)
         self.sampling()
+
+    def address(self) -> EndpointAddress:
+        """The endpoint's; of a `name` that is given."""
+        assert self.name is not None
+        return EndpointAddress(
+            url=self.model, name=self.name, url_setting="model", name_setting="name"
+        )
 
     def sampling(self) -> EvalSampling:
         return EvalSampling(
@@ -282,22 +302,29 @@ def _completed(written: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _by_endpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
-    assert config.name is not None
-    async with chat_endpoint(
-        config.model,
-        config.name,
-        timeout_s=config.timeout_s,
-        max_concurrent=config.max_concurrent,
+    patience = Patience(
+        attempt_s=config.timeout_s,
+        all_s=_ATTEMPTS * (config.timeout_s + LONGEST_PAUSE_S),
+        attempts=_ATTEMPTS,
+        useless=1,
+    )
+    async with text_endpoint(
+        config.address(), patience=patience, max_concurrent=config.max_concurrent
     ) as endpoint:
 
         async def respond(asked: Asked) -> list[Answer]:
-            shown = asked.shown
-            chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
-            sampling = config.sampling()
-            answers = (endpoint.answer(chat, sampling, asked.tools) for _ in range(config.samples))
+            answers = (_answer(config, endpoint, asked) for _ in range(config.samples))
             return await together(*answers)
 
         yield respond
+
+
+async def _answer(config: SampleToSftConfig, endpoint: TextEndpoint, asked: Asked) -> Answer:
+    """The endpoint's; one that is no response counts as one that was cut off."""
+    try:
+        return await endpoint.answer(asked.shown, config.sampling(), asked.tools)
+    except UselessAnswer:
+        return Answer("", ended=False)
 
 
 @asynccontextmanager

@@ -143,6 +143,7 @@ class GroupOutline:
     source: str
     answer: str | None
     by_teacher: bool = False
+    as_text: bool = False
 
     @property
     def places(self) -> list[Place]:
@@ -174,4 +175,5 @@ class GroupOutline:
             source=self.source,
             answer=self.answer,
             by_teacher=self.by_teacher,
+            as_text=self.as_text,
         )

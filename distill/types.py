@@ -317,7 +317,8 @@ class TrajectoryGroup:
     `source` the name of the prompt's source, where there are several. `answer` is what a right
     response says, where that is known: for people to judge the reward by. `by_teacher` is True of a
     group that the teacher sampled instead of the policy: its behaviour log-probs are log q_T, and
-    it is trained on by cross-entropy (`distill.teacher_samples`).
+    it is trained on by cross-entropy (`distill.teacher_samples`). `as_text` is True of one of those
+    that an endpoint wrote as text: nobody knows its log q_T, and its behaviour log-probs are 0.
 
     Raises:
         DataError: a negative id, no trajectories, or mixed temperatures.
@@ -331,6 +332,7 @@ class TrajectoryGroup:
     source: str = ""
     answer: str | None = None
     by_teacher: bool = False
+    as_text: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trajectories_G", tuple(self.trajectories_G))

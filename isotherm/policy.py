@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from cluster.weights.publisher import Publisher
 from cluster.weights.push_settings import PushSettings
-from distill.data.sft_rows import ExampleEncoder, supervised_row
+from distill.data.example_encoder import ExampleEncoder
+from distill.data.sft_rows import supervised_row
 from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import context_length, stop_token_ids, vocab_size

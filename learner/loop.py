@@ -27,7 +27,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from distill.delivery import CONSTANT_REWARD, Taken, TrainedGroups
 from distill.objective.batching import Batch, TrainingRow
 from distill.objective.losses import Metrics, StepCounts
-from distill.objective.metrics import TokenTable, group_metrics, merge_updates
+from distill.objective.metrics import (
+    TokenTable,
+    group_metrics,
+    merge_updates,
+    without_unknown,
+)
 from distill.objective.whole_groups import opened
 from distill.outlines import TrajectorySource
 from distill.types import TrajectoryGroup
@@ -238,6 +243,7 @@ class PolicyLoop:
                 self.rollouts.add_reference()
         with self._stages("learn"):
             metrics = group_metrics(groups_P, version=self.step_count) | self._learn(plan)
+            metrics = without_unknown(metrics, groups_P)
         self._trained = accounted
         self.step_count += 1
         self.learner.follow(self.step_count)

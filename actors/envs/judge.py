@@ -11,14 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from actors.envs import verdicts
 from actors.envs.verdicts import BEST, COMPARING, PREFERENCES, SCORING, WORST, Messages, Task
+from actors.rollout.text_endpoint import (
+    LONGEST_PAUSE_S,
+    NO_KEY,
+    check_url,
+    in_a_line,
+    read_key,
+    together,
+)
 from distill.errors import ConfigError, DataError, EngineError
 from distill.lookup import known_names
 
@@ -28,33 +35,13 @@ if TYPE_CHECKING:  # an extra, and slow to import
 logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ISOTHERM_JUDGE_API_KEY"
-# The library insists on a key; servers without keys ignore it.
-_NO_KEY = "none"
 
 _CHECK_S = 30.0
-# The library waits so long between two attempts, at most, and only if the server asks for it.
-_LONGEST_PAUSE_S = 60.0
 _REFUSED_KEY = (401, 403)
 _REFUSED_QUESTION = (400, 413, 422)
 _SHOWN = 200
 
 T = TypeVar("T")
-
-
-def check_url(url: str) -> None:
-    """Raises ConfigError unless it is http(s)://host[:port][/path] and nothing more."""
-    if "@" in url or "?" in url or "#" in url:  # before the address is printed anywhere
-        raise ConfigError(
-            "env.judge_url holds a user, a password or a query, which would stand in config.json; "
-            f"give the judge's key in {API_KEY_VARIABLE}, and write http://host:port/v1"
-        )
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
-        good = False
-    if not good or not url.isprintable() or " " in url:
-        raise ConfigError(f"env.judge_url={url} is not an address; write http://host:port/v1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +73,7 @@ class Judge:
     max_chars: int = 20_000
 
     def __post_init__(self) -> None:
-        check_url(self.url)
+        check_url("env.judge_url", self.url, API_KEY_VARIABLE)
         if not self.model.strip():
             raise ConfigError("env.judge_model is blank; give the model's name at the judge's")
         for name, least in {
@@ -222,7 +209,7 @@ class Judge:
 
     async def _in_time(self, asked: Awaitable[T]) -> T:
         """The library's limit is for each wait alone, so an answer that trickles has none."""
-        async with asyncio.timeout((self.retries + 1) * (self.timeout_s + _LONGEST_PAUSE_S)):
+        async with asyncio.timeout((self.retries + 1) * (self.timeout_s + LONGEST_PAUSE_S)):
             return await asked
 
     def _connected(self) -> tuple[AsyncOpenAI, asyncio.Semaphore]:
@@ -248,7 +235,7 @@ class Judge:
         path = urlsplit(self.url).path.rstrip("/")
         return openai.AsyncOpenAI(
             base_url=self.url.rstrip("/") + ("" if path else "/v1"),
-            api_key=_key() or _NO_KEY,
+            api_key=read_key(API_KEY_VARIABLE) or NO_KEY,
             timeout=self.timeout_s,
             max_retries=self.retries,
             # The library's own closes itself in whatever loop runs when it is collected.
@@ -259,15 +246,16 @@ class Judge:
         """The error as the user's: what the library raises says neither field nor remedy."""
         import openai
 
+        said = in_a_line(error, read_key(API_KEY_VARIABLE))
         if isinstance(error, TimeoutError | openai.APITimeoutError):
             return EngineError(
                 f"the judge at {self.url} did not answer in {self.retries + 1} attempts of "
                 f"{self.timeout_s:g} s (env.judge_timeout_s)"
             )
         if isinstance(error, openai.APIStatusError):
-            return self._refusal(error.status_code, _shown(error))
+            return self._refusal(error.status_code, said)
         if isinstance(error, openai.OpenAIError | ValueError):
-            return EngineError(f"the judge at {self.url} does not answer: {_shown(error)}")
+            return EngineError(f"the judge at {self.url} does not answer: {said}")
         return error
 
     def _refusal(self, status: int, said: str) -> Exception:
@@ -288,28 +276,3 @@ class Judge:
 
 # A client's connections belong to the loop that made them, and closed loops leave theirs behind.
 _CONNECTED: dict[asyncio.AbstractEventLoop, dict[Judge, tuple[AsyncOpenAI, asyncio.Semaphore]]] = {}
-
-
-async def together(*asked: Coroutine[Any, Any, T]) -> list[T]:
-    """All their results, in order; the first failure cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            under_way = [tasks.create_task(each) for each in asked]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in under_way]
-
-
-def _key() -> str:
-    """Raises ConfigError for one that no header can carry, which an error would show."""
-    key = os.environ.get(API_KEY_VARIABLE, "").strip()
-    if key and not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{API_KEY_VARIABLE} holds characters that no key has; set it anew")
-    return key
-
-
-def _shown(error: Exception) -> str:
-    """An error's words, in a line, without the key."""
-    words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-    words = " ".join(words.split())
-    return (words.replace(_key(), "***") if _key() else words)[:_SHOWN]

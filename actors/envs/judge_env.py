@@ -28,7 +28,8 @@ from typing import Any
 import chz
 import numpy as np
 
-from actors.envs.judge import Judge, together
+from actors.envs.judge import Judge
+from actors.rollout.text_endpoint import together
 from distill.chat.template import Message
 from distill.data.prompts import ChatStyle, Prompt
 from distill.envs.base import EnvConfig, EnvContext, require_path

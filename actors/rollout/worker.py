@@ -6,7 +6,8 @@
                          as soon as it has ended
     put       waits for: room in the queue     unblocked by: the learner's take
 
-A group of `teacher_samples` is sampled by its teacher instead, and scored by nobody.
+A group of `teacher_samples` is sampled by its teacher instead, by an engine of it or in words by an
+endpoint, and scored by nobody.
 Many groups are under way at once; each is a task of its own. A group that fails is reported with
 its reason and leased again, by whoever has room; the worker goes on.
 """
@@ -17,13 +18,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol
 
 from actors.rollout.episode import rollout_group
 from actors.rollout.teacher import Scorer, TeacherSampler, score_again, teacher_of
+from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeacher
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
@@ -109,6 +111,7 @@ class RolloutWorker:
         lengths: what the lengths of episodes do to their rewards.
         routed_experts: the policy is asked for the experts of a mixture as well.
         teacher_samples: the groups that their teacher samples.
+        text_teachers: by the teachers' names, those whose samples an endpoint writes.
         max_groups: most groups under way at once.
     """
 
@@ -129,6 +132,7 @@ class RolloutWorker:
         lengths: LengthRules | None = None,
         routed_experts: bool = False,
         teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
+        text_teachers: Mapping[str, TextTeacher] | None = None,
     ) -> None:
         self._policy = policy
         self._teachers = teachers
@@ -138,6 +142,8 @@ class RolloutWorker:
         self._lengths = lengths
         self._routed_experts = routed_experts
         self._teacher_samples = teacher_samples
+        self._text_teachers = text_teachers or {}
+        self._open_teachers: dict[str, OpenTextTeacher] = {}
         self._sink = sink
         self._dataset = dataset
         self._sampling = sampling
@@ -179,6 +185,13 @@ class RolloutWorker:
 
     async def run(self) -> None:
         """Keeps up to `max_groups` groups under way."""
+        async with AsyncExitStack() as endpoints:
+            for name, teacher in self._text_teachers.items():
+                opened = await endpoints.enter_async_context(teacher.opened())
+                self._open_teachers[name] = opened
+            await self._run()
+
+    async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while leases := await self._lease():
@@ -258,13 +271,22 @@ class RolloutWorker:
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """The group as its teacher samples it."""
         started = time.perf_counter()
-        teacher = TeacherSampler(
+        teacher = self._teacher_sampler(under_way, builder)
+        group = teacher.signed(await self._rollout(teacher, under_way, builder))
+        return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
+
+    def _teacher_sampler(
+        self, under_way: UnderWay, builder: EnvGroupBuilder
+    ) -> TeacherSampler | TextSampler:
+        opened = self._open_teachers.get(builder.teacher)
+        if opened is not None:
+            assert builder.asked is not None, "settings were checked for it"
+            return opened.sampler(builder.asked, partial(under_way.enter, "sampling"))
+        return TeacherSampler(
             teacher_of(self._teachers, builder.teacher),
             builder.teacher_tokens_T,
             self._teacher_samples.vocab_size,
         )
-        group = teacher.signed(await self._rollout(teacher, under_way, builder))
-        return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
     async def _rollout(
         self,

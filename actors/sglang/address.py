@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from distill.errors import ConfigError
@@ -25,6 +26,14 @@ def check_url(url: str) -> None:
         raise ConfigError(
             "teacher= holds a user or a password, which would stand in config.json; give the "
             f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
+        )
+    if good and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
+        raise ConfigError(
+            f"teacher={url} is the address of an OpenAI-compatible endpoint, which answers in "
+            "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
+            "http://host:port of an SGLang server, to score; beside one an endpoint can write the "
+            "samples of warmup= and teacher_samples= (teacher_samples_url=), and for SFT alone "
+            "there are cluster.sample_to_sft and recipe=sft"
         )
     if not good or parts.path not in ("", "/") or parts.query:
         raise ConfigError(f"teacher={url} is not an address; write http://host:port")

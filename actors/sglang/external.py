@@ -69,7 +69,11 @@ class ExternalSglangEngine(SglangEngine):
     async def _introduce(self) -> None:
         info = await self._client.get("/server_info")
         if not isinstance(info, dict) or "max_req_input_len" not in info:
-            raise EngineError(f"{self._model} does not answer as an SGLang server does")
+            raise EngineError(
+                f"{self._model} does not answer as an SGLang server does, so it cannot score; an "
+                "OpenAI-compatible endpoint can write samples (teacher_samples_url=), beside a "
+                "teacher that scores"
+            )
         if info.get("tokenizer_path") is None or info.get("is_embedding"):
             raise EngineError(f"{self._model} does not serve a language model with a tokenizer")
         self._context_length = int(info["max_req_input_len"]) - 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import chz
 
 from actors.config import EngineConfig, choose_dtype, choose_engine
+from actors.rollout.text_endpoint import EndpointAddress
 from actors.sglang.address import is_url
 from actors.sglang.parallelism import check_hosted, check_pushed, parallelism
 from cluster.config.common import CommonConfig
@@ -493,6 +494,10 @@ class RolloutConfig(
         """The groups that teachers sample, of tokens that a student of that vocabulary has."""
         return NO_TEACHER_SAMPLES
 
+    def text_endpoints(self) -> Mapping[str, EndpointAddress]:
+        """The endpoints that write what teachers would sample, by the teachers' names."""
+        return {}
+
     @property
     def teacher_moves(self) -> bool:
         """True if the teacher is the student itself, as it trains."""
@@ -684,6 +689,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
         self.check_teacher_samples(self.steps, self.rollouts)
+        self.text_endpoints()
         self._check_feedback()
         if self.teacher_moves:
             self._check_own_teacher()
@@ -707,11 +713,18 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
 
     def teacher_models(self) -> Mapping[str, TeacherConfig]:
         """See `RolloutConfig.teacher_models`; of a teacher that moves, where it begins."""
-        if self.teacher == OWN:
-            return {"": TeacherConfig(model=self.student)}
-        if self.teacher is not None:
-            return {"": TeacherConfig(model=self.teacher)}
-        return self.teachers
+        if self.teacher is None:
+            return self.teachers
+        return {
+            "": TeacherConfig(
+                model=self.student if self.teacher_moves else self.teacher,
+                samples_url=self.teacher_samples_url,
+                samples_name=self.teacher_samples_name,
+            )
+        }
+
+    def text_endpoints(self) -> Mapping[str, EndpointAddress]:
+        return self.endpoints(self.teacher_models())
 
     def feedback_template(self) -> FeedbackTemplate | None:
         if self.teacher_feedback is None:
@@ -741,10 +754,11 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     def _check_own_teacher(self) -> None:
         """Raises ConfigError for what a teacher that moves cannot have."""
         for name in ("warmup", "teacher_samples"):
-            if getattr(self, name):
+            if getattr(self, name) and self.teacher_samples_url is None:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with teacher={OWN}: the student would learn to "
-                    "say what it says; leave one of them out"
+                    "say what it says; leave one of them out, or have another model write the "
+                    "samples (teacher_samples_url=)"
                 )
         if self.teacher_rule is not None and self.only_keeps:
             raise ConfigError(

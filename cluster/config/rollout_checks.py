@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from actors.config import choose_engine
+from actors.rollout.text_teacher import TextTeacher
 from actors.sglang.address import is_url
 from cluster.config.model_checks import (
     Scorer,
@@ -24,7 +26,9 @@ from cluster.config.model_checks import (
 )
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rows import digests_of, unweighted_sources
+from cluster.config.text_teachers import text_teachers
 from distill.data.columns import PromptColumns
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.order import MixedPart, shares
 from distill.data.row_reader import RowReader
 from distill.data.sft_rows import load_sft_rows
@@ -58,6 +62,7 @@ class RolloutInputs:
 
     `digests` are of the rows that each setting names; `sft_parts` those of `sft_data`'s sources;
     `judged` is False where no problem has anything that a reward could compare with.
+    `text_teachers` are those whose samples an endpoint writes, by the teachers' names.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -68,6 +73,7 @@ class RolloutInputs:
     stops: StopTokens
     sft_parts: list[MixedPart]
     digests: Mapping[str, str]
+    text_teachers: Mapping[str, TextTeacher]
 
 
 def check_rollout(config: RolloutConfig) -> RolloutInputs:
@@ -141,6 +147,12 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
             ),
         )
     readers = {"prompts": read, "eval_prompts": read, "sft_data": read_sft}
+    encoder = ExampleEncoder(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size(student),
+        max_length=sys.maxsize,  # what is longer than max_new_tokens is cut
+        stop_ids=stops.ids,
+    )
     return RolloutInputs(
         tokenizer=tokenizer,
         train=train,
@@ -150,6 +162,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
         sft_parts=sft_parts,
         digests=digests_of(config, readers),
         stops=stops,
+        text_teachers=text_teachers(config, encoder, train),
     )
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import chz
 
+from actors.rollout.text_endpoint import EndpointAddress
 from distill.errors import ConfigError
-from distill.settings import ESSENTIAL, Section
+from distill.settings import ESSENTIAL, MAY_CHANGE, Section
 from learner.config import ShadowRule
 
 # The teacher that is the student itself, as it trains. A directory of that name is ./policy.
@@ -32,6 +33,10 @@ class TeacherConfig:
 
     model: str = chz.field(doc="checkpoint, or http://host:port of a running SGLang server")
     weight: float = chz.field(default=1.0, doc="its kl_coef is multiplied by this")
+    samples_url: str | None = chz.field(
+        default=None, doc="as teacher_samples_url, of this one's prompts"
+    )
+    samples_name: str | None = chz.field(default=None, doc="as teacher_samples_name")
 
 
 @chz.chz
@@ -145,6 +150,54 @@ class TeacherSampleSettings:
         doc="share of groups that the teacher samples in all later steps, learnt by cross-entropy "
         "as well: 1 - lambda of GKD, whose lambda is the student's share; 0 is on-policy",
     )
+
+    teacher_samples_url: str | None = chz.field(
+        default=None,
+        doc="of an OpenAI-compatible endpoint that writes what the teacher would sample: "
+        "http://host:port/v1 sees chats, .../v1/completions goes on from plain prompts (its key in "
+        "ISOTHERM_ENDPOINT_API_KEY). It gives text, and need not share the tokenizer; teacher= "
+        "scores what the student samples",
+        metadata=MAY_CHANGE,
+    )
+    teacher_samples_name: str | None = chz.field(
+        default=None, doc="the model's name at teacher_samples_url"
+    )
+
+    def endpoints(self, teachers: Mapping[str, TeacherConfig]) -> dict[str, EndpointAddress]:
+        """The endpoints that write what teachers would sample, by the teachers' names.
+
+        Raises:
+            ConfigError: one is given by half, is no address, or is never asked.
+        """
+        for name in ("teacher_samples_url", "teacher_samples_name"):
+            if any(teachers) and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} beside teachers.NAME: whose it is must be said; "
+                    f"give teachers.{min(teachers)}.{name.removeprefix('teacher_')}, say"
+                )
+        found: dict[str, EndpointAddress] = {}
+        for name, teacher in teachers.items():
+            url, model = teacher.samples_url, teacher.samples_name
+            prefix = f"teachers.{name}." if name else "teacher_"
+            if (url is None) != (model is None):
+                raise ConfigError(
+                    f"{prefix}samples_url={url} with {prefix}samples_name={model}: an endpoint has "
+                    "an address, and a model has a name there; give both, or neither"
+                )
+            if url is None or model is None:
+                continue
+            if not self.warmup and not self.teacher_samples:
+                raise ConfigError(
+                    f"{prefix}samples_url={url} changes nothing: no group is the teacher's to "
+                    "sample; give warmup= or teacher_samples=, or leave it out"
+                )
+            found[name] = EndpointAddress(
+                url=url,
+                name=model,
+                url_setting=f"{prefix}samples_url",
+                name_setting=f"{prefix}samples_name",
+            )
+        return found
 
     def check_teacher_samples(self, steps: int, rollouts: str | None) -> None:
         """Raises ConfigError for what is out of range, or changes nothing."""

@@ -184,7 +184,14 @@ def _teacher_samples_line(config: RolloutConfig) -> str:
     if config.teacher_samples:
         later = "later " if config.warmup else ""
         parts.append(f"{config.teacher_samples:.0%} of {later}groups")
-    return f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy" if parts else ""
+    if not parts:
+        return ""
+    written = "; ".join(
+        f"those{f' of {name}' if name else ''} are written by {address}"
+        for name, address in config.text_endpoints().items()
+    )
+    line = f"\n  teacher   samples {', '.join(parts)}, learnt by cross-entropy"
+    return f"{line}; {written}" if written else line
 
 
 @contextmanager

@@ -88,6 +88,9 @@ def limits(config: RolloutConfig, scoring: Scoring | None) -> list[str]:
     if isinstance(config, OpdConfig) and (config.warmup or config.teacher_samples):
         found["groups that the teacher sampled have no scores: their log-probs are those of its "
               "decode, and canaries are prefills of the same weights"] = None  # fmt: skip
+    for address in config.text_endpoints().values():
+        found[f"what {address} writes has no log-probs and no canaries: groups of it name no "
+              "scorer, and which model wrote them is its word alone"] = None  # fmt: skip
     return list(found)
 
 

@@ -138,6 +138,7 @@ def _group(
         "version": version,
         "teacher": group.teacher,
         "by_teacher": group.by_teacher,
+        "as_text": group.as_text,
         "tag": group.tag,
         "source": group.source,
         "answer": group.answer,
@@ -260,7 +261,7 @@ class KeptTrajectory:
 class KeptGroup:
     """A group that `step` trained on, beginning with the weights of `version`.
 
-    `by_teacher`: the teacher sampled it.
+    `by_teacher`: the teacher sampled it; `as_text`: as text, so its log-probs are 0 for unknown.
     """
 
     step: int
@@ -275,6 +276,7 @@ class KeptGroup:
     trajectories_G: Sequence[KeptTrajectory]
     step_tokens: Sequence[TokenGap] = ()
     by_teacher: bool = False
+    as_text: bool = False
 
 
 def read_rollouts(path: Path) -> list[KeptGroup]:
@@ -339,6 +341,7 @@ def _kept_group(row: Mapping[str, Any]) -> KeptGroup:
         version=int(row["version"]),
         teacher=str(row["teacher"]),
         by_teacher=bool(row.get("by_teacher", False)),  # runs of before it was kept have none
+        as_text=bool(row.get("as_text", False)),
         tag=None if row["tag"] is None else str(row["tag"]),
         source=str(row.get("source", "")),  # runs of before it was kept have none
         answer=None if row.get("answer") is None else str(row["answer"]),

@@ -11,8 +11,9 @@ import numpy as np
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import Chain
 from distill.data.columns import refuse_misspelt
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
-from distill.data.sft_rows import ExampleEncoder, supervised_row
+from distill.data.sft_rows import supervised_row
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
 

@@ -52,6 +52,8 @@ class Prompt:
         messages: the prompt as a chat; empty for a plain string.
         text: the plain string; empty for a chat.
         tools: the row's, which went to the chat template.
+        told: what the teacher sees in place of all that, in words: a text, or a chat; empty: the
+            same.
     """
 
     tokens_T: TokenArray
@@ -65,6 +67,12 @@ class Prompt:
     messages: Sequence[Message] = ()
     text: str = ""
     tools: Sequence[Mapping[str, Any]] | None = None
+    told: str | Sequence[Message] = ""
+
+    @property
+    def in_words(self) -> str | Sequence[Message]:
+        """What a teacher that is asked in words sees: a text, or a chat."""
+        return self.told or self.messages or self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +162,11 @@ def _prompt(
     teacher_tokenizers: Mapping[str, PreTrainedTokenizerBase],
     chat: ChatStyle | None,
 ) -> Prompt:
-    teacher, teacher_tokens_T = _teacher(row, teachers), None
+    teacher, teacher_tokens_T, told = _teacher(row, teachers), None, ""
     if row.get("teacher_prompt") is not None or row.get("teacher_messages") is not None:
         its_own = teacher_tokenizers.get(teacher, tokenizer)
-        teacher_tokens_T, _ = _render(row, its_own, "teacher_", chat)
+        teacher_tokens_T, chat_told = _render(row, its_own, "teacher_", chat)
+        told = chat_told or check_text(row, "teacher_prompt")
     tokens_T, messages = _render(row, tokenizer, "", chat)
     return Prompt(
         tokens_T=tokens_T,
@@ -169,6 +178,7 @@ def _prompt(
         teacher=teacher,
         tag=None if row.get("tag") is None else check_text(row, "tag"),
         teacher_tokens_T=teacher_tokens_T,
+        told=told,
         bonuses=_bonuses(row.get("bonuses")),
     )
 

@@ -14,23 +14,15 @@ Other fields are left alone, unless one is nearly called like one of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.chat.template import (
-    Message,
-    check_messages,
-    check_text,
-    check_tools,
-    check_vocabulary,
-    encode,
-    render_text,
-)
-from distill.data.assistant_masks import Chain, conversation_chains
+from distill.chat.template import Message, check_messages, check_text, check_tools
+from distill.data.assistant_masks import Chain
 from distill.data.columns import refuse_misspelt
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
 from distill.objective.batching import TrainingRow
@@ -164,87 +156,6 @@ def _check_runs(example: Mapping[str, Any], length: int) -> list[tuple[int, int]
 
 def _short(value: object) -> str:
     return repr(value)[:60]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleEncoder:
-    """Examples to token chains, held to what the model can take.
-
-    Attributes:
-        vocab_size: of the model; ids are below it.
-        max_length: longest chain, in tokens.
-        stop_ids: what ends the served model's turn; see `distill.models.loading.stop_token_ids`.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
-    max_length: int
-    stop_ids: Collection[int]
-
-    def completion(self, prompt: str, completion: str) -> Chain:
-        """A prompt and its completion, encoded apart as they are at generation, and the EOS.
-
-        Raises:
-            DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
-        """
-        end = self._end()
-        prompt_T = render_text(self.tokenizer, prompt)
-        answer = encode(self.tokenizer, completion, add_special_tokens=False)
-        answer_T = np.asarray([*answer, end], np.int32)
-        tokens_T = np.concatenate([prompt_T, answer_T])
-        mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
-        return self._checked(Chain(tokens_T=tokens_T, loss_mask_T=mask_T))
-
-    def _end(self) -> int:
-        """The tokenizer's EOS, or the first of the stop tokens where it is none of them."""
-        eos: Any = self.tokenizer.eos_token_id
-        if eos is not None and (eos in self.stop_ids or not self.stop_ids):
-            return eos
-        if not self.stop_ids:
-            raise DataError("the tokenizer has no EOS token: a completion could never end; set one")
-        return min(self.stop_ids)
-
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        context: int = 0,
-    ) -> list[Chain]:
-        """Token chains of the assistant's turns after the first `context` messages.
-
-        Raises:
-            DataError: as of `conversation_chains`; too long, or ids the model lacks.
-        """
-        chains = conversation_chains(
-            self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
-        )
-        return [self._checked(chain) for chain in chains]
-
-    def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Chain:
-        """Token ids as they are; those in the `runs`, [start, stop), are trained.
-
-        Raises:
-            DataError: too long, or ids the model lacks.
-        """
-        if max(ids) >= self.vocab_size:
-            raise DataError(
-                f"`tokens` holds id {max(ids)}, outside the model's vocabulary of "
-                f"{self.vocab_size}; train the model whose ids these are, or one of its size"
-            )
-        mask_T = np.zeros(len(ids), np.bool_)
-        for start, stop in runs:
-            mask_T[start:stop] = True
-        return self._checked(Chain(tokens_T=np.asarray(ids, np.int32), loss_mask_T=mask_T))
-
-    def _checked(self, chain: Chain) -> Chain:
-        if len(chain.tokens_T) > self.max_length:
-            raise DataError(
-                f"{len(chain.tokens_T)} tokens exceed the limit of {self.max_length} (the model's "
-                "context or max_length); shorten or drop the row"
-            )
-        check_vocabulary(chain.tokens_T, self.vocab_size)
-        return chain
 
 
 def supervised_row(chain: Chain, source: str) -> TrainingRow:

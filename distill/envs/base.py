@@ -131,6 +131,12 @@ class EnvGroupBuilder(ABC):
         """True if the teacher sees something else than the policy."""
         return self.teacher_tokens_T is not None or self.feedback is not None
 
+    @property
+    def asked(self) -> Prompt | None:
+        """The prompt that an episode is one response to, which can be asked in words; None where
+        there is more to an episode, or it has no words."""
+        return None
+
     def teacher_context_T(self, episode: Episode) -> TokenArray | None:
         """What the teacher sees in place of the episode's first observation; None: the same.
 

@@ -112,6 +112,10 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     reward: Reward = exact_match
     format: Format = NO_FORMAT
 
+    @property
+    def asked(self) -> Prompt:
+        return self.prompt
+
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [
             SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format, models)

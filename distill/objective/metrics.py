@@ -12,6 +12,9 @@ from distill.objective.tallies import TURNS_SHOWN, gaps_of
 from distill.outlines import GroupOutline
 from distill.types import Segment, StopReason
 
+# The learner's (`objectives.teacher_cross_entropy`); of log q_T by which tokens were sampled.
+_OF_SAMPLER = "teacher_samples/forward_kl"
+
 
 def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, float]:
     """Means over the action tokens (or trajectories) of `groups_P`, trained at weight `version`.
@@ -33,6 +36,15 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     if len(by_teacher) == len(groups_P):
         return metrics
     return metrics | _policy_metrics([g for g in groups_P if not g.by_teacher], version)
+
+
+def without_unknown(
+    metrics: Mapping[str, float], groups_P: Sequence[GroupOutline]
+) -> dict[str, float]:
+    """The metrics of a step's groups, but for those of log-probs that nobody knows."""
+    if not any(group.as_text for group in groups_P):
+        return dict(metrics)
+    return {name: value for name, value in metrics.items() if name != _OF_SAMPLER}
 
 
 def _teacher_samples(groups_P: Sequence[GroupOutline], of: int) -> dict[str, float]:

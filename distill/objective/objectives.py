@@ -473,7 +473,8 @@ def teacher_cross_entropy(
     give a variance that grows with the length without bound.
 
     Metrics, means over these tokens: `teacher_samples/nll`, and `teacher_samples/forward_kl`, of
-    log q_T - log p_T with the log q_T that the teacher sampled by.
+    log q_T - log p_T with the log q_T that the teacher sampled by. Of samples that came as text
+    nobody knows that, and the latter means nothing (`distill.objective.metrics.without_unknown`).
     """
     assert logprobs_N.shape == batch.advantages_N.shape and logprobs_N.ndim == 1
     scale_N = normaliser(batch, counts, how)

@@ -33,6 +33,7 @@ def outline(group: TrajectoryGroup) -> GroupOutline:
         source=group.source,
         answer=group.answer,
         by_teacher=group.by_teacher,
+        as_text=group.as_text,
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
-from distill.data.sft_rows import ExampleEncoder
 from distill.errors import DataError
 from distill.models.loading import context_length, ends_of, vocab_size
 from distill.models.reward import check_reward_config

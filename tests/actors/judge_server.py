@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,24 +84,33 @@ class ScriptedJudge:
 
 @contextmanager
 def running_judge() -> Iterator[ScriptedJudge]:
-    """A server in a thread of its own: those who ask may start and end event loops."""
-    judge, loop = ScriptedJudge(), asyncio.new_event_loop()
+    """A server of one that is scripted."""
+    judge = ScriptedJudge()
+    with serving(judge.handle) as judge.url:
+        yield judge
+
+
+@contextmanager
+def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Iterator[str]:
+    """The address of a server in a thread of its own: those who ask may start and end event loops.
+
+    It listens on the loopback address; `handle` answers all that is asked.
+    """
+    loop = asyncio.new_event_loop()
 
     async def start() -> web.AppRunner:
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", judge.handle)
+        app.router.add_route("*", "/{path:.*}", handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        judge.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     try:
-        yield judge
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     finally:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
+from cluster.config.estimator import with_estimator
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
@@ -24,8 +25,9 @@ from distill.envs.base import EnvDataset, EnvStream, Mixture
 from distill.envs.games.tic_tac_toe import TicTacToeGames
 from distill.envs.reading import Reading
 from distill.errors import CheckpointError, ConfigError, DataError, IsothermError
+from tests.actors.text_server import API_KEY, MODEL, Says, running_text_server
 from tests.conftest import TinyPair
-from tests.tiny import PAD, save_tokenizer, tiny_model_dir
+from tests.tiny import EOS, PAD, save_tokenizer, tiny_model_dir
 
 NewOpd = Callable[..., OpdConfig]
 NewSft = Callable[..., SftConfig]
@@ -387,6 +389,43 @@ def test_what_a_teacher_that_moves_is_told(
 def test_settings_of_a_teacher_that_moves(opd: NewOpd, settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opd(**{"teacher": "policy"} | settings)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat/completions", "/api/v1", "/my/completions"])
+@pytest.mark.parametrize("estimator", ["auto", "sampled", "top_k"])
+def test_an_endpoint_that_gives_text_cannot_score(opd: NewOpd, path: str, estimator: str) -> None:
+    config = opd(teacher=f"http://127.0.0.1:9{path}", estimator=estimator, warmup=2)
+    with pytest.raises(ConfigError, match=r"answers in text.*teacher_samples_url=.*recipe=sft"):
+        check_rollout(with_estimator(config)[0])
+
+
+def test_an_endpoint_is_asked_before_the_run_and_answers_single_prompts(
+    opd: NewOpd, prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
+    with running_text_server() as server:
+        endpoint = {"teacher_samples_url": server.url, "teacher_samples_name": MODEL, "warmup": 1}
+        [teacher] = check_rollout(opd(**endpoint)).text_teachers.values()
+        assert teacher.encoder.stop_ids == (EOS,) and len(server.chats) == 1
+        server.failures = [Says("", "length")]
+        assert check_rollout(opd(**endpoint)).text_teachers, "one that thinks first"
+        server.failures = [404]
+        with pytest.raises(ConfigError, match=r"HTTP 404.*put it right, or leave teacher_samples"):
+            check_rollout(opd(**endpoint))
+        asked = len(server.chats)
+        chat = {"messages": [{"role": "user", "content": "2"}]}
+        wide = tiny_model_dir(tmp_path, seed=3, hidden_size=32, layers=1, context_length=1024)
+        save_tokenizer(wide)
+        games = {"env": TicTacToeGames(), "prompts": None, "student": wide, "teacher": wide}
+        games |= {"reward_coef": 1.0}  # or it would be refused for teaching nothing
+        with pytest.raises(ConfigError, match="an episode of env=TicTacToeGames is more"):
+            check_rollout(opd(**endpoint | games))
+        with pytest.raises(ConfigError, match=":1 has `tools`"):
+            check_rollout(opd(**endpoint, prompts=prompts(chat | {"tools": [{"name": "f"}]})))
+        texts = endpoint | {"teacher_samples_url": f"{server.url}/completions"}
+        with pytest.raises(ConfigError, match=r":1 is a chat; give .* without /completions"):
+            check_rollout(opd(**texts, prompts=prompts(chat)))
+        assert len(server.chats) == asked and not server.completions, "asked of what cannot be"
 
 
 def test_distributions_over_different_vocabularies(opd: NewOpd, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from cluster.config.presets import SelfplayConfig
 from cluster.config.rollout_checks import check_rollout
 from cluster.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from cluster.config.supervised_checks import check_sft
+from cluster.config.teachers import TeacherConfig
 from cluster.early_ends import Interrupted
 from cluster.evaluate import EvaluateConfig
 from cluster.train import main
@@ -53,6 +54,7 @@ from learner.config import LearnerConfig
 from tests.samples import ids, sample
 
 NewOpd = Callable[..., OpdConfig]
+WRITTEN = {"teacher_samples_url": "http://h:1/v1", "teacher_samples_name": "m"}
 POSITIVE = [
     "steps", "checkpoint_every", "keep_checkpoints", "token_budget", "threads", "prompts_per_step",
     "group_size", "max_new_tokens", "policy_engines", "teacher_engines", "rollout_workers",
@@ -278,8 +280,27 @@ def test_temperature_has_one_home() -> None:
         ({"teacher_samples": 0.5, "warmup": 3}, "teacher_samples=0.5 changes nothing with warmup"),
         ({"warmup": 1, "rollouts": "r"}, "warmup=1 changes nothing with rollouts=r"),
         ({"teacher_samples": 0.5, "teacher": "policy"}, "teacher_samples=0.5 with teacher=policy"),
+        ({"warmup": 1, "teacher_samples_url": "http://h:1/v1"}, "a name there; give both, or nei"),
+        ({"warmup": 1, "teacher_samples_name": "m"}, "a name there; give both, or neither"),
+        (WRITTEN, "teacher_samples_url=http://h:1/v1 changes nothing: no group is the teacher's"),
+        (WRITTEN | {"warmup": 1, "teacher_samples_name": " "}, "teacher_samples_name is blank"),
+        (
+            WRITTEN | {"warmup": 1, "teacher_samples_url": "http://me:secret@h:1/v1"},
+            "teacher_samples_url holds a user, a password or a query",
+        ),
+        (
+            WRITTEN | {"warmup": 1, "teacher": None, "teachers": {"a": TeacherConfig(model="t")}},
+            r"beside teachers\.NAME: .*give teachers\.a\.samples_url, say",
+        ),
+        (
+            {
+                "warmup": 1, "teacher": None,
+                "teachers": {"a": TeacherConfig(model="t", samples_url="http://h:1/v1")},
+            },
+            r"teachers\.a\.samples_url=http://h:1/v1 with teachers\.a\.samples_name=None",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_a_teacher_samples_in_range(opd: NewOpd, settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opd(**{"steps": 3} | settings)
@@ -439,7 +460,7 @@ def test_bad_input_ends_with_two_and_a_line(opd: NewOpd, capsys, more, message: 
             "no such setting of teachers.a; did you mean 'model'? Known",
         ),
         (["teachers.a.weight=all"], "teachers.a.weight=all is not a number"),
-        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, weight"),
+        (["teachers.a=m"], "teachers.a=m: no such setting of teachers.a; known: model, samp"),
         (["...lr=abc"], "'abc'"),
     ],
 )

@@ -107,6 +107,10 @@ MUST_STAY_BESIDE = {
     "teacher_lag": ({"teacher": "policy", "teacher_lag": 2}, 3),
     "teacher_ema": ({"teacher": "policy", "teacher_ema": 0.9}, 0.95),
     "hint_bonus_coef": ({"teacher": "policy", "hint_bonus_coef": 0.1}, 0.2),
+    "teacher_samples_name": (
+        {"warmup": 1, "teacher_samples_url": "http://a:1", "teacher_samples_name": "m"},
+        "n",
+    ),
 }
 
 
@@ -222,6 +226,13 @@ def test_what_no_step_depends_on_may_change(opd: NewOpd) -> None:
     assert RunDirectory("opd", opd(keep_rollouts="all")).check() is None
 
 
+def test_an_endpoint_may_move(opd: NewOpd) -> None:
+    beside, _ = MUST_STAY_BESIDE["teacher_samples_name"]
+    started(opd(**beside))
+    moved = beside | {"teacher_samples_url": "https://b:2/v1"}
+    assert RunDirectory("opd", opd(**moved)).check() is None
+
+
 def test_a_run_of_an_earlier_release_did_train(opd: NewOpd) -> None:
     path = started(opd()).path / "config.json"
     written = json.loads(path.read_text())
@@ -236,8 +247,10 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
-    # where nothing is rehearsed.
-    others = {"out", "engine", "liger", "local", "keep_rollouts", "dry_run"}
+    # where nothing is rehearsed; teacher_samples_url where there is one.
+    others = {
+        *("out", "engine", "liger", "local", "keep_rollouts", "dry_run", "teacher_samples_url")
+    }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others | REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
 

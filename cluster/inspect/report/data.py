@@ -349,6 +349,7 @@ def group_data(group: KeptGroup, tokenizer: PreTrainedTokenizerBase | None) -> d
         "version": group.version,
         "teacher": group.teacher,
         "by_teacher": group.by_teacher,
+        "as_text": group.as_text,
         "tag": group.tag,
         "source": group.source,
         "answer": group.answer,

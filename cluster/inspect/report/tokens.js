@@ -14,6 +14,7 @@ function showGroup() {
     ["step", number(group.step, 6)], ["group", String(group.group)],
     ["trained from version", String(group.version)], ["T", number(group.temperature)],
     ["teacher", group.teacher], ["sampled by", group.by_teacher ? "the teacher" : ""],
+    ["student log p", group.as_text ? "unknown: an endpoint gave text" : ""],
     ["tag", group.tag], ["source", group.source],
     ["answer", group.answer],
     ["mean KL", fixed(summaries[state.chosen].kl)],

@@ -1,0 +1,345 @@
+"""A model behind an OpenAI-compatible endpoint, which answers in words.
+
+    .../v1, .../v1/chat/completions    sees chats; a text is what the user says
+    .../v1/completions                 goes on from texts
+
+What may pass (no connection, timeouts, 408, 409, 429, 5xx) is tried again, after as long as the
+server asks for; what will not (a refused key, no such model, a refused prompt) fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from distill.errors import ConfigError, DataError, EngineError
+from distill.sampling import EvalSampling, Sampling
+
+if TYPE_CHECKING:  # an extra, and slow to import
+    from openai import AsyncOpenAI
+
+API_KEY_VARIABLE = "ISOTHERM_ENDPOINT_API_KEY"
+# The library insists on a key; servers without keys ignore it.
+NO_KEY = "none"
+_COMPLETIONS, _CHAT = "/completions", "/chat/completions"
+_MAY_PASS = (408, 409, 429)
+_REFUSED_KEY = (401, 403)
+_FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 60.0
+_SHOWN = 200
+# Some models refuse the first, and say that they take the second.
+_LIMIT, _NEWER_LIMIT = "max_tokens", "max_completion_tokens"
+
+T = TypeVar("T")
+# A text, or a chat.
+Shown = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, and whether the model ended it by itself."""
+
+    text: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long an answer is waited for.
+
+    Attributes:
+        attempt_s: longest that one attempt may take.
+        all_s: longest that all attempts of one answer may take, pauses included.
+        attempts: most of them; None: as many as there is time for.
+        useless: answers of which nothing can be made, after which the next would be another.
+    """
+
+    attempt_s: float
+    all_s: float
+    attempts: int | None = None
+    useless: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointAddress:
+    """Where a model answers in words, by the settings that say so.
+
+    Attributes:
+        url: http(s)://host[:port], with the path where the API is, if that is not /v1.
+        name: the model's, there.
+        url_setting, name_setting: what the user calls the two.
+
+    Raises:
+        ConfigError: the url is no address, or holds what would be printed; the name is blank.
+    """
+
+    url: str
+    name: str
+    url_setting: str
+    name_setting: str
+
+    def __post_init__(self) -> None:
+        check_url(self.url_setting, self.url, API_KEY_VARIABLE)
+        if not self.name.strip():
+            raise ConfigError(
+                f"{self.name_setting} is blank; give the model's name at {self.url_setting}="
+                f"{self.url}"
+            )
+
+    @property
+    def completes(self) -> bool:
+        """True if it goes on from texts; else it answers chats."""
+        path = urlsplit(self.url).path.rstrip("/")
+        return path.endswith(_COMPLETIONS) and not path.endswith(_CHAT)
+
+    @property
+    def base_url(self) -> str:
+        url = self.url.rstrip("/").removesuffix(_COMPLETIONS if self.completes else _CHAT)
+        return url if urlsplit(url).path else f"{url}/v1"
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.url_setting}={self.url}"
+
+
+def check_url(setting: str, url: str, key_variable: str) -> None:
+    """Raises ConfigError unless it is http(s)://host[:port][/path] and nothing more."""
+    if "@" in url or "?" in url or "#" in url:  # before the address is printed anywhere
+        raise ConfigError(
+            f"{setting} holds a user, a password or a query, which would stand in config.json; "
+            f"give the server's key in {key_variable}, and write http://host:port/v1"
+        )
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or half of an IPv6 address
+        good = False
+    if not good or not url.isprintable() or " " in url:
+        raise ConfigError(f"{setting}={url} is not an address; write http://host:port/v1")
+
+
+def read_key(variable: str) -> str:
+    """The key in an environment variable; empty without one.
+
+    Raises:
+        ConfigError: it is none that a header can carry, which an error would show.
+    """
+    key = os.environ.get(variable, "").strip()
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{variable} holds characters that no key has; set it anew")
+    return key
+
+
+def in_a_line(error: BaseException, key: str) -> str:
+    """An error's words, in a line, without the key."""
+    words = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    words = " ".join(words.split())
+    return (words.replace(key, "***") if key else words)[:_SHOWN]
+
+
+class EndpointRefused(EngineError):
+    """An endpoint that would answer the same again: a key, a model or a prompt it does not take."""
+
+
+class UselessAnswer(EngineError):
+    """An answer of which nothing can be made: without a text, or ended by a filter."""
+
+
+class _MayPass(EngineError):
+    """A failure after which another attempt may do; the server asks to wait for so long."""
+
+    def __init__(self, words: str, wait_s: float | None = None) -> None:
+        super().__init__(words)
+        self.wait_s = wait_s
+
+
+@asynccontextmanager
+async def text_endpoint(
+    address: EndpointAddress, *, patience: Patience, max_concurrent: int
+) -> AsyncIterator[TextEndpoint]:
+    """An endpoint for as long as the block lasts; its key is in ISOTHERM_ENDPOINT_API_KEY.
+
+    Raises:
+        ConfigError: the library `openai` is not installed, or the key is none.
+    """
+    try:
+        import openai
+    except ImportError as error:
+        raise ConfigError(
+            f"{address.url_setting}={address.url} is asked through the library `openai`, which is "
+            "not installed; pip install 'isotherm[judge]'"
+        ) from error
+    async with openai.AsyncOpenAI(
+        base_url=address.base_url,
+        api_key=read_key(API_KEY_VARIABLE) or NO_KEY,
+        timeout=None,  # an attempt's is ours: the library's is of each wait alone
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(),
+    ) as client:
+        yield TextEndpoint(client, address, patience, asyncio.Semaphore(max_concurrent))
+
+
+class TextEndpoint:
+    """See `text_endpoint`."""
+
+    def __init__(
+        self,
+        client: AsyncOpenAI,
+        address: EndpointAddress,
+        patience: Patience,
+        places: asyncio.Semaphore,
+    ) -> None:
+        self._client, self._address = client, address
+        self._patience, self._places = patience, places
+
+    async def answer(
+        self,
+        shown: Shown,
+        sampling: Sampling,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Answer:
+        """One response to a text or a chat.
+
+        Raises:
+            EndpointRefused: it takes no such request, and says why.
+            UselessAnswer: it answers, again and again, with nothing to learn from.
+            EngineError: it does not answer in time, in its own words.
+        """
+        asked, troubles = self._asked(shown, sampling, tools), ["it is still at the first"]
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._patience.all_s):
+                    return await self._attempts(asked, troubles)
+            except TimeoutError:
+                raise EngineError(
+                    f"{self._address} gave no answer within {self._patience.all_s:g} s, for all "
+                    f"attempts; of the last: {troubles[-1]}"
+                ) from None
+
+    def _asked(
+        self, shown: Shown, sampling: Sampling, tools: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        asked: dict[str, Any] = {
+            "model": self._address.name,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if isinstance(sampling, EvalSampling) else 1.0,
+            _LIMIT: sampling.max_new_tokens,
+        }
+        if self._address.completes:
+            if not isinstance(shown, str):
+                raise DataError(
+                    f"{self._address} goes on from texts, and a prompt is a chat, whose template "
+                    f"is the model's own; leave {_COMPLETIONS} out of the address"
+                )
+            return {**asked, "prompt": shown}
+        chat = [{"role": "user", "content": shown}] if isinstance(shown, str) else list(shown)
+        return {**asked, "messages": chat} | ({"tools": list(tools)} if tools else {})
+
+    async def _attempts(self, asked: Mapping[str, Any], troubles: list[str]) -> Answer:
+        done, useless, pause_s = 0, 0, _FIRST_PAUSE_S
+        while True:
+            done += 1
+            try:
+                return await self._ask(asked)
+            except EndpointRefused as error:
+                if _NEWER_LIMIT not in str(error) or _LIMIT not in asked:
+                    raise
+                asked = {_NEWER_LIMIT if n == _LIMIT else n: v for n, v in asked.items()}
+            except UselessAnswer:
+                useless += 1
+                if useless >= self._patience.useless:
+                    raise
+            except _MayPass as error:
+                troubles.append(str(error))
+                if done == self._patience.attempts:
+                    raise
+                await asyncio.sleep(pause_s if error.wait_s is None else error.wait_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _ask(self, asked: Mapping[str, Any]) -> Answer:
+        import openai
+
+        resource: Any = (
+            self._client.completions if self._address.completes else self._client.chat.completions
+        )
+        try:
+            async with asyncio.timeout(self._patience.attempt_s):
+                made = await resource.create(**asked)
+        except TimeoutError:
+            raise _MayPass(
+                f"{self._address} did not answer within {self._patience.attempt_s:g} s"
+            ) from None
+        except (openai.OpenAIError, ValueError) as error:  # a page that is no JSON, too
+            raise self._complaint(error) from None  # its own words may repeat the key
+        return self._read(made)
+
+    def _complaint(self, error: Exception) -> EngineError:
+        import openai
+
+        key = read_key(API_KEY_VARIABLE)
+        said = in_a_line(error, key)
+        status = error.status_code if isinstance(error, openai.APIStatusError) else None
+        if status in _REFUSED_KEY:  # without its words: some repeat the key
+            return EndpointRefused(
+                f"{self._address} refuses the key (HTTP {status}; {API_KEY_VARIABLE} is "
+                f"{'set' if key else 'not set'}); give the server's own in it, wherever responses "
+                "are made"
+            )
+        if status == 404:
+            return EndpointRefused(
+                f"{self._address}: there is no such path, or no {self._address.name_setting}="
+                f"{self._address.name} (HTTP 404): {said}"
+            )
+        if status is not None and status < 500 and status not in _MAY_PASS:
+            return EndpointRefused(f"{self._address} refuses the request: {said}")
+        return _MayPass(f"{self._address} does not answer: {said}", _retry_after(error))
+
+    def _read(self, made: Any) -> Answer:
+        choices = getattr(made, "choices", None)  # a proxy's page is a string
+        if not isinstance(choices, list) or not choices:
+            raise _MayPass(
+                f"{self._address} answered with no choice; the API may have another path than "
+                f"{self._address.base_url}"
+            )
+        choice = choices[0]
+        reason = getattr(choice, "finish_reason", None)
+        text = getattr(choice, "text", None)
+        if not self._address.completes:
+            text = getattr(getattr(choice, "message", None), "content", None)
+        if not isinstance(text, str) or not text.strip():
+            raise UselessAnswer(
+                f"{self._address} answered without a text (finish_reason={reason}), asked "
+                f"{self._patience.useless} times: one that thinks may need a larger "
+                "max_new_tokens before it says anything, or nothing is to be said to the prompt"
+            )
+        if reason not in ("stop", "length", None):
+            raise UselessAnswer(
+                f"{self._address} did not end its answer (finish_reason={reason}): what a filter "
+                "or a call of a tool has ended is no response"
+            )
+        return Answer(text, reason == "stop")
+
+
+def _retry_after(error: Exception) -> float | None:
+    """Seconds that a server asks for before the next attempt; None: it does not say."""
+    headers: Mapping[str, str] = getattr(getattr(error, "response", None), "headers", {})
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return min(max(float(headers[name]) * scale, 0.0), LONGEST_PAUSE_S)
+        except (KeyError, ValueError):  # a date, or nothing
+            continue
+    return None
+
+
+async def together(*asked: Coroutine[Any, Any, T]) -> list[T]:
+    """All their results, in order; the first failure cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            under_way = [tasks.create_task(each) for each in asked]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in under_way]

@@ -1,0 +1,116 @@
+"""A teacher that samples in words: an endpoint's texts, as samples of the student's tokens.
+
+It has no log-probs and no weights that anybody knows, so it scores nothing; what it says is learnt
+by cross-entropy (`distill.teacher_samples`), which needs neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from actors.rollout.text_endpoint import (
+    EndpointAddress,
+    Patience,
+    TextEndpoint,
+    text_endpoint,
+    together,
+)
+from distill.data.example_encoder import ExampleEncoder
+from distill.data.prompts import Prompt
+from distill.data.written_answers import written_sample
+from distill.engine import GenerateRequest, Sample
+from distill.types import TrajectoryGroup
+
+T = TypeVar("T")
+
+# An attempt that takes longer is made anew, where the run has the patience.
+_ATTEMPT_S = 600.0
+# Requests under way at once, of one rollout worker.
+_MOST_AT_ONCE = 32
+_TICK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTeacher:
+    """A teacher's endpoint, and how its texts become tokens. It pickles."""
+
+    address: EndpointAddress
+    encoder: ExampleEncoder
+    deadline_s: float
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[OpenTextTeacher]:
+        """Raises ConfigError: see `text_endpoint`."""
+        patience = Patience(
+            attempt_s=min(_ATTEMPT_S, self.deadline_s / 2), all_s=self.deadline_s / 2
+        )
+        async with text_endpoint(
+            self.address, patience=patience, max_concurrent=_MOST_AT_ONCE
+        ) as endpoint:
+            yield OpenTextTeacher(endpoint, self.encoder)
+
+
+class OpenTextTeacher:
+    """See `TextTeacher.opened`."""
+
+    def __init__(self, endpoint: TextEndpoint, encoder: ExampleEncoder) -> None:
+        self._endpoint, self._encoder = endpoint, encoder
+
+    def sampler(self, prompt: Prompt, alive: Callable[[], None]) -> TextSampler:
+        """A sampler of responses to one prompt; `alive` is called while it waits for them."""
+        return TextSampler(self._endpoint, self._encoder, prompt, alive)
+
+
+class TextSampler:
+    """Samples of responses to one prompt, whatever tokens of it are shown.
+
+    An answer is waited for as long as its endpoint's patience lasts, and that it is waited for is
+    all that is known of it meanwhile.
+    """
+
+    def __init__(
+        self,
+        endpoint: TextEndpoint,
+        encoder: ExampleEncoder,
+        prompt: Prompt,
+        alive: Callable[[], None],
+    ) -> None:
+        self._endpoint, self._encoder = endpoint, encoder
+        self._prompt, self._alive = prompt, alive
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """Raises what `TextEndpoint.answer` and `written_sample` do."""
+        sampled = (self._sample(request) for _ in range(request.num_samples))
+        return await _ticking(together(*sampled), self._alive)
+
+    async def _sample(self, request: GenerateRequest) -> Sample:
+        sampling = request.sampling
+        answer = await self._endpoint.answer(self._prompt.in_words, sampling)
+        return written_sample(
+            self._encoder,
+            self._prompt,
+            answer.text,
+            ended=answer.ended,
+            max_new_tokens=sampling.max_new_tokens,
+        )
+
+    @staticmethod
+    def signed(group: TrajectoryGroup) -> TrajectoryGroup:
+        """The group as what it is."""
+        return replace(group, by_teacher=True, as_text=True)
+
+
+async def _ticking(waited_for: Coroutine[Any, Any, T], tick: Callable[[], None]) -> T:
+    """Its result; `tick` is called every few seconds until it is there."""
+    task = asyncio.ensure_future(waited_for)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_TICK_S)
+            tick()
+        return task.result()
+    finally:
+        task.cancel()

@@ -1,0 +1,103 @@
+"""Teachers whose samples an endpoint writes: asked once, and held to all of their prompts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from actors.rollout.text_endpoint import EndpointAddress, Patience, UselessAnswer, text_endpoint
+from actors.rollout.text_teacher import TextTeacher
+from cluster.config.on_policy import RolloutConfig
+from distill.data.example_encoder import ExampleEncoder
+from distill.data.prompts import Prompt
+from distill.data.written_answers import written_sample
+from distill.envs.base import EnvDataset
+from distill.errors import ConfigError, DataError, EngineError
+from distill.sampling import TrainSampling
+
+# A first answer may wait for a model to be loaded.
+_PATIENCE = Patience(attempt_s=120.0, all_s=180.0, attempts=3, useless=1)
+# Tokens of the first answer, which only shows that there is one.
+_FEW = 16
+# Of the prompts of each, so many are tried with an answer: a template refuses all, or few.
+_TRIED = 8
+
+
+def text_teachers(
+    config: RolloutConfig, encoder: ExampleEncoder, train: EnvDataset
+) -> Mapping[str, TextTeacher]:
+    """By the teachers' names, those of which an endpoint writes the samples.
+
+    Each is asked for one short answer to a prompt of its own.
+
+    Raises:
+        ConfigError: it does not answer, or cannot be asked what is to be answered.
+    """
+    made: dict[str, TextTeacher] = {}
+    for name, address in config.text_endpoints().items():
+        prompts = _prompts_of(config, address, train, name)
+        for prompt in prompts[:_TRIED]:
+            _check_turn(address, encoder, prompt, config.max_new_tokens)
+        asyncio.run(_ask_once(address, prompts[0], config.train_sampling()))
+        made[name] = TextTeacher(address=address, encoder=encoder, deadline_s=config.deadline_s)
+    return made
+
+
+def _prompts_of(
+    config: RolloutConfig, address: EndpointAddress, train: EnvDataset, teacher: str
+) -> Sequence[Prompt]:
+    """The prompts of a teacher, in words; there is one at least."""
+    setting = f"{address.url_setting}={address.url}"
+    prompts: list[Prompt] = []
+    for problem in range(len(train)):
+        builder = train.builder(problem, config.group_size)
+        if builder.teacher != teacher:
+            continue
+        prompt, where = builder.asked, f"{config.prompts}:{train.label(problem)}"
+        if prompt is None:
+            raise ConfigError(
+                f"{setting} answers one prompt with one text, and an episode of "
+                f"env={type(config.env).__name__} is more; use env=SingleTurn, or leave it out, "
+                "and the teacher's engines sample"
+            )
+        if prompt.tools:
+            raise ConfigError(
+                f"{setting} answers in text, and {where} has `tools`, whose calls are none; leave "
+                "the field out of the row, or have the teacher's engines sample"
+            )
+        if address.completes and not isinstance(prompt.in_words, str):
+            raise ConfigError(
+                f"{setting} goes on from texts, and {where} is a chat; give the address without "
+                "/completions, or rows with `prompt`"
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _check_turn(
+    address: EndpointAddress, encoder: ExampleEncoder, prompt: Prompt, max_new_tokens: int
+) -> None:
+    """Raises ConfigError for an answer that the student's template cannot write."""
+    try:
+        written_sample(encoder, prompt, "ok", ended=True, max_new_tokens=max_new_tokens)
+    except DataError as error:
+        raise ConfigError(
+            f"what {address.url_setting}={address.url} answers to the prompt of line {prompt.line} "
+            f"cannot be written as the student's tokens: {error}"
+        ) from error
+
+
+async def _ask_once(address: EndpointAddress, prompt: Prompt, sampling: TrainSampling) -> None:
+    short = TrainSampling(
+        temperature=sampling.temperature, max_new_tokens=min(_FEW, sampling.max_new_tokens)
+    )
+    try:
+        async with text_endpoint(address, patience=_PATIENCE, max_concurrent=1) as endpoint:
+            await endpoint.answer(prompt.in_words, short)
+    except UselessAnswer:
+        pass  # a model that thinks has not said anything yet
+    except EngineError as error:
+        raise ConfigError(
+            f"{error}. It is asked for samples before the run starts: put it right, or leave "
+            f"{address.url_setting} out"
+        ) from error

@@ -1,0 +1,78 @@
+"""Answers in words, by a model that gives no tokens, as the student's own tokens.
+
+ended      the text as the student's template writes it, through the stop token
+cut off    the same without what follows the text, and without its last token: where another
+           tokenizer was cut, the student's may have no token's end
+longer     than the student may say: the first so many tokens, so no stop token
+a stop token within the text ends it there, as it would end the student's
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distill.data.example_encoder import ExampleEncoder
+from distill.data.prompts import Prompt
+from distill.engine import Sample
+from distill.errors import DataError
+from distill.types import StopReason, TokenArray
+
+# What bytes that are no character decode to: a text that was cut within one ends so.
+_NO_CHARACTER = "\ufffd"
+
+
+def written_sample(
+    encoder: ExampleEncoder, prompt: Prompt, text: str, *, ended: bool, max_new_tokens: int
+) -> Sample:
+    """The answer as a sample. Nobody knows its log-probs: they are 0, and not to be used.
+
+    Args:
+        ended: whoever wrote it ended it; else it was cut off.
+
+    Raises:
+        DataError: it cannot be encoded, or is no token.
+    """
+    tokens_T = _turn(encoder, prompt, text) if ended else _cut(encoder, prompt, text)
+    is_stop_T = np.isin(tokens_T, _stops(encoder))
+    if is_stop_T.any():
+        tokens_T = tokens_T[: int(np.argmax(is_stop_T)) + 1]
+    tokens_T = tokens_T[:max_new_tokens]
+    if not len(tokens_T):
+        raise DataError(f"{text[:40]!r} is none of the student's tokens")
+    stops = bool(is_stop_T[len(tokens_T) - 1])
+    return Sample(
+        tokens_T=tokens_T,
+        logprobs_T=np.zeros(len(tokens_T), np.float32),
+        versions_T=np.zeros(len(tokens_T), np.int32),
+        stop_reason=StopReason.EOS if stops else StopReason.LENGTH,
+    )
+
+
+def _stops(encoder: ExampleEncoder) -> list[int]:
+    return [encoder.end, *encoder.stop_ids]
+
+
+def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
+    """The answer's tokens through a stop token, as recipe=sft trains them."""
+    if prompt.messages:
+        said = {"role": "assistant", "content": text}
+        context = len(prompt.messages)
+        [chain] = encoder.conversation([*prompt.messages, said], prompt.tools, context=context)
+    else:
+        chain = encoder.completion(prompt.text, text)
+    tokens_T = chain.tokens_T[chain.loss_mask_T]
+    if len(tokens_T) and tokens_T[-1] in _stops(encoder):
+        return tokens_T
+    return np.append(tokens_T, np.int32(encoder.end))  # the template writes none
+
+
+def _cut(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
+    """The answer's tokens without what the template writes after it, and without the last."""
+    text = text.rstrip(_NO_CHARACTER)
+    tokens_T = _turn(encoder, prompt, text)
+    other_T = _turn(encoder, prompt, "1" if text.endswith("0") else "0")  # which ends otherwise
+    shorter = min(len(tokens_T), len(other_T))
+    same_T = tokens_T[len(tokens_T) - shorter :] == other_T[len(other_T) - shorter :]
+    after = shorter if same_T.all() else int(np.argmin(same_T[::-1]))
+    spoken_T = tokens_T[: len(tokens_T) - after]
+    return spoken_T[:-1] if len(spoken_T) > 1 else spoken_T

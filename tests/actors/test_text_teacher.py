@@ -1,0 +1,260 @@
+"""A teacher that answers in words, behind a real server: what is asked, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.rollout.text_endpoint import (
+    Answer,
+    EndpointAddress,
+    EndpointRefused,
+    Patience,
+    UselessAnswer,
+    text_endpoint,
+)
+from actors.rollout.text_teacher import TextTeacher
+from distill.chat.template import render_text
+from distill.data.example_encoder import ExampleEncoder
+from distill.data.prompts import Prompt
+from distill.engine import GenerateRequest, Sample
+from distill.errors import ConfigError, DataError, EngineError
+from distill.sampling import TrainSampling
+from distill.tokenizer import load_tokenizer
+from distill.types import StopReason
+from tests.actors.text_server import API_KEY, MODEL, Says, TextServer, running_text_server
+from tests.samples import ids
+from tests.tiny import EOS, VOCAB_SIZE, save_tokenizer
+
+SAMPLING = TrainSampling(temperature=0.7, max_new_tokens=12)
+PATIENCE = Patience(attempt_s=5.0, all_s=30.0)
+CHAT = [{"role": "user", "content": "1 + 1?"}]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextServer]:
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", API_KEY)
+    with running_text_server() as server:
+        yield server
+
+
+def address(url: str, name: str = MODEL) -> EndpointAddress:
+    return EndpointAddress(
+        url=url, name=name, url_setting="teacher_samples_url", name_setting="teacher_samples_name"
+    )
+
+
+def ask(
+    where: EndpointAddress, shown: Any = "1 + 1 =", patience: Patience = PATIENCE, **more: Any
+) -> Answer:
+    async def answer() -> Answer:
+        async with text_endpoint(where, patience=patience, max_concurrent=4) as endpoint:
+            return await endpoint.answer(shown, SAMPLING, **more)
+
+    return asyncio.run(answer())
+
+
+def test_chats_and_texts_are_asked_at_the_run_s_temperature(server: TextServer) -> None:
+    for url in (server.url, f"{server.url}/", f"{server.url}/chat/completions", server.url[:-3]):
+        assert ask(address(url)) == Answer("yes", ended=True)
+        assert ask(address(url), CHAT) == Answer("yes", ended=True)
+    assert ask(address(f"{server.url}/completions")) == Answer("yes", ended=True)
+    given = {"model": MODEL, "temperature": 0.7, "top_p": 1.0, "max_tokens": 12}
+    assert server.completions == [given | {"prompt": "1 + 1 ="}]
+    plain = {"role": "user", "content": "1 + 1 ="}
+    assert server.chats == [
+        given | {"messages": each} for _ in range(4) for each in ([plain], CHAT)
+    ]
+    with pytest.raises(DataError, match="goes on from texts, and a prompt is a chat"):
+        ask(address(f"{server.url}/completions"), CHAT)
+
+
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [(Says("a"), True), (Says("a", "length"), False), (Says("a", None), False)],
+)
+def test_only_an_answer_that_stopped_has_ended(server: TextServer, said: Says, ended: bool) -> None:
+    server.script = lambda body: said
+    for url in (server.url, f"{server.url}/completions"):
+        assert ask(address(url)) == Answer("a", ended=ended)
+
+
+def test_what_may_pass_is_asked_again_and_what_is_empty_too(server: TextServer) -> None:
+    server.failures = [503, 429, Says(""), Says("b", "content_filter"), 500, Says(None), 408]
+    assert ask(address(server.url)) == Answer("yes", ended=True)
+    assert len(server.chats) == 8 and not server.failures
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (Says(""), r"without a text \(finish_reason=stop\)"),
+        (Says(" \n", "length"), r"finish_reason=length\), asked 4 times.*max_new_tokens"),
+        (Says(None, "tool_calls"), "without a text"),
+        (Says("I can", "content_filter"), "finish_reason=content_filter"),
+    ],
+)
+def test_answers_that_are_none_end_it_in_the_end(
+    server: TextServer, said: Says, words: str
+) -> None:
+    server.script = lambda body: said
+    with pytest.raises(UselessAnswer, match=words):
+        ask(address(server.url))
+    assert len(server.chats) == 4
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_prompt_that_it_refuses_is_asked_once(server: TextServer, status: int) -> None:
+    server.failures = [status]
+    with pytest.raises(EndpointRefused, match=r"refuses the request.*on purpose") as caught:
+        ask(address(server.url))
+    assert API_KEY not in str(caught.value) and len(server.chats) == 1
+
+
+def test_a_model_that_takes_the_newer_limit_gets_it(server: TextServer) -> None:
+    server.limit = "max_completion_tokens"
+    assert ask(address(server.url)) == Answer("yes", ended=True)
+    assert [("max_tokens" in b, b.get(server.limit)) for b in server.chats] == [
+        (True, None), (False, 12),
+    ]  # fmt: skip
+    server.limit = "max_output"
+    with pytest.raises(EndpointRefused, match="Use 'max_output' instead"):
+        ask(address(server.url))
+
+
+def test_a_wrong_key_a_wrong_path_and_a_wrong_name_are_told_apart_without_the_key(
+    server: TextServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EndpointRefused, match="no such path") as path:
+        ask(address(f"{server.url}/other"))
+    with pytest.raises(EndpointRefused, match="no teacher_samples_name=another") as name:
+        ask(address(server.url, "another"))
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "my-own-secret")
+    with pytest.raises(EndpointRefused, match="ISOTHERM_ENDPOINT_API_KEY is set") as key:
+        ask(address(server.url))
+    monkeypatch.delenv("ISOTHERM_ENDPOINT_API_KEY")
+    with pytest.raises(EndpointRefused, match="ISOTHERM_ENDPOINT_API_KEY is not set"):
+        ask(address(server.url))
+    for caught in (path, name, key):
+        told = f"{caught.value!r} {caught.value.__cause__!r}"
+        assert "secret" not in told and API_KEY not in told and "teacher_samples_url=" in told
+    monkeypatch.setenv("ISOTHERM_ENDPOINT_API_KEY", "two\nlines")
+    with pytest.raises(ConfigError, match="characters that no key has") as odd:
+        ask(address(server.url))
+    assert "lines" not in str(odd.value)
+
+
+def test_waiting_ends_with_the_last_trouble(server: TextServer) -> None:
+    server.script = lambda body: 503
+    with pytest.raises(EngineError, match=r"within 1\.2 s.*status 503 on purpose, key \*\*\*"):
+        ask(address(server.url), patience=Patience(attempt_s=1.0, all_s=1.2))
+    server.script = lambda body: 60.0
+    with pytest.raises(EngineError, match=r"within 0\.3 s"):
+        ask(address(server.url), patience=Patience(attempt_s=0.3, all_s=20.0, attempts=2))
+    with pytest.raises(EngineError, match="does not answer"):
+        ask(address("http://127.0.0.1:9/v1"), patience=Patience(attempt_s=9, all_s=9, attempts=1))
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://me:secret@h:1/v1", "holds a user, a password or a query"),
+        ("http://h:1/v1?key=secret", "holds a user, a password or a query"),
+        ("ftp://h:1/v1", "is not an address"),
+        ("http://h:none/v1", "is not an address"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_unseen(url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"teacher_samples_url.*{words}") as caught:
+        address(url)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="teacher_samples_name is blank"):
+        address("http://h:1/v1", " ")
+
+
+@pytest.fixture
+def teacher(server: TextServer, tmp_path: Path) -> TextTeacher:
+    save_tokenizer(tmp_path)
+    encoder = ExampleEncoder(
+        tokenizer=load_tokenizer(str(tmp_path)),
+        vocab_size=VOCAB_SIZE,
+        max_length=1 << 20,
+        stop_ids=(EOS,),
+    )
+    return TextTeacher(address=address(server.url), encoder=encoder, deadline_s=60.0)
+
+
+def generate(teacher: TextTeacher, samples: int, told: str = "") -> list[Sample]:
+    """Samples by one that came by pickle, as workers have it."""
+    tokenizer = teacher.encoder.tokenizer
+    prompt = Prompt(
+        tokens_T=render_text(tokenizer, "1 + 1 ="), answer=None, line=1, text="1 + 1 =", told=told
+    )
+
+    async def sampled() -> list[Sample]:
+        async with pickle.loads(pickle.dumps(teacher)).opened() as opened:
+            request = GenerateRequest(
+                prompt_tokens_T=ids(3, 4), sampling=SAMPLING, num_samples=samples, seed=1
+            )
+            return await opened.sampler(prompt, lambda: None).generate(request)
+
+    return asyncio.run(sampled())
+
+
+def test_a_group_s_samples_are_as_long_as_they_come(
+    server: TextServer, teacher: TextTeacher
+) -> None:
+    """A long tail: some end at once, some are cut by the server, some are longer than allowed."""
+    texts = [Says("a"), Says("b" * 11), Says("c" * 12), Says("d" * 400), Says("e" * 9, "length")]
+    server.failures = [503, *texts]
+    samples = generate(teacher, 5)
+    decode = teacher.encoder.tokenizer.decode
+    by_text = {str(decode(s.tokens_T.tolist())): s.stop_reason for s in samples}
+    assert by_text == {
+        "a<eos>": StopReason.EOS,
+        "b" * 11 + "<eos>": StopReason.EOS,
+        "c" * 12: StopReason.LENGTH,
+        "d" * 12: StopReason.LENGTH,
+        "e" * 8: StopReason.LENGTH,
+    }
+    for each in samples:
+        assert len(each.tokens_T) <= 12
+        assert (EOS in each.tokens_T.tolist()) == (each.stop_reason is StopReason.EOS)
+
+
+def test_the_privileged_context_is_what_it_sees(server: TextServer, teacher: TextTeacher) -> None:
+    [sample] = generate(teacher, 1, told="1 + 1 = (it is 2)")
+    assert [b["messages"][0]["content"] for b in server.chats] == ["1 + 1 = (it is 2)"]
+    assert np.array_equal(sample.tokens_T[-1:], [EOS])
+
+
+def test_a_refusal_fails_the_group(server: TextServer, teacher: TextTeacher) -> None:
+    server.script = lambda body: 400
+    with pytest.raises(EndpointRefused):
+        generate(teacher, 3)
+
+
+def test_while_it_waits_it_is_known_to_be_alive(
+    server: TextServer, teacher: TextTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.rollout.text_teacher._TICK_S", 0.01)
+    server.script = lambda body: 0.3
+    told: list[None] = []
+    prompt = Prompt(tokens_T=ids(3), answer=None, line=1, text="1")
+
+    async def sampled() -> list[Sample]:
+        async with replace(teacher).opened() as opened:
+            request = GenerateRequest(
+                prompt_tokens_T=ids(3), sampling=SAMPLING, num_samples=1, seed=1
+            )
+            return await opened.sampler(prompt, lambda: told.append(None)).generate(request)
+
+    [sample] = asyncio.run(sampled())
+    assert len(told) > 1 and sample.stop_reason is StopReason.EOS

@@ -1,0 +1,90 @@
+"""An OpenAI-compatible endpoint as an HTTP server of this process: chats and completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from tests.actors.judge_server import serving
+
+API_KEY = "the-endpoint's-key"
+MODEL = "tiny-writer"
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """A response: its text, and why it ended."""
+
+    text: str | None
+    finish_reason: str | None = "stop"
+
+
+# A response, a status, or for how many seconds it hangs.
+Answering = Says | int | float
+
+
+class TextServer:
+    """Answers each request by `script` of its body; refuses other keys and models.
+
+    `failures` are answered first, in order. `limit` is what the longest answer is called.
+    """
+
+    def __init__(self) -> None:
+        self.script: Callable[[dict[str, Any]], Answering] = lambda body: Says("yes")
+        self.failures: list[Answering] = []
+        self.chats: list[dict[str, Any]] = []
+        self.completions: list[dict[str, Any]] = []
+        self.limit = "max_tokens"
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if (given := request.headers.get("Authorization")) != f"Bearer {API_KEY}":
+            return _error(401, f"wrong key {given}")
+        bodies = {
+            "/v1/chat/completions": self.chats,
+            "/v1/completions": self.completions,
+        }.get(request.path)
+        if bodies is None:
+            return _error(404, f"no such path {request.path}")
+        body = await request.json()
+        if body["model"] != MODEL:
+            return _error(404, f"no such model {body['model']}")
+        bodies.append(body)
+        if self.limit not in body:
+            return _error(400, f"Unsupported parameter. Use '{self.limit}' instead.")
+        answering = self.failures.pop(0) if self.failures else self.script(body)
+        if isinstance(answering, float):
+            await asyncio.sleep(answering)
+            answering = Says("late")
+        if isinstance(answering, int):
+            return _error(answering, f"status {answering} on purpose, key {API_KEY}")
+        return _response(answering, chat=bodies is self.chats)
+
+
+def _error(status: int, message: str) -> web.Response:
+    error = {"error": {"message": message}}
+    return web.json_response(error, status=status, headers={"retry-after-ms": "1"})
+
+
+def _response(said: Says, *, chat: bool) -> web.Response:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": said.finish_reason}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": said.text}
+    else:
+        choice["text"] = said.text
+    kind = "chat.completion" if chat else "text_completion"
+    return web.json_response(
+        {"id": "1", "object": kind, "created": 1, "model": MODEL, "choices": [choice]}
+    )
+
+
+@contextmanager
+def running_text_server() -> Iterator[TextServer]:
+    server = TextServer()
+    with serving(server.handle) as server.url:
+        yield server
