@@ -10,7 +10,6 @@ that a backward pass will need is touched.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from distill.objective.batching import Batch, collate
 from distill.objective.objectives import TeacherDistribution
@@ -41,10 +40,9 @@ class OwnTeacher:
     def distribution_of(self, batch: Batch) -> TeacherDistribution:
         """log q_T of slices of the batch's trained tokens, for the learner's next pass over it.
 
-        It has no noise, and its routers choose for themselves.
+        It has no noise.
         """
-        seen = [replace(as_seen(row), experts_TLK=None) for row in batch.rows]
-        batch_seen = collate(seen, self._device)
+        batch_seen = collate([as_seen(row) for row in batch.rows], self._device)
         if self._shadow is None:
             return self._read(batch_seen, kept=False)
         self._shadow.swap()

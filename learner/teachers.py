@@ -120,8 +120,10 @@ class FrozenReference:
 def as_seen(row: TrainingRow) -> TrainingRow:
     """The row as its teacher sees it: with the privileged context, where there is one.
 
-    Its trained tokens are the row's own, in the same order.
+    Its trained tokens are the row's own, in the same order. Which experts the engine sent them to
+    is forgotten: a teacher routes by itself.
     """
+    row = row if row.experts_TLK is None else replace(row, experts_TLK=None)
     context_T = row.teacher_context_T
     if context_T is None:
         return row

@@ -29,6 +29,7 @@ from tests.e2e.harness import (
     trained_groups,
     wait_until,
 )
+from tests.families import family_dir
 
 pytestmark = pytest.mark.e2e
 
@@ -68,13 +69,18 @@ def weights(directory: str | Path) -> Weights:
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
+def distribution(model: torch.nn.Module, before: list[int], said: list[int]) -> torch.Tensor:
+    """log-probs at T where each of the tokens was said, (N, V)."""
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([before + said])).logits[0] / T
+    return logits_TV.log_softmax(-1)[len(before) - 1 : -1]
+
+
 def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, Any]) -> None:
     """The kept segment's teacher log-probs are the model's, after what the teacher was told."""
     [(start, _)] = segment["actions"]
     said = segment["tokens"][start:]
-    with torch.no_grad():
-        logits_TV = model(torch.tensor([told + said])).logits[0] / T
-    log_q_NV = logits_TV.log_softmax(-1)[len(told) - 1 : -1]
+    log_q_NV = distribution(model, told, said)
     expected = log_q_NV.gather(1, torch.tensor(said)[:, None]).flatten().tolist()
     assert segment["teacher_logprobs"] == pytest.approx(expected, abs=2e-3)
 
@@ -82,10 +88,7 @@ def expect_scored(model: torch.nn.Module, told: list[int], segment: dict[str, An
 def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set[int]:
     """Each kept group of `hinted` prompts is scored by the weights that its teacher's version has
     by the checkpoints of the run. Returns these versions."""
-    tokenizer = AutoTokenizer.from_pretrained(pair.student)
-    steps = len(list((out / "checkpoints").glob("step-*")))
-    checkpoints = [out / f"checkpoints/step-{step:06d}/model" for step in range(1, steps + 1)]
-    versions = list(map(weights, [pair.student, *checkpoints]))
+    tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
     found = set()
     for group in objects(out / "rollouts.jsonl"):
         model = AutoModelForCausalLM.from_pretrained(pair.student)
@@ -93,14 +96,51 @@ def expect_followed(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> set
         version: int = segment["teacher_version"]
         found.add(version)
         assert version <= group["version"]
-        model.load_state_dict(
-            averaged(versions[: version + 1], rule["teacher_ema"])
-            if "teacher_ema" in rule
-            else versions[version]
-        )
-        prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
-        expect_scored(model, tokenizer.encode(f"{int(prompt.split()[0]) + 1}! {prompt}"), segment)
+        model.load_state_dict(at_version(versions, version, rule))
+        expect_scored(model, told_of(tokenizer, segment), segment)
     return found
+
+
+def expect_diverged(pair: TinyPair, out: Path, rule: Mapping[str, float]) -> None:
+    """The divergence of each step is that of all that it trained on (kept with keep_rollouts=all),
+    between the weights that it began with and those that its teacher had by then."""
+    tokenizer, versions = AutoTokenizer.from_pretrained(pair.student), versions_of(pair, out)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(pair.student) for _ in range(2))
+    groups = objects(out / "rollouts.jsonl")
+    for version, step in enumerate(metrics(out)):
+        student.load_state_dict(versions[version])
+        teacher.load_state_dict(at_version(versions, version, rule))
+        kls = []
+        for group in groups:
+            for trajectory in group["trajectories"] if group["step"] == version + 1 else ():
+                [segment] = trajectory["segments"]
+                [(start, _)] = segment["actions"]
+                tokens = segment["tokens"]
+                log_p_NV = distribution(student, tokens[:start], tokens[start:])
+                log_q_NV = distribution(teacher, told_of(tokenizer, segment), tokens[start:])
+                kls += (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1).tolist()
+        assert len(kls) == step["train/tokens"]
+        assert step["opd/divergence"] == pytest.approx(sum(kls) / len(kls), rel=2e-3, abs=1e-5)
+
+
+def versions_of(pair: TinyPair, out: Path) -> list[Weights]:
+    """The weights of each version, of a run that has kept all its checkpoints."""
+    steps = len(list((out / "checkpoints").glob("step-*")))
+    checkpoints = [out / f"checkpoints/step-{step:06d}/model" for step in range(1, steps + 1)]
+    return list(map(weights, [pair.student, *checkpoints]))
+
+
+def at_version(versions: list[Weights], version: int, rule: Mapping[str, float]) -> Weights:
+    """The teacher's, once the student has these versions, up to that one."""
+    if "teacher_ema" in rule:
+        return averaged(versions[: version + 1], rule["teacher_ema"])
+    return versions[version - version % int(rule.get("teacher_lag", 1))]
+
+
+def told_of(tokenizer: Any, segment: dict[str, Any]) -> list[int]:
+    """What a teacher sees of a segment of `hinted` prompts before the response."""
+    prompt = tokenizer.decode(segment["tokens"][: segment["actions"][0][0]])
+    return tokenizer.encode(f"{int(prompt.split()[0]) + 1}! {prompt}")
 
 
 def averaged(versions: list[Weights], ema: float) -> Weights:
@@ -197,6 +237,30 @@ def test_a_teacher_follows_the_policy_across_a_resume(
     expect_no_canaries(out)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"teacher_ema": 0.8},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"teacher_lag": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["ema", "live", "lag"],
+)
+def test_a_mixture_teaches_itself(tmp_path: Path, rule: dict[str, Any]) -> None:
+    """Its experts are pushed, averaged and routed: those of each answer as the engine did."""
+    pair = TinyPair(student=family_dir(tmp_path, "qwen3_moe"), teacher="", prompts="")
+    out = tmp_path / "run"
+    steps = opd(
+        pair, out, prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, steps=4,
+        keep_checkpoints=8, keep_rollouts="all", keep_rollouts_every=10, prove_every=1,
+        estimator="auto", prompts_per_step=4, router_aux_coef=0.01, **rule,
+    )  # fmt: skip
+    assert all(step["train/routing_mismatch"] < 0.01 for step in steps), "not replayed, or wrong"
+    assert all(step["train/router_aux"] > 1 for step in steps)
+    expect_followed(pair, out, rule)
+    expect_diverged(pair, out, rule)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [{"teacher_lag": 3}, {"teacher_ema": 0.8}], ids=["lag", "ema"])
 def test_a_teacher_follows_on_ray_across_deaths(
@@ -228,15 +292,17 @@ def test_a_teacher_follows_on_ray_across_deaths(
 def test_a_policy_teaches_itself_on_sglang_servers(
     tiny_pair: TinyPair, tmp_path: Path, rule: dict[str, Any]
 ) -> None:
+    """With estimator=full: the servers score as before, and the learner has the distribution."""
     out = tmp_path / "run"
     arguments = opd_arguments(
         tiny_pair, out, engine="sglang", teacher="policy", max_staleness=0, steps=4,
         prompts=hinted(tmp_path / "prompts.jsonl"), checkpoint_every=1, keep_checkpoints=8,
-        keep_rollouts_every=1, prove_every=1, **rule,
+        keep_rollouts="all", prove_every=1, estimator="full", **rule,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0
     followed = {"teacher_lag": 1} | rule  # the live one is at each version what the student is
     assert expect_followed(tiny_pair, out, followed) == {0, 1, 2, 3}
+    expect_diverged(tiny_pair, out, followed)
     logs = {path.name for path in (out / "logs").glob("*.log")}
     assert logs == {"policy-0.log", *(["teacher-0.log"] if rule else [])}
     expect_no_canaries(out)

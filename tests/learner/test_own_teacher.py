@@ -22,7 +22,9 @@ from learner.learner import Learner, Part
 from learner.policy_loss import PolicyObjectiveLoss
 from learner.teachers import LocalTeachers
 from tests.conftest import TinyPair
+from tests.families import family_dir
 from tests.learner.conftest import NewLearner
+from tests.learner.routing import other_experts
 from tests.samples import training_row
 
 FULL = ObjectiveConfig(estimator="full")
@@ -63,6 +65,42 @@ def train(learner: Learner, first: int, steps: int) -> list[dict[str, float]]:
 def trained(learner: Learner) -> dict[str, torch.Tensor]:
     named = learner.model.named_parameters()
     return {name: p.detach().clone() for name, p in named if p.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return family_dir(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+@pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
+def test_of_a_mixture_its_steps_are_those_of_a_frozen_copy(
+    new_learner: NewLearner, mixture: str, rule: ShadowRule | None, replays: bool
+) -> None:
+    """The student goes through the experts that the engine chose, and its routers are balanced by
+    its own passes; the teacher routes by itself, and is no part of the balance."""
+    settings = {"model": mixture, "replays_routing": replays, "router_aux_coef": 0.1}
+    learner, twin = (new_learner(shadow=rule, **settings) for _ in range(2))
+    diverged = []
+    for step in range(3):
+        made_of = other_experts(mixture, rows(step), seed=step) if replays else rows(step)
+        part = Part(rows_D=made_of, loss=OWN)
+        made = learner.step(part)
+        teachers = LocalTeachers({"": mixture}, dtype=torch.float32, device="cpu")
+        with nullcontext() if rule is None else twin.as_teacher():
+            _, frozen = teachers.models[""]
+            frozen.load_state_dict(twin.model.state_dict())
+        loss = PolicyObjectiveLoss(objective=FULL, teachers=teachers)
+        expected = twin.step(replace(part, loss=loss))
+        for each in (learner, twin):
+            each.follow(step + 1)
+        names = ["opd/divergence", "train/loss", "train/grad_norm", "train/router_aux"]
+        for name in [*names, *(["train/routing_mismatch"] if replays else [])]:
+            assert made[name] == pytest.approx(expected[name], rel=1e-5), name
+        for name, weight in trained(twin).items():
+            torch.testing.assert_close(trained(learner)[name], weight, atol=1e-6, rtol=1e-5)
+        diverged.append(made["opd/divergence"])
+    assert min(diverged) > 1e-3
 
 
 def copied(learner: Learner, path: str) -> LocalTeachers:
