@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from actors.config import choose_dtype, choose_engine
 from actors.sglang.parallelism import parallelism
-from cluster.config.on_policy import RolloutConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.placement.resource_plan import push_line
 from distill.errors import ConfigError
 from distill.gpu import gib
@@ -20,7 +20,16 @@ def describe_push(config: RolloutConfig, device: str) -> str:
     size = push_line(
         estimate_memory(config.student), dtype, config.policy_engines, config.weights_delta
     )
-    return f"{size}; {_way(config, device)}"
+    return f"{size}; {_way(config, device)}{_to_teacher(config)}"
+
+
+def _to_teacher(config: RolloutConfig) -> str:
+    """What the engines of a teacher that follows get besides; they get it before."""
+    if (rule := config.teacher_rule) is None or not isinstance(config, OpdConfig):
+        return ""
+    several = "s" * (config.teacher_engines != 1)
+    often = f"every {rule.every} steps" if rule.every else "each step"
+    return f"; as much to {config.teacher_engines} teacher engine{several} after {often}"
 
 
 def _way(config: RolloutConfig, device: str) -> str:

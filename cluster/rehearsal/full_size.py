@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.placement.roles import describe_layout
+from distill.data.feedback import Outcome
 from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.models.loading import context_length, load_config
@@ -40,7 +42,7 @@ def full_size(
         first_observations: tokens before the first turn, of episodes that were rehearsed; used
             where the environment's prompts are not known without playing.
     """
-    lengths = _prompt_lengths(config, inputs) or list(first_observations)
+    lengths = _prompt_lengths(config, inputs, _observed) or list(first_observations)
     context = context_length(load_config(config.student))
     warnings, lines = [], []
     if lengths:
@@ -49,7 +51,8 @@ def full_size(
             f"prompts   of {len(lengths)} looked at, {middle} tokens in the middle, {high} at the "
             f"99th percentile, {max(lengths)} at most; context {context:,}"
         )
-        lines += _teacher_lines(config, float(np.mean(lengths)))
+        shown = _prompt_lengths(config, inputs, partial(_shown_to_teacher, config)) or lengths
+        lines += _teacher_lines(config, float(np.mean(shown)))
     try:
         lines.append(describe_layout(config))
     except ConfigError as error:
@@ -57,36 +60,59 @@ def full_size(
     return FullSize(warnings=warnings, lines=lines)
 
 
-def _prompt_lengths(config: RolloutConfig, inputs: RolloutInputs) -> list[int]:
+def _prompt_lengths(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    length: Callable[[SingleTurnGroupBuilder], Awaitable[int]],
+) -> list[int]:
     """Of prompts that are there without an environment being played; none of others."""
     train = inputs.train
     if not isinstance(train.builder(0, config.group_size), SingleTurnGroupBuilder):
         return []
     chosen = np.unique(np.linspace(0, len(train) - 1, min(_PROMPTS, len(train))).astype(int))
 
-    async def length(problem: int) -> int:
-        [env, *_] = train.builder(problem, config.group_size).make_envs({})
-        observation_T = await env.initial_observation()
-        return 0 if observation_T is None else len(observation_T)
-
     async def lengths() -> list[int]:
-        return [await length(int(problem)) for problem in chosen]
+        builders = (train.builder(int(problem), config.group_size) for problem in chosen)
+        return [await length(b) for b in builders if isinstance(b, SingleTurnGroupBuilder)]
 
     return asyncio.run(lengths())
+
+
+async def _observed(builder: SingleTurnGroupBuilder) -> int:
+    """Tokens that the policy sees before its turn."""
+    [env, *_] = builder.make_envs({})
+    observation_T = await env.initial_observation()
+    return 0 if observation_T is None else len(observation_T)
+
+
+async def _shown_to_teacher(config: RolloutConfig, builder: SingleTurnGroupBuilder) -> int:
+    """Tokens that the teacher sees before the response, where what it is told of an episode is as
+    long as it may be; but for the environment's words, which nobody knows."""
+    if builder.teacher_tokens_T is not None:
+        return len(builder.teacher_tokens_T)
+    if builder.feedback is None:
+        return await _observed(builder)
+    told = len(builder.feedback.tokens_T(Outcome(reward=0.0)))
+    repeats = "response" in builder.feedback.template.placeholders
+    return told + config.max_new_tokens * repeats
 
 
 def _teacher_lines(config: RolloutConfig, mean_prompt: float) -> list[str]:
     """Tokens that teachers score, at most: every response as long as it may be."""
     if not config.teacher_models():
         return []
+    live = config.teacher_moves and config.teacher_rule is None
     samples = config.prompts_per_step * config.group_size
     tokens = samples * (mean_prompt + config.max_new_tokens)
     line = f"teacher   at most {tokens:,.0f} tokens a step ({samples} samples of up to "
     line += f"{mean_prompt:.0f} + {config.max_new_tokens})"
+    line += ", by the policy's own engines" if live else ""
     if (rate := config.rehearse_tokens_per_s) is not None:
         seconds = tokens / rate
         hours = seconds * config.steps / 3600
         line += f": {seconds:,.1f} s a step, {hours:,.2f} h in all at {rate:g} tokens/s"
     else:
         line += "; rehearse_tokens_per_s= says how long that takes"
+    if config.teaches_itself:
+        line += "; and as many once more, by the learner (estimator=full)"
     return [line]

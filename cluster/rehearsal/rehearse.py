@@ -192,6 +192,10 @@ class _Rehearsal:
         told = f"{last['push/bytes'] / 1e6:.1f} MB in {last['push/seconds']:.2f} s"
         if (proven := last.get("push/proven")) is not None:
             told += f", {proven:.0%} of the parameters proved by checksum"
+        handed = [step for step in steps if "push/teacher_seconds" in step]
+        if handed:
+            told += f"; the teacher that follows in {handed[-1]['push/teacher_seconds']:.2f} s, "
+            told += f"{len(handed)} times in {len(steps)} steps"
         self._found("push", True, told)
         rewards = [step["reward/mean"] for step in steps if "reward/mean" in step]
         if self._inputs.judged and rewards:  # without, the teacher sampled everything

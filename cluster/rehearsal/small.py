@@ -11,7 +11,7 @@ import chz
 
 from actors.config import choose_engine
 from actors.sglang.address import is_url
-from cluster.config.on_policy import OpdConfig, RolloutConfig, TeacherConfig
+from cluster.config.on_policy import OpdConfig, RolloutConfig
 from distill.models.twins import Twin, save_twin
 from distill.rewards.model_reward import PREFIX
 
@@ -21,7 +21,7 @@ _MOST = {
     "eval_size": 4, "eval_samples": 2, "learner_workers": 2, "policy_engines": 2,
     "teacher_engines": 2, "rollout_workers": 2, "eval_engines": 1, "num_substeps": 4,
     "lora_rank": 8, "overlong_buffer": 12, "max_running_requests": 64, "warmup_steps": 1,
-    "warmup": 1,
+    "warmup": 1, "teacher_lag": 2,
 }  # fmt: skip
 # What belongs to a GPU, to a cluster of many nodes, to the real models or to who watches.
 _NOT_HERE = (
@@ -116,7 +116,7 @@ def _named(config: RolloutConfig, twins: dict[str, Twin]) -> dict[str, Any]:
         changes["teacher"] = twins["teacher"].path
     elif isinstance(config, OpdConfig) and config.teachers:
         changes["teachers"] = {
-            name: TeacherConfig(model=twins[f"teachers.{name}"].path, weight=teacher.weight)
+            name: chz.replace(teacher, model=twins[f"teachers.{name}"].path)
             for name, teacher in config.teachers.items()
         }
     if config.reference is not None:

@@ -205,6 +205,46 @@ def test_who_does_not_return_in_time_and_who_never_was_are_told(
     assert made.ended and not any(each.seconds for each in made.recoveries)
 
 
+@pytest.mark.parametrize(
+    ("settings", "shown", "said"),
+    [
+        ({}, 6, ", by the policy's own engines"),
+        ({"teacher_lag": 2, "estimator": "full"}, 6, "and as many once more, by the learner"),
+        ({"teacher_feedback": "{prompt}{prompt}!{response}"}, 2 * 3 + 1 + 8, ""),
+        ({"teacher_feedback": "{prompt}!", "teacher_ema": 0.9}, 3 + 1, ""),
+    ],
+    ids=str,
+)
+def test_what_a_teacher_scores_is_as_long_as_what_it_is_shown(
+    opd: Opd, tmp_path: Path, settings: dict[str, Any], shown: int, said: str
+) -> None:
+    prompts = tmp_path / "rows.jsonl"
+    row = {"prompt": "1+1"}
+    if "teacher_feedback" not in settings:
+        row["teacher_prompt"] = "1+1!!!"
+    prompts.write_text(json.dumps(row) + "\n")
+    config = opd(
+        teacher="policy", prompts=str(prompts), prompts_per_step=5, group_size=2, eval_size=0,
+        rehearse=True, rehearse_tokens_per_s=10.0, steps=3600, **settings,
+    )  # fmt: skip
+    [line] = [
+        line for line in full_size(config, check_rollout(config), []).lines
+        if line.startswith("teacher")
+    ]  # fmt: skip
+    tokens = 10 * (shown + 8)
+    assert f"at most {tokens:,} tokens a step (10 samples of up to {shown} + 8)" in line
+    assert f"{tokens / 10:,.1f} s a step, {tokens / 10:,.2f} h" in line and said in line
+    small = small_run(config, tmp_path / "small").config
+    assert small.teacher_moves and small.teacher_rule == config.teacher_rule
+
+
+def test_a_teacher_that_seldom_moves_moves_in_the_rehearsal(opd: Opd, tmp_path: Path) -> None:
+    config = opd(teacher="policy", teacher_feedback="{prompt}!", teacher_lag=500)
+    small = small_run(config, tmp_path / "small")
+    assert isinstance(small.config, OpdConfig) and small.config.teacher_lag == 2
+    assert list(small.twins) == ["student"]
+
+
 def test_the_full_size_is_told_in_tokens_bytes_and_hours(opd: Opd) -> None:
     config = opd(
         rehearse=True, rehearse_tokens_per_s=100.0, steps=10, prompts_per_step=5, group_size=2

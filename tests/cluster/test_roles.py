@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from cluster.placement.roles import (
     teacher_roles,
 )
 from distill.errors import ConfigError
+from learner.memory import estimate_memory, readable
 
 Opd = Callable[..., OpdConfig]
 
@@ -149,6 +151,28 @@ def test_the_plan_names_counts_memory_and_the_push(opd: Opd) -> None:
     assert "to 2 policy engines after each step" in rows["push"]
     assert rows["needs"] == "needs    4 CPU to start; grown to the most, 7 CPU"
     assert opd(device="cpu").rollout_cpus == 0 and "rollout" not in rows
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({}, ""),
+        ({"teacher_lag": 3}, "; as much to 1 teacher engine after every 3 steps"),
+        ({"teacher_ema": 0.9, "teacher_engines": 2}, "; as much to 2 teacher engines after each"),
+    ],
+    ids=str,
+)
+def test_the_plan_names_what_a_teacher_that_moves_takes(
+    opd: Opd, rule: dict[str, Any], said: str
+) -> None:
+    """The live one has no engines; one that follows has, and a place in the learner."""
+    config = opd(teacher="policy", teacher_feedback="{prompt}!", device="cpu", **rule)
+    rows = {line.split()[0]: line for line in describe_layout(config).splitlines()}
+    assert ("teacher" in rows) == bool(rule)
+    assert said in rows["push"] and ("teacher" in rows["push"]) == bool(rule)
+    estimate = estimate_memory(config.student)
+    assert estimate is not None
+    assert readable(estimate.parameters * (20 if rule else 16)) in rows["learner"]
 
 
 def test_what_each_role_loads(opd: Opd, tiny_pair) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TinyPair
-from tests.e2e.harness import opd_arguments, run
+from tests.e2e.harness import metrics, opd_arguments, run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -31,6 +31,33 @@ def test_a_run_is_rehearsed_with_a_death_of_everybody(tiny_pair: TinyPair, tmp_p
     arguments = opd_arguments(tiny_pair, out, recipe="opd", steps=1, local=True)
     code, told = run("cluster.train", *arguments)
     assert code == 0, f"the run itself begins after it: {told}"
+
+
+def test_a_teacher_that_lags_is_rehearsed_with_its_engines(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{a} =", "teacher_prompt": f"{a}! {a} ="} for a in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = opd_arguments(
+        tiny_pair, tmp_path / "run", recipe="opd", rehearse=True, teacher="policy", teacher_lag=50,
+        estimator="auto", prompts=prompts, rehearse_tokens_per_s=1e4,
+    )  # fmt: skip
+    code, told = run("cluster.train", *arguments)
+    assert code == 0, told
+    directory = tmp_path / "run-rehearsal"
+    report = json.loads((directory / "rehearsal.json").read_text())
+    assert report["status"] == "works"
+    found = {each["what"]: each for each in report["outcomes"]}
+    for what in ("death: teacher", "death: learner", "resume", "handshake", "push"):
+        assert found[what]["works"], found[what]
+    assert "twin of teacher" not in found and "teacher that follows" in found["push"]["told"]
+    steps = metrics(directory / "run")
+    handed = [step["step"] for step in steps if "push/teacher_seconds" in step]
+    assert handed and all(step % 2 == 0 for step in handed), "it has not moved"
+    lines = "\n".join(report["full_size"]["lines"])
+    assert "as much to 1 teacher engine after every 50 steps" in lines
+    assert "once more, by the learner (estimator=full)" in lines
 
 
 def test_what_would_fail_fails_in_the_rehearsal(tiny_pair: TinyPair, tmp_path: Path) -> None:
