@@ -466,7 +466,13 @@ def test_what_is_given_up_closes_in_peace(group_id: int) -> None:
         worker.drain()
         await running
 
-    asyncio.run(asyncio.wait_for(watch(), 30))
+    async def watched() -> None:
+        try:
+            await asyncio.wait_for(watch(), 30)
+        finally:
+            may.set()  # or what is under way would hold up the end of a test that fails
+
+    asyncio.run(watched())
     assert told.count("closed") == 2
 
 
