@@ -100,7 +100,8 @@ def test_kernels_are_not_compiled_before_a_start_unless_asked(
         ({"push_bucket_bytes": 0}, "push_bucket_bytes=0 must be at least 1"),
         ({"start_deadline_s": 0}, "start_deadline_s=0 must be above 0"),
         ({"server_flags": "tp 2"}, "'tp' belongs to no flag"),
-        ({"model": "http://host/v1"}, "write http://host:port"),
+        ({"model": "http://host?x=1"}, "write http://host:port"),
+        ({"model": "http://host/v1"}, "answers in text"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict, message: str) -> None:

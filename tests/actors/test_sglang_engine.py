@@ -389,12 +389,15 @@ def test_the_plugins_unscaled_logprobs_save_the_second_pass() -> None:
     assert server.asked["/generate"] == 1
 
 
-@pytest.mark.parametrize(
-    "url", ["http://", "http://host:port", "http://host:1/v1", "http://host?x=1"]
-)
+@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://host?x=1"])
 def test_an_external_address_must_be_one(url: str) -> None:
     with pytest.raises(ConfigError, match="write http://host:port"):
         ExternalSglangEngine(url=url)
+
+
+def test_an_endpoint_that_answers_in_text_cannot_score() -> None:
+    with pytest.raises(ConfigError, match="teacher_samples_url="):
+        ExternalSglangEngine(url="http://host:1/v1")
 
 
 def test_an_external_server_that_is_something_else_is_refused() -> None:
