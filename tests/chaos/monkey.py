@@ -103,8 +103,9 @@ OF_FOLLOWERS = (
     Kind(name="learner worker killed", victims=FOLLOWER, act=kill, answers=LEARNER),
     Kind(name="learner worker hangs", victims=FOLLOWER, act=stop, answers=LEARNER),
 )
+WORKER_HANGS = Kind(name="worker hangs", victims=WORKER, act=stop)
 HANGS = (
-    Kind(name="worker hangs", victims=WORKER, act=stop),
+    WORKER_HANGS,
     Kind(name="policy hangs", victims=POLICY, act=stop),
     Kind(name="teacher hangs", victims=TEACHER, act=stop),
     Kind(name="learner hangs", victims=LEARNER, act=stop),

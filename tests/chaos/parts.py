@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from actors.sglang.installed import sglang_installed
+from tests.chaos.hanging import hanging
 from tests.chaos.monkey import (
+    EVALUATOR,
     HANGS,
     KILLS,
     OF_FOLLOWERS,
     SERVER_KILLS,
+    WORKER_HANGS,
     Kind,
     Monkey,
     slow_teacher,
@@ -78,6 +81,22 @@ def embedded(out: Path, seed: int, strikes: int) -> Monkey:
             if number == strikes // 2:
                 monkey.kill_the_job()
         monkey.finish(PROMPTS_PER_STEP)
+    return monkey
+
+
+def overdue(out: Path, seed: int, strikes: int = 8) -> Monkey:
+    """Actors killed and frozen, and the job, each when a group has just begun again."""
+    arguments = settings(out / "pair") | hanging(out / "tickets") | {"rollout_workers": 2}
+    kinds = [*(kind for kind in KILLS if kind.victims != EVALUATOR), WORKER_HANGS]
+    with struck(out / "overdue", arguments, seed) as monkey:
+        for number, kind in enumerate(monkey.plan(kinds, strikes), start=1):
+            monkey.run.wait_for_one_to_begin_again()
+            monkey.strike(kind)
+            if number == strikes // 2:
+                monkey.run.wait_for_one_to_begin_again()
+                monkey.kill_the_job()
+        monkey.finish(PROMPTS_PER_STEP)
+        monkey.say(f"{monkey.run.begun_again} times groups began again")
     return monkey
 
 
@@ -179,6 +198,7 @@ def _fill(ballast: Path, seconds: float) -> None:
 
 
 PARTS: dict[str, Callable[[Path, int], Monkey | str]] = {
+    "overdue": overdue,
     "sglang": sglang,
     "corrupted": corrupted,
     "raylet": raylet,

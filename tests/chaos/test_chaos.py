@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from cluster.queue.journal import read_journal
-from tests.chaos.monkey import HANGS, KILLS, Monkey, table
+from tests.chaos.hanging import hanging
+from tests.chaos.monkey import HANGS, KILLS, LEARNER, QUEUE, WORKER, Monkey, table
 from tests.chaos.tortured import TorturedRun
 from tests.conftest import TinyPair
 from tests.e2e.harness import opd_arguments
@@ -55,6 +56,26 @@ def test_a_run_whose_every_part_dies_trains_each_group_once(tortured: Start) -> 
     hanging = [kind for kind in HANGS if "worker" in kind.name]
     for kind in monkey.plan([*killed, *hanging], len(killed) + len(hanging)):
         monkey.strike(kind)
+    print("\n".join(table(monkey.strikes)))
+    assert not monkey.finish(PROMPTS_PER_STEP)
+
+
+def test_groups_that_begin_again_are_trained_once_whatever_dies(
+    tortured: Start, tmp_path: Path
+) -> None:
+    """Each strike comes when a group that hung has just begun again."""
+    run = tortured(
+        "run", steps=1_000_000, max_staleness=2, lr=1e-4, max_restarts=50, deadline_s=300,
+        checkpoint_every=5, rollout_workers=2, **hanging(tmp_path / "tickets"),
+    )  # fmt: skip
+    run.wait(lambda: run.step >= 2, "the first steps")
+    monkey = Monkey(run, seed=22)
+    kinds = [kind for kind in KILLS if kind.victims in (WORKER, LEARNER, QUEUE)]
+    for kind in monkey.plan(kinds, len(kinds)):
+        run.wait_for_one_to_begin_again()
+        monkey.strike(kind)
+    run.wait_for_one_to_begin_again()
+    monkey.kill_the_job()
     print("\n".join(table(monkey.strikes)))
     assert not monkey.finish(PROMPTS_PER_STEP)
 

@@ -167,6 +167,16 @@ class TorturedRun:
 
         self.wait(done, f"{number} more steps")
 
+    @property
+    def begun_again(self) -> int:
+        """How often groups began again so far, since they were overdue."""
+        return (self.out / "ledger.jsonl").read_bytes().count(b'"event":"begin_again"')
+
+    def wait_for_one_to_begin_again(self) -> None:
+        """Returns when it has just happened; some of the run's episodes hang."""
+        before = self.begun_again
+        self.wait(lambda: self.begun_again > before, "a group to begin again")
+
     def pids(self) -> dict[str, int]:
         """The process of each actor that has started and not died since, by name."""
         found: dict[str, int] = {}

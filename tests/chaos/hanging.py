@@ -1,0 +1,91 @@
+"""An environment of which one episode in so many hangs, and not when its group begins again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import chz
+
+from distill.engine import Sample, Sampler
+from distill.envs.base import Env, EnvConfig, EnvContext, StepResult
+from distill.envs.single_turn import (
+    PromptDataset,
+    SingleTurn,
+    SingleTurnEnv,
+    SingleTurnGroupBuilder,
+)
+
+# Far longer than any other episode, and than a step.
+_HANG_S = 30.0
+_ONE_IN = 40
+
+
+def hanging(tickets: Path) -> dict[str, object]:
+    """Settings of a run with such an environment, whose overdue groups begin again."""
+    return {
+        "env": "tests.chaos.hanging:Hanging", "env.tickets": tickets, "step_rule": "due_first",
+        "overdue": "again",
+    }  # fmt: skip
+
+
+class HangingEnv(SingleTurnEnv):
+    """Every `_ONE_IN`th episode of all processes hangs: when it is played again, another's turn
+    has come."""
+
+    def __init__(self, tickets: str, *given: Any) -> None:
+        super().__init__(*given)
+        self._tickets = tickets
+
+    async def step(self, sample: Sample) -> StepResult:
+        if _draw(self._tickets) % _ONE_IN == 0:
+            await asyncio.sleep(_HANG_S)
+        return await super().step(sample)
+
+
+def _draw(path: str) -> int:
+    """A number that no other process draws, one more than the last."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(file, b".")
+        return os.lseek(file, 0, os.SEEK_CUR)
+    finally:
+        os.close(file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HangingGroupBuilder(SingleTurnGroupBuilder):
+    tickets: str
+
+    def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
+        given = (self.prompt, self.tokenizer, self.reward, self.format, models)
+        return [HangingEnv(self.tickets, *given) for _ in range(self.group_size)]
+
+
+class _HangingDataset(PromptDataset):
+    tickets = ""
+
+    def builder(self, problem: int, group_size: int) -> SingleTurnGroupBuilder:
+        plain = super().builder(problem, group_size)
+        given = {field.name: getattr(plain, field.name) for field in fields(plain)}
+        return _HangingGroupBuilder(**given, tickets=self.tickets)
+
+
+@chz.chz
+class Hanging(SingleTurn):
+    """env=tests.chaos.hanging:Hanging; evaluations do not hang."""
+
+    tickets: str = chz.field(doc="file that counts the episodes of all processes")
+
+    def evaluation(self) -> EnvConfig:
+        return SingleTurn()
+
+    def __call__(self, path: str | None, setting: EnvContext) -> PromptDataset:
+        plain = super().__call__(path, setting)
+        made = _HangingDataset(plain.prompts_P, setting.tokenizer, setting.reward)
+        made.tickets = self.tickets
+        return made
