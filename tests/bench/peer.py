@@ -28,11 +28,13 @@ def run_peer(
     seed: int = 0,
     warmup_steps: int = 1,
     save: Path | None = None,
+    save_every: int = 0,
 ) -> dict[str, Any]:
     """What peer_trl.py writes to `out` after `warmup_steps` and `steps` measured ones.
 
     Args:
         save: directory for the trained student.
+        save_every: steps after which it is saved there under `step-N`, too; 0: only at the end.
 
     Raises:
         ConfigError: its virtualenv is missing.
@@ -50,7 +52,7 @@ def run_peer(
         "--prompts-per-step", str(prompts_per_step), "--group-size", str(group_size),
         "--temperature", str(temperature), "--max-new-tokens", str(max_new_tokens),
         "--lr", str(lr), "--seed", str(seed), "--out", str(out),
-        *(("--save", str(save)) if save else ()),
+        *(("--save", str(save), "--save-every", str(save_every)) if save else ()),
     ]  # fmt: skip
     # The peer is one process and may use every core; ours are several with a thread each.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

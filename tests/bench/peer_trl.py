@@ -62,7 +62,8 @@ class StepClock(TrainerCallback):
     steps (data, logging) is inside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, save: str | None, save_every: int) -> None:
+        self._save, self._save_every = save, save_every
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []  # of all our threads
         self.others_cpu_seconds: list[float | None] = []  # a busy machine shows here
@@ -97,7 +98,9 @@ class StepClock(TrainerCallback):
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._stages["optimizer"] += time.perf_counter() - self._optimizer_start
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(
+        self, _args: Any, state: Any, *_: Any, model: Any, processing_class: Any, **__: Any
+    ) -> None:
         self.seconds.append(time.perf_counter() - self._start)
         own, machine = time.process_time() - self._cpu_start, machine_cpu_seconds()
         self.cpu_seconds.append(own)
@@ -108,6 +111,9 @@ class StepClock(TrainerCallback):
         )
         self.tokens.append(self._tokens)
         self.stages.append(dict(self._stages))
+        if self._save and self._save_every and state.global_step % self._save_every == 0:
+            for part in (model, processing_class):
+                part.save_pretrained(f"{self._save}/step-{state.global_step:06d}")
         self._open_step()
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
@@ -166,7 +172,7 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> tuple[TimedTrain
         "disable_tqdm": True,
     }
     settings.update(args.set)
-    clock = StepClock()
+    clock = StepClock(args.save, args.save_every)
     trainer = TimedTrainer(
         model=args.student,
         teacher_model=args.teacher,
@@ -284,6 +290,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--save", help="directory for the trained student")
+    parser.add_argument("--save-every", type=int, default=0, help="steps, to save in --save, too")
     parser.add_argument("--out", required=True, help="where to write the JSON")
     args = parser.parse_args()
     if args.steps < 1:

@@ -10,6 +10,10 @@ isotherm's pipeline is still empty, to the end of another, with all that is betw
 saves its checkpoints meanwhile. Loading models and starting processes is left out on both sides.
 Each has the AdamW that it comes with: betas of 0.9 and 0.95 here, of 0.9 and 0.999 there.
 Shares say nothing on a machine that others use.
+
+Some of our runs make several updates of each step's samples (`num_substeps`), for which TRL 1.16
+has no setting. The nearest there is a smaller batch, so TRL runs once more with as many samples an
+update.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ JUDGED_EVERY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """A run of isotherm, and where it crossed the KL that TRL had come to.
+    """A run, and where it crossed the KL that TRL had come to.
 
     Attributes:
         kl: the judge's KL after some steps, by step.
@@ -58,14 +62,17 @@ class Finish:
     seconds: float | None
 
 
-# What estimator=auto takes for a local teacher, with and without the second core for the learner;
-# and what it takes where the teacher is served.
+# Updates of a step, where they are several.
+SUBSTEPS = 4
+# What estimator=auto takes for a local teacher, and what it takes where the teacher is served.
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "estimator=full (auto)": {"estimator": "full"},
-    "estimator=full, two learner workers": {"estimator": "full", "learner_workers": 2},
+    f"estimator=full, num_substeps={SUBSTEPS}": {"estimator": "full", "num_substeps": SUBSTEPS},
     "estimator=top_k, of the student": {"estimator": "top_k"},
     "estimator=sampled": {"estimator": "sampled"},
 }
+PROMPTS_PER_STEP, GROUP_SIZE = 8, 4
+SMALL_BATCHES = f"TRL, 1/{SUBSTEPS} of the batch"
 
 
 @chz.chz
@@ -81,10 +88,10 @@ class RaceConfig:
     temperature: float = chz.field(default=0.7, doc="T of everything")
     new_tokens: list[int] = chz.field(default_factory=lambda: [64, 256], doc="new tokens a sample")
     peer_steps: int = chz.field(default=20, doc="TRL's steps, which set the mark")
-    most_steps: int = chz.field(default=48, doc="ours at most, a multiple of 4")
+    most_steps: int = chz.field(default=32, doc="the others' at most, a multiple of 4")
     lr: float = chz.field(default=3e-4, doc="learning rate of both")
     seeds: int = chz.field(default=1, doc="races, each with its own seed")
-    only: str | None = chz.field(default=None, doc="runs whose name contains this")
+    only: str | None = chz.field(default=None, doc="of our runs those whose name contains this")
     settings: str = chz.field(default="{}", doc="more settings of our runs, as a JSON object")
 
     @chz.validate
@@ -112,60 +119,91 @@ def race(config: RaceConfig, console: Console) -> None:
 def measure_race(
     config: RaceConfig, pair: Pair, work: Path, console: Console
 ) -> list[dict[str, Any]]:
-    """A dictionary of each length and seed: TRL's mark, its seconds, and our `Finish`es."""
-    student, teacher = pair.student, pair.teacher
+    """A dictionary of each length and seed: TRL's mark, its seconds, and the `Finish`es."""
     trained, asked = split_prompts(pair.prompts, work)
     rows: list[dict[str, Any]] = []
     for new_tokens in config.new_tokens:
         for seed in range(config.seeds):
             here = work / f"{new_tokens}-{seed}"
             here.mkdir()
-            peer = run_peer(
-                student, teacher, trained, here / "peer.json",
-                steps=config.peer_steps, prompts_per_step=8, group_size=4,
-                max_new_tokens=new_tokens, temperature=config.temperature, lr=config.lr,
-                seed=seed, save=here / "peer", warmup_steps=0,
-            )  # fmt: skip
-
-            def kl_of(model: str, length: int = new_tokens) -> float:
-                return judge(model, teacher, asked, config.temperature, length)
-
-            mark, seconds = kl_of(str(here / "peer")), sum(peer["step_seconds"])
-            console.print(
-                f"{new_tokens} new tokens, seed {seed}: TRL has a KL of {mark:.3f} "
-                f"after {config.peer_steps} steps, {seconds:.1f} s"
-            )
-            finishes: list[Finish] = []
-            for name, settings in CONTESTANTS.items():
-                if config.only and config.only not in name:
-                    continue
-                run = OpdConfig(
-                    student=student, teacher=teacher, prompts=str(trained), out=str(here / name),
-                    temperature=config.temperature, steps=config.most_steps, prompts_per_step=8,
-                    group_size=4, max_new_tokens=new_tokens, lr=config.lr, seed=seed,
-                    engine="embedded", eval_size=0, checkpoint_every=JUDGED_EVERY,
-                    keep_every=JUDGED_EVERY, keep_rollouts="none", replay_keep=0,
-                    **(settings | json.loads(config.settings)),
-                )  # fmt: skip
-                run_on_policy(run, console)
-                clock = step_seconds(here / name)
-                kl = {step: kl_of(str(model)) for step, model in judged_weights(here / name)}
-                steps, at = crossing(kl, clock, mark)
-                finishes.append(
-                    Finish(name=name, kl=kl, step_s=fmean(clock), steps=steps, seconds=at)
-                )
-            rows.append(
-                {
-                    "new_tokens": new_tokens,
-                    "seed": seed,
-                    "before": kl_of(student),
-                    "mark": mark,
-                    "peer_steps": config.peer_steps,
-                    "peer_seconds": seconds,
-                    "finishes": [asdict(finish) for finish in finishes],
-                }
-            )
+            one = _Race(config, pair, trained, asked, new_tokens, seed, here)
+            rows.append(one.run(console))
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Race:
+    config: RaceConfig
+    pair: Pair
+    trained: Path
+    asked: list[str]
+    new_tokens: int
+    seed: int
+    out: Path
+
+    def run(self, console: Console) -> dict[str, Any]:
+        config = self.config
+        seconds = sum(self._peer("peer", config.peer_steps, PROMPTS_PER_STEP))
+        mark = self._kl(self.out / "peer")
+        console.print(
+            f"{self.new_tokens} new tokens, seed {self.seed}: TRL has a KL of {mark:.3f} "
+            f"after {config.peer_steps} steps, {seconds:.1f} s"
+        )
+        step_s = self._peer("small", config.most_steps, PROMPTS_PER_STEP // SUBSTEPS)
+        finishes = [self._finish(SMALL_BATCHES, saved_by_peer(self.out / "small"), step_s, mark)]
+        for name, settings in CONTESTANTS.items():
+            if not config.only or config.only in name:
+                step_s = self._ours(name, settings, console)
+                finishes.append(self._finish(name, judged_weights(self.out / name), step_s, mark))
+        return {
+            "new_tokens": self.new_tokens,
+            "seed": self.seed,
+            "before": self._kl(Path(self.pair.student)),
+            "mark": mark,
+            "peer_steps": config.peer_steps,
+            "peer_seconds": seconds,
+            "finishes": [asdict(finish) for finish in finishes],
+        }
+
+    def _peer(self, name: str, steps: int, prompts_per_step: int) -> list[float]:
+        """Seconds of each of TRL's steps; what it has trained is in `out/name`."""
+        timed = run_peer(
+            self.pair.student, self.pair.teacher, self.trained, self.out / f"{name}.json",
+            steps=steps, prompts_per_step=prompts_per_step, group_size=GROUP_SIZE,
+            max_new_tokens=self.new_tokens, temperature=self.config.temperature,
+            lr=self.config.lr, seed=self.seed, warmup_steps=0,
+            save=self.out / name, save_every=JUDGED_EVERY,
+        )  # fmt: skip
+        return timed["step_seconds"]
+
+    def _ours(self, name: str, settings: dict[str, Any], console: Console) -> list[float]:
+        config = self.config
+        run = OpdConfig(
+            student=self.pair.student, teacher=self.pair.teacher, prompts=str(self.trained),
+            out=str(self.out / name), temperature=config.temperature, steps=config.most_steps,
+            prompts_per_step=PROMPTS_PER_STEP, group_size=GROUP_SIZE,
+            max_new_tokens=self.new_tokens, lr=config.lr, seed=self.seed, engine="embedded",
+            eval_size=0, checkpoint_every=JUDGED_EVERY, keep_every=JUDGED_EVERY,
+            keep_rollouts="none", replay_keep=0, **(settings | json.loads(config.settings)),
+        )  # fmt: skip
+        run_on_policy(run, console)
+        return step_seconds(self.out / name)
+
+    def _finish(
+        self, name: str, models: list[tuple[int, Path]], step_s: list[float], mark: float
+    ) -> Finish:
+        kl = {step: self._kl(model) for step, model in models}
+        steps, at = crossing(kl, step_s, mark)
+        return Finish(name=name, kl=kl, step_s=fmean(step_s), steps=steps, seconds=at)
+
+    def _kl(self, model: Path) -> float:
+        temperature = self.config.temperature
+        return judge(str(model), self.pair.teacher, self.asked, temperature, self.new_tokens)
+
+
+def saved_by_peer(directory: Path) -> list[tuple[int, Path]]:
+    """Each saved student's step and directory."""
+    return [(int(path.name.removeprefix("step-")), path) for path in directory.glob("step-*")]
 
 
 def step_seconds(run: Path) -> list[float]:
