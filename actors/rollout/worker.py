@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 # How long environments of a group that was given up may take to close, seconds.
 _CLOSE_S = 60.0
 
-# Where a group is: its environment's turn, the policy engine's, or the teacher's.
+# Where a group is: its environment's turn (or an endpoint's), the policy engine's, or the teacher's,
+# which scores or samples.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 
@@ -79,7 +80,7 @@ class UnderWay:
     task: asyncio.Task[None] | None = None
     stage: Stage = "environment"
     since: float = field(default_factory=time.monotonic)
-    waits_for_policy: int = 0
+    waits_for_sampler: int = 0
     problem: str = ""
     inside: int = 0
     reported: bool = False
@@ -272,7 +273,8 @@ class RolloutWorker:
         """The group as its teacher samples it."""
         started = time.perf_counter()
         teacher = self._teacher_sampler(under_way, builder)
-        group = teacher.signed(await self._rollout(teacher, under_way, builder))
+        stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
+        group = teacher.signed(await self._rollout(teacher, under_way, builder, stage=stage))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 
     def _teacher_sampler(
@@ -281,7 +283,7 @@ class RolloutWorker:
         opened = self._open_teachers.get(builder.teacher)
         if opened is not None:
             assert builder.asked is not None, "settings were checked for it"
-            return opened.sampler(builder.asked, partial(under_way.enter, "sampling"))
+            return opened.sampler(builder.asked, partial(under_way.enter, "environment"))
         return TeacherSampler(
             teacher_of(self._teachers, builder.teacher),
             builder.teacher_tokens_T,
@@ -294,9 +296,10 @@ class RolloutWorker:
         under_way: UnderWay,
         builder: EnvGroupBuilder,
         ended: Callable[[Sequence[Segment]], None] = lambda segments: None,
+        stage: Stage = "sampling",
     ) -> TrajectoryGroup:
         return await rollout_group(
-            _Sampled(sampler, under_way),
+            _Sampled(sampler, under_way, stage),
             builder,
             self._sampling,
             group_id=under_way.lease.group_id,
@@ -350,17 +353,17 @@ class _Asked:
 
 
 class _Sampled:
-    """Notes when a group waits for whoever samples it."""
+    """Notes when a group waits for whoever samples it, as that stage."""
 
-    def __init__(self, sampler: Sampler, group: UnderWay) -> None:
-        self._sampler, self._group = sampler, group
+    def __init__(self, sampler: Sampler, group: UnderWay, stage: Stage) -> None:
+        self._sampler, self._group, self._stage = sampler, group, stage
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        self._group.waits_for_policy += 1
-        self._group.enter("sampling")
+        self._group.waits_for_sampler += 1
+        self._group.enter(self._stage)
         try:
             return await self._sampler.generate(request)
         finally:
-            self._group.waits_for_policy -= 1
-            if not self._group.waits_for_policy:
+            self._group.waits_for_sampler -= 1
+            if not self._group.waits_for_sampler:
                 self._group.enter("environment")

@@ -383,6 +383,24 @@ def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
     )  # fmt: skip
 
 
+def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
+    """So that a teacher that hangs, or is too small, is not taken for the policy."""
+    worker = RolloutWorker(
+        policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=2, closes=False),
+        dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(2),
+    )  # fmt: skip
+
+    async def watch() -> None:
+        running = asyncio.create_task(worker.run())
+        while [group.stage for group in worker.under_way] != ["scoring", "scoring"]:
+            assert not running.done()
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(watch(), 60))
+
+
 def test_what_is_under_way_can_be_seen_and_given_up() -> None:
     sink = Witness(groups=3, closes=False)
 
