@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 # How long environments of a group that was given up may take to close, seconds.
 _CLOSE_S = 60.0
 
-# Where a group is: its environment's turn (or an endpoint's), the policy engine's, or the teacher's,
-# which scores or samples.
+# Where a group is: its environment's turn (or an endpoint's), the policy engine's, or the
+# teacher's, which scores or samples.
 Stage = Literal["environment", "sampling", "scoring", "delivery"]
 
 

@@ -386,8 +386,8 @@ def worker_of(sink: Sink, policy: Engine) -> RolloutWorker:
 def test_a_group_that_its_teacher_samples_waits_at_the_teacher() -> None:
     """So that a teacher that hangs, or is too small, is not taken for the policy."""
     worker = RolloutWorker(
-        policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=2, closes=False),
-        dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(2),
+        policy=POLICY, teachers={"": HangingPolicy(0)}, sink=Sink(groups=3, closes=False),
+        dataset=Dataset(), sampling=SAMPLING, seed=1, max_groups=2, teacher_samples=by_teacher(3),
     )  # fmt: skip
 
     async def watch() -> None:
