@@ -273,7 +273,7 @@ class RolloutWorker:
         """The group as its teacher samples it."""
         started = time.perf_counter()
         teacher = self._teacher_sampler(under_way, builder)
-        stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
+        stage: Stage = "environment" if isinstance(teacher, TextSampler) else "scoring"
         group = teacher.signed(await self._rollout(teacher, under_way, builder, stage=stage))
         return replace(group, metrics={"time/teacher_rollout": time.perf_counter() - started})
 

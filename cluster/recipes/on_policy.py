@@ -171,7 +171,24 @@ def _objective_line(objective: ObjectiveConfig) -> str:
     for name in ("reference_kl_coef", "entropy_coef", "bonus_coef", "hint_bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")
-    return f"{' + '.join(terms)}, by {objective.loss}"
+    return f"{' + '.join(terms)}, by {objective.loss}{_caution(objective)}"
+
+
+def _caution(objective: ObjectiveConfig) -> str:
+    """Measured in docs/objectives.md: under such a bucket the student's distribution went flat."""
+    flat = (
+        objective.kl_coef
+        and objective.divergence == "reverse_kl"
+        and objective.tail == "bucket"
+        and objective.support == "student"
+    )
+    return (
+        "\n  caution   tail=bucket of the student's own likeliest tokens does not say which of the "
+        "others are right:\n            watch train/entropy, or use tail=sampled or "
+        "top_k_from=teacher (docs/objectives.md)"
+        if flat
+        else ""
+    )
 
 
 def _teacher_samples_line(config: RolloutConfig) -> str:

@@ -143,6 +143,26 @@ def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     assert "1 x reverse_kl (full)" in shown.getvalue()
 
 
+@pytest.mark.parametrize(
+    "settings, warned",
+    [
+        ({"tail": "bucket"}, True),
+        ({"tail": "bucket", "top_k_from": "teacher"}, False),
+        ({"tail": "bucket", "top_k_from": "union"}, False),
+        ({"tail": "sampled"}, False),
+        ({"divergence": "forward_kl", "top_k_from": "student"}, False),
+    ],
+    ids=str,
+)
+def test_the_plan_warns_of_a_bucket_under_which_a_student_goes_flat(
+    opd: NewOpd, settings: dict[str, Any], warned: bool
+) -> None:
+    shown = StringIO()
+    top = opd(estimator="top_k", teacher_top_k=8, dry_run=True, **settings)
+    run_on_policy(top, Console(file=shown, width=200))
+    assert ("caution   tail=bucket" in shown.getvalue()) is warned
+
+
 @pytest.mark.slow
 def test_what_was_chosen_is_what_a_resumed_run_has(
     opd: NewOpd, monkeypatch: pytest.MonkeyPatch

@@ -99,6 +99,7 @@ def test_tensorboard_gets_steps_rollouts_and_alerts(
     assert not first.said and not again.said
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_in_the_same_run(
     opd: NewOpd, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

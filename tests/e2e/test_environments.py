@@ -166,6 +166,7 @@ def test_an_environment_that_fails_is_set_aside_and_the_run_goes_on(
     assert audit(out / "ledger.jsonl").problems == []
 
 
+@pytest.mark.slow
 def test_opd_on_tool_calls(tmp_path: Path) -> None:
     """A model that was taught to call, barely: the calls are run, and both turns are trained."""
     pairs = products(300, 0)

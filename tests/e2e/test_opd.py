@@ -154,7 +154,13 @@ def test_overlapped_runs_are_stale_by_at_most_the_bound(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("local", [False, True], ids=["on Ray", "in this process"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        pytest.param(False, id="on Ray", marks=pytest.mark.slow),
+        pytest.param(True, id="in this process"),
+    ],
+)
 def test_several_engines_and_workers_share_the_work(
     tiny_pair: TinyPair, tmp_path: Path, local: bool
 ) -> None:

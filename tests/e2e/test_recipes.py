@@ -128,6 +128,7 @@ def test_a_model_learns_from_itself_with_a_hint(
     assert sum(kls[-5:]) < 0.8 * sum(kls[:5])
 
 
+@pytest.mark.slow
 def test_rl_earns_more_and_stays_near_its_reference(tiny_pair: TinyPair, tmp_path: Path) -> None:
     prompts = write(
         tmp_path / "prompts.jsonl",

@@ -86,6 +86,7 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
     torch.testing.assert_close(logits(adapted), final, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_preferences_on_two_workers_with_the_base_as_reference(
     tiny_pair: TinyPair, tmp_path: Path

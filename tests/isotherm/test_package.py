@@ -82,6 +82,7 @@ def test_a_package_of_the_same_name_is_called_by_its_path(
     assert python("-c", "import isotherm", cwd=here).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_command_finds_modules_in_the_working_directory(
     here: Path, script: str, tiny_pair: TinyPair
 ) -> None:

@@ -175,7 +175,9 @@ def test_a_top_k_without_its_tail_has_another_gradient(world: World, T: float) -
     assert error(made, claimed_by(world, "sampled, g=0", T)) > 0.1
 
 
-@every_T
+@pytest.mark.parametrize(
+    "T", [pytest.param(T, marks=() if T == 0.5 else pytest.mark.slow) for T in TEMPERATURES]
+)
 @every_estimator
 def test_stopping_with_either_of_two_tokens_is_one_event(
     two_ends: World, name: str, T: float

@@ -66,9 +66,8 @@ def train(learner: Learner, _: dict[str, Any]) -> dict[str, Any]:
     return {"metrics": metrics, "before": before, "weights": numbers()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "stablelm" else n for n in RAISES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RAISES)
 def test_two_workers_train_every_layer_of_a_model_that_raises_in_the_probe(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
