@@ -356,7 +356,8 @@ class _Sampled:
     """Notes when a group waits for whoever samples it, as that stage."""
 
     def __init__(self, sampler: Sampler, group: UnderWay, stage: Stage) -> None:
-        self._sampler, self._group, self._stage = sampler, group, stage
+        self._sampler, self._group = sampler, group
+        self._stage: Stage = stage
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         self._group.waits_for_sampler += 1
