@@ -11,10 +11,8 @@ the same sampler. What is trained of such groups:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from math import floor
 
-import numpy as np
+from distill.group_share import GroupShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +35,12 @@ class TeacherSamples:
     def __contains__(self, group_id: int) -> bool:
         if group_id < self.warmup_groups:
             return True
-        block, place = divmod(group_id - self.warmup_groups, self.groups_per_step)
-        return place in _chosen(block, self.groups_per_step, self.share, self.seed)
-
-
-@lru_cache(maxsize=16)
-def _chosen(block: int, size: int, share: float, seed: int) -> frozenset[int]:
-    """The places of a block that are the teacher's; over all blocks they add up to the share."""
-    before, after = (floor(number * size * share + 1e-9) for number in (block, block + 1))
-    order = np.random.default_rng((seed, block)).permutation(size)
-    return frozenset(order[: after - before].tolist())
+        return group_id in GroupShare(
+            share=self.share,
+            groups_per_step=self.groups_per_step,
+            seed=(self.seed,),
+            first=self.warmup_groups,
+        )
 
 
 NO_TEACHER_SAMPLES = TeacherSamples(

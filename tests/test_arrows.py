@@ -27,7 +27,7 @@ UNKNOWN = "a name worked out at run time"
 ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
-        "stops",
+        "stops", "group_share", "teacher_samples",
         "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat", "text", "models",
         "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],

@@ -30,6 +30,7 @@ from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
 from distill.errors import described
+from distill.group_share import EVERY_GROUP, GroupShare
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
@@ -111,6 +112,7 @@ class RolloutWorker:
         teacher_top_k: at how many of the teacher's likeliest (others).
         lengths: what the lengths of episodes do to their rewards.
         routed_experts: the policy is asked for the experts of a mixture as well.
+        scored: the groups that their teacher scores; the others' learner asks a copy of its own.
         teacher_samples: the groups that their teacher samples.
         text_teachers: by the teachers' names, those whose samples an endpoint writes.
         max_groups: most groups under way at once.
@@ -132,6 +134,7 @@ class RolloutWorker:
         teacher_top_k: int = 0,
         lengths: LengthRules | None = None,
         routed_experts: bool = False,
+        scored: GroupShare = EVERY_GROUP,
         teacher_samples: TeacherSamples = NO_TEACHER_SAMPLES,
         text_teachers: Mapping[str, TextTeacher] | None = None,
     ) -> None:
@@ -142,6 +145,7 @@ class RolloutWorker:
         self._policy_top_k, self._teacher_top_k = policy_top_k, teacher_top_k
         self._lengths = lengths
         self._routed_experts = routed_experts
+        self._scored = scored
         self._teacher_samples = teacher_samples
         self._text_teachers = text_teachers or {}
         self._open_teachers: dict[str, OpenTextTeacher] = {}
@@ -250,7 +254,7 @@ class RolloutWorker:
     async def _by_policy(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """The group as the policy samples it, scored."""
         started = time.perf_counter()
-        teacher = teacher_of(self._teachers, builder.teacher) if self._teachers else None
+        teacher = self._scorer(under_way.lease.group_id, builder.teacher)
         try:
             async with asyncio.TaskGroup() as tasks:
                 scorer = Scorer(
@@ -268,6 +272,12 @@ class RolloutWorker:
             timings["time/teacher"] = time.perf_counter() - sampled
         scored = scorer.filled(group)
         return replace(scored, metrics={**scored.metrics, **timings})
+
+    def _scorer(self, group_id: int, name: str) -> Engine | None:
+        """The teacher that scores the group, if one does."""
+        if not self._teachers or group_id not in self._scored:
+            return None
+        return teacher_of(self._teachers, name)
 
     async def _by_teacher(self, under_way: UnderWay, builder: EnvGroupBuilder) -> TrajectoryGroup:
         """The group as its teacher samples it."""
@@ -315,7 +325,7 @@ class RolloutWorker:
         under_way.enter("scoring")
         return await score_again(
             group,
-            teacher=teacher_of(self._teachers, group.teacher) if self._teachers else None,
+            teacher=self._scorer(group.group_id, group.teacher),
             reference=self._reference,
             policy_top_k=self._policy_top_k,
             top_k=self._teacher_top_k,

@@ -29,6 +29,7 @@ from distill.data.feedback import FeedbackTemplate
 from distill.data.sources import parse_sources
 from distill.delivery import Overdue, StepRuleName
 from distill.errors import ConfigError
+from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.settings import (
     AUTO,
     DEFAULT_OVERLONG_PENALTY,
@@ -44,6 +45,10 @@ from distill.settings import ESSENTIAL, MAY_CHANGE, Section, values_of, with_def
 from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
+
+# Of estimator=full, the groups that the teacher's engine scores by default: this share, and so many
+# of a step; and what makes their choice another than that of the teacher's samples.
+METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
 
 if TYPE_CHECKING:  # torch, which --help does without
     from learner.checkpoint import Checkpoint
@@ -494,6 +499,10 @@ class RolloutConfig(
         """The groups that teachers sample, of tokens that a student of that vocabulary has."""
         return NO_TEACHER_SAMPLES
 
+    def scored_by_teacher(self) -> GroupShare:
+        """The groups of the policy's that their teacher's engine scores, where there is one."""
+        return EVERY_GROUP
+
     def text_endpoints(self) -> Mapping[str, EndpointAddress]:
         """The endpoints that write what teachers would sample, by the teachers' names."""
         return {}
@@ -681,8 +690,17 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         metadata=MAY_CHANGE,
     )
 
+    meter_share: float | None = chz.field(
+        default=None,
+        doc="estimator=full: share of groups that the teacher's engine scores, for opd/*, the bias "
+        "meter and the kept rollouts; the loss asks the learner's own copy. Default: a quarter, "
+        "and at least 8 groups a step",
+        metadata=MAY_CHANGE,
+    )
+
     @chz.validate
     def _opd_in_range(self) -> None:
+        self._check_meter()
         if self.teacher_engines < 1:
             raise ConfigError(f"teacher_engines={self.teacher_engines} must be at least 1")
         self.require_bounds("teacher_engines")
@@ -779,6 +797,43 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
     @property
     def teacher_nodes(self) -> int:
         return parallelism(self.teacher_server_flags).nodes
+
+    def scored_by_teacher(self) -> GroupShare:
+        if self._scores_are_trained_on:
+            return EVERY_GROUP
+        enough = max(METERED_SHARE, METERED_GROUPS / self.prompts_per_step)
+        return GroupShare(
+            share=min(1.0, enough) if self.meter_share is None else self.meter_share,
+            groups_per_step=self.prompts_per_step,
+            seed=(self.seed, METERED_SEED),
+        )
+
+    @property
+    def _scores_are_trained_on(self) -> str:
+        """The setting by which the loss needs the engine's scores; empty: estimator=full does not,
+        for the learner asks its own copy of the teacher."""
+        if self.estimator != "full":
+            return f"estimator={self.estimator}"
+        if self.only_keeps:
+            return "train=False"
+        for name in ("kl_clip", "advantage", "hint_bonus_coef"):
+            if value := getattr(self, name):
+                return f"{name}={value}"
+        return f"loss={self.loss}" if ":" in self.loss else ""
+
+    def _check_meter(self) -> None:
+        if self.meter_share is None:
+            return
+        if not 0 < self.meter_share <= 1:
+            raise ConfigError(
+                f"meter_share={self.meter_share} must be in (0, 1]: the share of groups that the "
+                "teacher's engine scores"
+            )
+        if self.estimator != AUTO and (needs := self._scores_are_trained_on):
+            raise ConfigError(
+                f"meter_share={self.meter_share} with {needs}, which needs the engine's scores of "
+                "every group; leave it out"
+            )
 
     def teacher_sampled(self, vocab_size: int) -> TeacherSamples:
         return TeacherSamples(

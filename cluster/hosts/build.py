@@ -166,6 +166,7 @@ class RolloutCast:
                 teacher_top_k=config.objective().asked_of_teacher,
                 lengths=config.length_rules(),
                 routed_experts=config.replays_routing(),
+                scored=config.scored_by_teacher(),
                 teacher_samples=teacher_samples,
                 text_teachers=inputs.text_teachers,
                 sink=WorkerEnd(queue, worker_title(index), whole=config.learner_workers == 1),

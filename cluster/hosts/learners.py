@@ -229,7 +229,12 @@ def rollout_log(config: RolloutConfig, directory: RunDirectory) -> RolloutLog:
     every = {"every": config.keep_rollouts_every, "all": 1, "none": 0}[config.keep_rollouts]
     whole = config.keep_rollouts == "all"
     return RolloutLog(
-        directory.rollouts, every, whole=whole, last=config.steps, trains=not config.only_keeps
+        directory.rollouts,
+        every,
+        whole=whole,
+        last=config.steps,
+        trains=not config.only_keeps,
+        scored=config.scored_by_teacher(),
     )
 
 

@@ -33,6 +33,7 @@ import numpy as np
 
 from cluster.jsonl_log import LineFile, read_lines
 from distill.errors import CheckpointError, DataError
+from distill.group_share import EVERY_GROUP, GroupShare
 from distill.objective.metrics import TokenGap, TokenTable, tokens_by_gap
 from distill.types import BoolArray, Segment, TopLogprobs, Trajectory, TrajectoryGroup
 
@@ -51,7 +52,8 @@ STEP_TOKENS = 20
 class RolloutLog:
     """Keeps groups of the first step, of every `every`th after it, and of the `last`; 0 keeps none.
 
-    The first group of such a step, or with `whole` all of them. A step whose groups were all
+    The first group of such a step, of those that a teacher scored (`scored`) if there are any, or
+    with `whole` all of them. A step whose groups were all
     filtered out trained on none, and keeps none. `trains`: each step makes a version of weights.
     """
 
@@ -63,16 +65,19 @@ class RolloutLog:
         whole: bool = False,
         last: int | None = None,
         trains: bool = True,
+        scored: GroupShare = EVERY_GROUP,
     ) -> None:
         self._lines = LineFile(path)
         self._every, self._whole, self._last = every, whole, last
-        self._trains = trains
+        self._trains, self._scored = trains, scored
 
     def chosen(self, step: int, group_ids: Sequence[int]) -> Sequence[int]:
         """Those of the groups that `step` trained on which are kept."""
         if self._every == 0 or ((step - 1) % self._every and step != self._last):
             return []
-        return group_ids if self._whole else group_ids[:1]
+        if self._whole:
+            return group_ids
+        return sorted(group_ids, key=lambda group_id: group_id not in self._scored)[:1]
 
     def keep(
         self,

@@ -28,8 +28,9 @@ def group_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str, f
     weights. Where groups have teachers, tags or sources, reverse KL and reward come once
     more for each of them, and for sources their share of the groups.
 
-    All of that is of what the policy sampled; of the teacher's samples there is
-    `teacher_samples/*`, and nothing else where the step has no others.
+    What is of a teacher is of the groups that it scored. All of that is of what the policy sampled;
+    of the teacher's samples there is `teacher_samples/*`, and nothing else where the step has no
+    others.
     """
     by_teacher = [group for group in groups_P if group.by_teacher]
     metrics = _teacher_samples(by_teacher, len(groups_P))
@@ -95,8 +96,10 @@ def _policy_metrics(groups_P: Sequence[GroupOutline], version: int) -> dict[str,
     metrics |= {f"env/{name}": value for name, value in env.items()}
     metrics |= _means([group.metrics for group in groups_P])
     metrics |= _teacher_metrics(groups_P)
-    if (versions := _total([tally.teacher_versions for tally in tallies])) is not None:
-        metrics["opd/teacher_age"] = version - versions / tokens
+    scored = [tally for tally in tallies if tally.gap is not None]
+    versions = _total([tally.teacher_versions for tally in scored])
+    if scored and versions is not None:
+        metrics["opd/teacher_age"] = version - versions / sum(tally.tokens for tally in scored)
     if (gap := _total([tally.reference_gap for tally in tallies])) is not None:
         metrics["reference/kl"] = gap / tokens
     bonuses = [tally.bonus for tally in tallies if tally.bonus is not None]
@@ -136,15 +139,15 @@ def _turn_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
 
 
 def _teacher_metrics(groups_P: Sequence[GroupOutline]) -> dict[str, float]:
-    """The sampled reverse KL and the bias meter; nothing where some segment was not scored."""
-    tallies = [group.tally for group in groups_P]
-    tokens = sum(tally.tokens for tally in tallies)
-    at_T = _total([tally.gap for tally in tallies])
-    if at_T is None:
+    """The sampled reverse KL and the bias meter, of the groups that a teacher scored."""
+    scored = [(group.tally, gap) for group in groups_P if (gap := group.tally.gap) is not None]
+    if not scored:
         return {}
+    tallies = [tally for tally, _ in scored]
+    tokens = sum(tally.tokens for tally in tallies)
     size = sum(tally.gap_size for tally in tallies)
     metrics = {
-        "opd/reverse_kl": at_T / tokens,
+        "opd/reverse_kl": sum(gap for _, gap in scored) / tokens,
         "opd/kl_top_share": sum(tally.largest_gaps for tally in tallies) / max(size, 1e-12),
     }
     if (at_q1 := _total([tally.gap_q1 for tally in tallies])) is not None:
@@ -174,7 +177,8 @@ class TokenTable(NamedTuple):
 
 
 def token_table(segments: Sequence[Segment]) -> TokenTable | None:
-    """Of the segments' actions; None where one was not scored by a teacher, or there is none."""
+    """Of the actions of those that a teacher scored; None where it scored none."""
+    segments = [segment for segment in segments if segment.teacher_logprobs_T is not None]
     gaps_N = gaps_of(segments, [s.teacher_logprobs_T for s in segments]) if segments else None
     if gaps_N is None:
         return None
@@ -196,11 +200,10 @@ def _summed(
 def tokens_by_gap(tables: Sequence[TokenTable | None], most: int) -> list[TokenGap]:
     """The tokens with the largest shares, at most so many, the largest first.
 
-    What a student is mostly taught may be a few tokens of style. The tables are of parts of a step;
-    nothing where some segment was not scored by a teacher.
+    What a student is mostly taught may be a few tokens of style. The tables are of parts of a step.
     """
     present = [table for table in tables if table is not None]
-    if not present or len(present) < len(tables):
+    if not present:
         return []
     ids_U, times_U, gaps_U, sizes_U = _summed(*map(np.concatenate, zip(*present, strict=True)))
     means_U, shares_U = gaps_U / times_U, sizes_U / max(sizes_U.sum(), 1e-12)

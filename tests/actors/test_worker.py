@@ -16,6 +16,7 @@ from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler, Score, ScoreRequest
 from distill.envs.base import Env, EnvGroupBuilder, StepResult
 from distill.errors import EngineError
+from distill.group_share import GroupShare
 from distill.sampling import TrainSampling
 from distill.teacher_samples import TeacherSamples
 from distill.types import TokenArray, TrajectoryGroup
@@ -232,6 +233,27 @@ def test_a_teacher_samples_the_groups_of_its_own_and_nobody_scores_them() -> Non
     again = Sampling(5)
     after = run(Sink(groups=1, there=done), teachers={"": again}, teacher_samples=by_teacher(1))
     expect_scored_by(again, after[0], "behaviour_logprobs_T")
+
+
+def test_where_the_learner_asks_a_copy_the_teacher_scores_a_share() -> None:
+    teachers, reference = {"even": PrefixEngine(1), "odd": PrefixEngine(2)}, PrefixEngine(3)
+    scored = GroupShare(share=0.5, groups_per_step=4)
+    settings: dict[str, Any] = {"reference": reference, "scored": scored}
+    done = run(Sink(groups=8), teachers=teachers, **settings)
+    asked = [i in scored for i in range(8)]
+    assert sum(asked[:4]) == sum(asked[4:]) == 2
+    for i, group in done.items():
+        expect_scored_by(reference, group, "reference_logprobs_T")
+        if i in scored:
+            expect_scored_by(teachers["odd" if i % 2 else "even"], group, "teacher_logprobs_T")
+        else:
+            assert all(segment.teacher_logprobs_T is None for segment in group.segments())
+    # Scored again, they are what they were.
+    moved = PrefixEngine(5)
+    again = run(Sink(groups=8, there=done), teachers={"": moved}, **settings)
+    for i, group in again.items():
+        there = [segment.teacher_logprobs_T is not None for segment in group.segments()]
+        assert set(there) == {i in scored}
 
 
 def test_a_teacher_samples_after_its_own_context_in_every_turn() -> None:

@@ -68,6 +68,12 @@ SUBSTEPS = 4
 CONTESTANTS: dict[str, dict[str, Any]] = {
     "estimator=full (auto)": {"estimator": "full"},
     f"estimator=full, num_substeps={SUBSTEPS}": {"estimator": "full", "num_substeps": SUBSTEPS},
+    f"estimator=full, num_substeps={SUBSTEPS}, meter_share=0.25, threads=2": {
+        "estimator": "full",
+        "num_substeps": SUBSTEPS,
+        "meter_share": 0.25,
+        "threads": 2,
+    },
     "estimator=top_k, of the student": {"estimator": "top_k"},
     "estimator=sampled": {"estimator": "sampled"},
 }

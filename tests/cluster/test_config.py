@@ -126,6 +126,47 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
         opd(overdue=overdue, **changes)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"meter_share": 0.0}, "meter_share=0.0 must be in (0, 1]"),
+        ({"meter_share": 1.5}, "meter_share=1.5 must be in (0, 1]"),
+        ({"estimator": "sampled"}, "estimator=sampled, which needs the engine's scores"),
+        ({"estimator": "top_k"}, "estimator=top_k, which needs"),
+        ({"kl_clip": 3.0}, "kl_clip=3.0, which needs"),
+        ({"advantage": "here:mine", "reward_coef": 1.0}, "advantage=here:mine, which needs"),
+        ({"train": False}, "train=False, which needs"),
+    ],
+    ids=str,
+)
+def test_a_share_of_scores_is_refused_where_the_loss_needs_all(
+    opd: NewOpd, changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        opd(**{"estimator": "full", "meter_share": 0.25} | changes)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings, scored",
+    [
+        ({"prompts_per_step": 4}, 4),
+        ({"prompts_per_step": 8}, 8),
+        ({"prompts_per_step": 20}, 8),
+        ({"prompts_per_step": 64}, 16),
+        ({"prompts_per_step": 8, "meter_share": 0.25}, 2),
+        ({"prompts_per_step": 64, "kl_clip": 3.0}, 64),
+        ({"prompts_per_step": 64, "estimator": "top_k"}, 64),
+    ],
+    ids=str,
+)
+def test_the_teacher_scores_enough_of_a_step(opd: NewOpd, settings: dict, scored: int) -> None:
+    config = opd(**{"estimator": "full"} | settings)
+    groups = config.scored_by_teacher()
+    first = config.prompts_per_step * 3
+    assert sum(i in groups for i in range(first, first + config.prompts_per_step)) == scored
+
+
 @pytest.mark.parametrize("changes", [{"eval_every": 3}, {"eval_prompts": "p"}])
 def test_evaluations_of_nothing_are_refused(opd: NewOpd, changes: dict) -> None:
     [[name, value]] = changes.items()

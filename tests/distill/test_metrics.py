@@ -152,6 +152,16 @@ def test_the_top_share_is_that_of_a_sort() -> None:
     assert metrics["opd/kl_top_share"] == pytest.approx(sum(largest) / sum(abs(gaps_N)), rel=1e-4)
 
 
+def test_the_kl_is_of_the_groups_that_were_scored() -> None:
+    scored = group()
+    alone = group_metrics([scored], version=3)
+    unscored = group(teacher_logprobs_T=None)
+    beside = group_metrics([unscored, scored, unscored], version=3)
+    of_teacher = {name: value for name, value in alone.items() if name.startswith("opd/")}
+    assert len(of_teacher) >= 4
+    assert of_teacher == {n: v for n, v in beside.items() if n.startswith("opd/")}
+
+
 def test_without_scores_there_is_no_kl() -> None:
     unscored = group_metrics([group(teacher_logprobs_T=None)], version=0)
     assert not any(name.startswith("opd/") for name in unscored)
@@ -160,8 +170,6 @@ def test_without_scores_there_is_no_kl() -> None:
         "opd/reverse_kl",
         "opd/kl_top_share",
     }
-    half = group_metrics([group(0), group(1, teacher_logprobs_T=None)], version=0)
-    assert "opd/reverse_kl" not in half
 
 
 def test_reference_bonuses_and_constant_groups_written_out() -> None:

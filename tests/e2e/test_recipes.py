@@ -86,6 +86,32 @@ def test_whole_distributions_lower_the_exact_kl(
     assert all(step["train/updates"] == 1 for step in steps)
 
 
+def test_a_share_of_scores_changes_what_is_shown_and_nothing_that_is_learnt(
+    tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    """estimator=full asks the learner's own copy; the teacher's engine is for the meters."""
+    shown, learnt = {}, {}
+    for share in (1.0, 0.25):
+        out = tmp_path / str(share)
+        made = opd(
+            tiny_pair, out, estimator="full", meter_share=share, steps=4, prompts_per_step=4,
+            keep_rollouts_every=1,
+        )  # fmt: skip
+        shown[share], learnt[share] = made, weights(out / "final")
+        for step in made:
+            assert step["opd/reverse_kl"] > 0 and step["opd/bias"] != 0
+        assert audit(out / "ledger.jsonl").problems == []
+        assert json.loads((out / "certificate.json").read_text())["proven"] is True
+        for line in lines(out / "rollouts.jsonl"):
+            segments = [s for member in line["trajectories"] for s in member["segments"]]
+            assert all(segment["teacher_logprobs"] for segment in segments)
+    for name, tensor in learnt[1.0].items():
+        assert torch.equal(tensor, learnt[0.25][name]), name
+    for every, some in zip(shown[1.0], shown[0.25], strict=True):
+        assert every["opd/divergence"] == some["opd/divergence"]
+        assert every["opd/reverse_kl"] != some["opd/reverse_kl"], "as many were scored"
+
+
 def test_each_prompt_is_scored_by_the_teacher_it_names(tiny_pair: TinyPair, tmp_path: Path) -> None:
     """One teacher is the student itself: its KL is zero at the start, the other's is not."""
     prompts = write(
