@@ -57,7 +57,10 @@ def teacher_gaps(segment: Segment) -> FloatArray:
         DataError: the segment has not been scored by a teacher.
     """
     if segment.teacher_logprobs_T is None:
-        raise DataError("teacher_logprobs_T is missing: the segment was not scored by a teacher")
+        raise DataError(
+            "teacher_logprobs_T is missing: the segment was not scored by a teacher (of a run with "
+            "estimator=full a part of the groups is; meter_share=1 has all of them scored)"
+        )
     mask_T = segment.action_mask_T
     return segment.behaviour_logprobs_T[mask_T] - segment.teacher_logprobs_T[mask_T]
 

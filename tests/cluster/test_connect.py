@@ -106,6 +106,7 @@ def head() -> Iterator[Head]:
         yield head
 
 
+@pytest.mark.slow
 def test_a_cluster_named_by_the_environment_is_joined(head: Head) -> None:
     assert join(head.address) == {
         "cpus": 3,
@@ -129,6 +130,7 @@ def test_without_an_address_ray_starts_here_with_a_cpu_for_every_actor() -> None
     assert facts["cpus"] == max(os.cpu_count() or 1, 5) and facts["autoscales"] is False
 
 
+@pytest.mark.slow
 def test_an_initialised_ray_is_used_and_left_alone(ray_cluster: None) -> None:
     before = ray.get_runtime_context().get_job_id()
     with connect("elsewhere", 1):

@@ -170,7 +170,7 @@ sys.exit(code)
 def test_a_run_in_one_process_starts_no_ray(tiny_pair: TinyPair, tmp_path: Path) -> None:
     settings = {
         "recipe": "opd", "student": tiny_pair.student, "teacher": tiny_pair.teacher,
-        "prompts": tiny_pair.prompts, "out": tmp_path / "run", "steps": 30, "prompts_per_step": 2,
+        "prompts": tiny_pair.prompts, "out": tmp_path / "run", "steps": 8, "prompts_per_step": 2,
         "group_size": 2, "max_new_tokens": 4, "eval_size": 2, "engine": "embedded", "local": True,
         "temperature": 0.7,
     }  # fmt: skip
@@ -179,7 +179,7 @@ def test_a_run_in_one_process_starts_no_ray(tiny_pair: TinyPair, tmp_path: Path)
         [sys.executable, "-c", SCRIPT, *given], capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "finished 30 steps" in ended.stdout
+    assert "finished 8 steps" in ended.stdout
 
 
 @pytest.mark.parametrize(

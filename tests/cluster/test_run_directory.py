@@ -247,12 +247,21 @@ def test_every_setting_is_one_or_the_other(opd: NewOpd) -> None:
     evaluation = {name for name in chz.chz_fields(OpdConfig) if name.startswith("eval_")}
     must_stay = MUST_STAY.keys() | MUST_STAY_BESIDE.keys()
     # liger may change, too, where it is installed; local where there is one learner worker; dry_run
-    # where nothing is rehearsed; teacher_samples_url where there is one.
+    # where nothing is rehearsed; teacher_samples_url where there is one; meter_share where the
+    # learner has a copy of the teacher.
     others = {
-        *("out", "engine", "liger", "local", "keep_rollouts", "dry_run", "teacher_samples_url")
+        *("out", "engine", "liger", "local", "keep_rollouts", "dry_run", "teacher_samples_url"),
+        "meter_share",
     }
     known = MAY_CHANGE.keys() | must_stay | evaluation | others | REFUSED
     assert known == chz.chz_fields(OpdConfig).keys()
+
+
+def test_how_much_is_metered_may_change(opd: NewOpd) -> None:
+    started(opd(estimator="full", meter_share=0.5))
+    for share in (None, 0.25, 1.0):
+        changed = opd(estimator="full", meter_share=share)
+        assert RunDirectory("opd", changed).check() is None
 
 
 def with_file(opd: NewOpd, tmp_path: Path, text: str, name: str = "rows.jsonl") -> OpdConfig:

@@ -129,7 +129,7 @@ def test_a_killed_actor_is_made_again_in_its_place(new_house: Callable[..., Hous
     assert restart["seconds"] > 0
 
 
-@pytest.mark.parametrize("how", ["frozen", "blocked"])
+@pytest.mark.parametrize("how", ["frozen", pytest.param("blocked", marks=pytest.mark.slow)])
 def test_an_actor_without_a_sign_of_life_is_ended(
     new_house: Callable[..., House], how: str
 ) -> None:

@@ -541,7 +541,7 @@ def test_weights_that_are_not_finite_are_not_shared(engines, learner: Learner) -
     assert versions(only) == [0]
 
 
-@pytest.mark.parametrize("how", ["refuses", "dies", "hangs"])
+@pytest.mark.parametrize("how", ["refuses", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_an_engine_that_does_not_take_the_weights_is_ended_before_slots_are_freed(
     ray_engines, learner: Learner, how: str
 ) -> None:
@@ -568,6 +568,7 @@ class Linked(ObjectStoreTransport):
     linked = True
 
 
+@pytest.mark.slow
 def test_who_is_left_in_a_collective_is_ended_with_the_peer_that_was_lost(
     learner: Learner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -221,7 +221,9 @@ if __name__ == "__main__":
     assert result.stdout.split("\n") == ["[2, 4]", "[2, 4]", "3", "", "3", "4", ""], result
 
 
-@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+@pytest.mark.parametrize(
+    "isolation", ["namespaces", pytest.param("process", marks=pytest.mark.slow)]
+)
 def test_what_takes_too_long(isolation) -> None:
     result = run(
         "print('so far', flush=True)\nimport time; time.sleep(600)", wall_s=2, isolation=isolation

@@ -127,6 +127,7 @@ def test_a_push_that_fails_beside_the_learner_ends_the_run_and_nothing_is_lost(
     assert found.problems == [] and found.jobs == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_died_serves_again_while_the_learner_is_inside_a_step(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,12 +56,12 @@ def test_opd_on_sglang_servers_lowers_the_exact_kl(
 ) -> None:
     out = tmp_path / "run"
     arguments = opd_arguments(
-        tiny_pair, out, engine="sglang", steps=30, prompts_per_step=8, group_size=8, lr=1e-3,
+        tiny_pair, out, engine="sglang", steps=12, prompts_per_step=8, group_size=8, lr=1e-3,
         checkpoint_every=100,
     )  # fmt: skip
     assert main(["recipe=opd", *arguments]) == 0, capsys.readouterr()
     assert "engine    sglang" in capsys.readouterr().out
-    assert trained_groups(out) == list(range(30 * 8))
+    assert trained_groups(out) == list(range(12 * 8))
     steps = metrics(out)
     assert steps[0]["train/logprob_gap"] < 1e-3, "the server's log-probs are not the learner's"
     assert all(step["opd/bias"] != 0 for step in steps), "the bias meter shows nothing at T = 0.7"

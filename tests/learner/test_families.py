@@ -263,9 +263,8 @@ def sharded_story(learner: Learner, given: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "qwen3_moe" else pytest.mark.slow) for n in FUSED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUSED)
 def test_shards_leave_as_the_whole_model_does(
     name: str, directory: Directory, tmp_path: Path
 ) -> None:

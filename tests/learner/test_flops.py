@@ -152,7 +152,9 @@ def test_what_is_not_known_is_not_guessed() -> None:
     assert ModelFlops.of(linear) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_the_peak_is_measured_once_and_leaves_the_generator_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()

@@ -137,18 +137,16 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     LocalTeachers({"": tiny_pair.teacher}, dtype=torch.bfloat16, device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     [
         "eager",  # the same graphs, without a C++ compiler's minute
         pytest.param(
             "inductor",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(
-                    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
-                ),
-            ],
+            marks=pytest.mark.skipif(
+                shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+            ),
         ),
     ],
 )
