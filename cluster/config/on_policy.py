@@ -46,12 +46,12 @@ from distill.stops import StopSettings, StopTokens
 from distill.teacher_samples import NO_TEACHER_SAMPLES, TeacherSamples
 from learner.config import LearnerConfig
 
+if TYPE_CHECKING:  # torch, which --help does without
+    from learner.checkpoint import Checkpoint
+
 # Of estimator=full, the groups that the teacher's engine scores by default: this share, and so many
 # of a step; and what makes their choice another than that of the teacher's samples.
 METERED_SHARE, METERED_GROUPS, METERED_SEED = 0.25, 8, 1
-
-if TYPE_CHECKING:  # torch, which --help does without
-    from learner.checkpoint import Checkpoint
 
 KeepRollouts = Literal["every", "all", "none"]
 
@@ -689,7 +689,6 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         doc="the pool of each teacher grows to so many; default: it is fixed",
         metadata=MAY_CHANGE,
     )
-
     meter_share: float | None = chz.field(
         default=None,
         doc="estimator=full: share of groups that the teacher's engine scores, for opd/*, the bias "
@@ -816,6 +815,8 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
             return f"estimator={self.estimator}"
         if self.only_keeps:
             return "train=False"
+        if self.rollouts is not None:
+            return f"rollouts={self.rollouts}"
         for name in ("kl_clip", "advantage", "hint_bonus_coef"):
             if value := getattr(self, name):
                 return f"{name}={value}"
@@ -828,6 +829,11 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
             raise ConfigError(
                 f"meter_share={self.meter_share} must be in (0, 1]: the share of groups that the "
                 "teacher's engine scores"
+            )
+        if self.rollouts is not None:
+            raise ConfigError(
+                f"meter_share={self.meter_share} changes nothing with rollouts={self.rollouts}: "
+                "the groups are there, with the scores that they have; leave it out"
             )
         if self.estimator != AUTO and (needs := self._scores_are_trained_on):
             raise ConfigError(

@@ -136,6 +136,7 @@ def test_none_can_be_overdue_where_a_step_waits_for_all(
         ({"kl_clip": 3.0}, "kl_clip=3.0, which needs"),
         ({"advantage": "here:mine", "reward_coef": 1.0}, "advantage=here:mine, which needs"),
         ({"train": False}, "train=False, which needs"),
+        ({"rollouts": "runs/kept"}, "changes nothing with rollouts=runs/kept"),
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ from tests.e2e.harness import (
     trained_groups,
     wait_until,
 )
+from tests.families import family_dir
 
 pytestmark = pytest.mark.e2e
 QUIET = Console(quiet=True)
@@ -84,6 +85,28 @@ def test_an_adapter_on_two_workers_goes_on_with_one(tiny_pair: TinyPair, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(tiny_pair.student, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(out / "adapter"))
     torch.testing.assert_close(logits(adapted), final, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_share_of_scores_on_two_workers_of_a_mixture(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    """What the engine does not score is trained alike, wherever its rows are: long answers, too."""
+    mixtures = {
+        "student": family_dir(tmp_path / "student", "qwen3_moe"),
+        "teacher": family_dir(tmp_path / "teacher", "qwen3_moe", seed=2),
+    }
+    learnt = {}
+    for share in (1.0, 0.25):
+        out = tmp_path / str(share)
+        given = {"estimator": "full", "meter_share": share, "learner_workers": 2}
+        given |= {"max_new_tokens": 48, **mixtures}
+        run_on_policy(OpdConfig(**settings(tiny_pair, out, **given)), QUIET)
+        steps = metrics(out)
+        assert all(step["opd/reverse_kl"] > 0 and step["opd/divergence"] > 0 for step in steps)
+        assert audit(out / "ledger.jsonl").problems == []
+        learnt[share] = AutoModelForCausalLM.from_pretrained(out / "final").state_dict()
+    for name, tensor in learnt[1.0].items():
+        torch.testing.assert_close(tensor, learnt[0.25][name], atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
