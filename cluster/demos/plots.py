@@ -73,6 +73,7 @@ def _label(axis: Any, lengths: Sequence[int], title: str) -> None:
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.set_xticks([], minor=True)
     axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("{x:g}")
     axis.set_xlabel("tokens of an answer")
     axis.set_title(title)
     axis.grid(alpha=0.25, which="both")

@@ -19,6 +19,7 @@ from actors.sglang.parallelism import parallelism
 from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from cluster.hosts.creation import here, maker
+from cluster.hosts.deferred import deferred
 from cluster.hosts.evaluator_actor import EvaluatorActor
 from cluster.hosts.keeper import Keeper
 from cluster.hosts.learner_actor import publisher_to, teacher_weights
@@ -200,7 +201,7 @@ class RolloutCast:
             options = self._placement.options(REWARD, index)
             options |= {"name": self._name(REWARD.replace(" ", "-"), index, attempt)}
             return self._make(
-                EmbeddedRewardModel,
+                deferred(EmbeddedRewardModel),
                 options,
                 model_path=path,
                 dtype=choose_dtype(config.dtype, self._device),
@@ -258,7 +259,7 @@ class RolloutCast:
             arguments = made.arguments()
             if made.nodes > 1:
                 arguments["address"] = ray.util.get_node_ip_address
-            return self._make(made.engine_class, options, **arguments)
+            return self._make(deferred(made.engine_class), options, **arguments)
 
         def follow(index: int, attempt: int, head: Any) -> dict[Any, Any]:
             """A follower on each further node; they start once the head says where they meet."""

@@ -1,0 +1,101 @@
+"""Actor classes that are sent without what they host."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import ray
+from ray import cloudpickle
+
+from actors.embedded.engine import EmbeddedEngine
+from actors.embedded.reward_model import EmbeddedRewardModel
+from actors.sglang.external import ExternalSglangEngine
+from actors.sglang.hosted import HostedSglangEngine
+from cluster.handles import calls
+from cluster.handles.local_actor import LocalActor
+from cluster.hosts.deferred import deferred
+from distill.engine import ScoreRequest
+from distill.errors import DataError
+from tests.conftest import TinyPair
+
+# What arrives is the class and not the module; the second argument makes one, and needs it.
+UNPICKLE = """
+import pickle, sys
+
+hosted = pickle.loads(sys.stdin.buffer.read())
+loaded = {"torch", "transformers", "actors"} & set(sys.modules)
+assert not loaded, loaded
+hosted(model_path=sys.argv[1], device="cpu")
+assert {"torch", "actors.embedded.engine"} <= set(sys.modules)
+"""
+HOSTED = [EmbeddedEngine, EmbeddedRewardModel, ExternalSglangEngine, HostedSglangEngine]
+
+
+class Counter:
+    """Not asynchronous, and not one of the classes above."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, number: int = 1, *, times: int = 1) -> int:
+        self.value += number * times
+        return self.value
+
+
+def test_the_class_arrives_without_torch_and_makes_the_engine(tiny_pair: TinyPair) -> None:
+    sent = cloudpickle.dumps(ray.remote(deferred(EmbeddedEngine)).__ray_metadata__.modified_class)
+    command = [sys.executable, "-c", UNPICKLE, tiny_pair.student]
+    subprocess.run(command, input=sent, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("plain", HOSTED, ids=lambda plain: plain.__name__)
+def test_it_has_the_methods_of_what_it_hosts(plain: type) -> None:
+    def asynchronous(kind: type) -> dict[str, bool]:
+        methods = inspect.getmembers(kind, inspect.isfunction)
+        return {
+            name: inspect.iscoroutinefunction(method)
+            for name, method in methods
+            if not name.startswith("_")
+        }
+
+    shell = deferred(plain)
+    assert asynchronous(shell) == asynchronous(plain) != {}
+    assert shell.__name__ == plain.__name__ and plain.__qualname__ in str(shell.__doc__)
+    assert cloudpickle.loads(cloudpickle.dumps(shell)).__module__ == plain.__module__
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_an_engine_behind_it_answers_and_raises_as_the_engine_does(tiny_pair: TinyPair) -> None:
+    tokens_T = np.array([5, 6, 7, 8], np.int32)
+    request = ScoreRequest(tokens_T=tokens_T, start=1, temperatures=(0.7,))
+    unknown = ScoreRequest(tokens_T=tokens_T + 10**6, start=1, temperatures=(0.7,))
+    settings = {"model_path": tiny_pair.student, "device": "cpu", "threads": 1}
+    handles = [
+        ray.remote(deferred(EmbeddedEngine)).options(num_cpus=0).remote(**settings),
+        LocalActor(EmbeddedEngine, **settings),
+    ]
+    for handle in handles:
+        with pytest.raises(DataError, match=r"ScoreRequest\.tokens_T"):
+            calls.get(handle.score.remote([unknown]))
+    [served], [alone] = (calls.get(handle.score.remote([request])) for handle in handles)
+    np.testing.assert_array_equal(served.logprobs_by_temperature, alone.logprobs_by_temperature)
+    ray.kill(handles[0])
+    handles[1].end()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_plain_methods_take_what_they_are_given() -> None:
+    counter = ray.remote(deferred(Counter)).options(num_cpus=0).remote(start=5)
+    assert ray.get(counter.add.remote(2, times=3)) == 11
+    ray.kill(counter)
+
+
+def test_a_class_that_no_name_leads_to_is_hosted_as_it_is() -> None:
+    class Local:
+        pass
+
+    assert deferred(Local) is Local
