@@ -50,7 +50,7 @@ class OpdVsRlConfig:
     out: str = chz.field(doc="directory for data, models and runs; the same command goes on in it")
     temperature: float = chz.field(default=0.7, doc="rollout temperature T")
     lengths: tuple[int, ...] = chz.field(
-        default=(4, 16, 48), doc="tokens of an answer, ascending, multiples of 4: 4,16,48,128 say"
+        default=(4, 16, 48, 128), doc="tokens of an answer, ascending, multiples of 4"
     )
     seeds: int = chz.field(
         default=3, doc="runs of each method at the shortest and the longest; one between them"
@@ -73,5 +73,5 @@ class OpdVsRlConfig:
         if not self.lengths or not ascending or any(n < 1 or n % 4 for n in self.lengths):
             raise ConfigError(
                 f"lengths={given} must be multiples of 4 (the tokens of a link), ascending: "
-                "lengths=4,16,48"
+                "lengths=4,16,48,128"
             )

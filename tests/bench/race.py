@@ -62,23 +62,22 @@ class Finish:
     seconds: float | None
 
 
-# Updates of a step, where they are several.
-SUBSTEPS = 4
-# What estimator=auto takes for a local teacher, and what it takes where the teacher is served.
-CONTESTANTS: dict[str, dict[str, Any]] = {
-    "estimator=full (auto)": {"estimator": "full"},
-    f"estimator=full, num_substeps={SUBSTEPS}": {"estimator": "full", "num_substeps": SUBSTEPS},
-    f"estimator=full, num_substeps={SUBSTEPS}, meter_share=0.25, threads=2": {
-        "estimator": "full",
-        "num_substeps": SUBSTEPS,
-        "meter_share": 0.25,
-        "threads": 2,
-    },
-    "estimator=top_k, of the student": {"estimator": "top_k"},
-    "estimator=sampled": {"estimator": "sampled"},
-}
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 4
-SMALL_BATCHES = f"TRL, 1/{SUBSTEPS} of the batch"
+
+
+def contestants(substeps: int) -> dict[str, dict[str, Any]]:
+    """Settings of our runs by name: what estimator=auto takes for a local teacher, that with so
+    many updates a step, and what it takes where the teacher is served."""
+    full = {"estimator": "full"}
+    several = full | {"num_substeps": substeps}
+    lean = several | {"meter_share": 0.25, "threads": 2}
+    return {
+        "estimator=full (auto)": full,
+        f"estimator=full, num_substeps={substeps}": several,
+        f"estimator=full, num_substeps={substeps}, meter_share=0.25, threads=2": lean,
+        "estimator=top_k, of the student": {"estimator": "top_k"},
+        "estimator=sampled": {"estimator": "sampled"},
+    }
 
 
 @chz.chz
@@ -96,6 +95,9 @@ class RaceConfig:
     peer_steps: int = chz.field(default=20, doc="TRL's steps, which set the mark")
     most_steps: int = chz.field(default=32, doc="the others' at most, a multiple of 4")
     lr: float = chz.field(default=3e-4, doc="learning rate of both")
+    substeps: int = chz.field(
+        default=4, doc="updates of a step where they are several; divides TRL's small batch too"
+    )
     seeds: int = chz.field(default=1, doc="races, each with its own seed")
     only: str | None = chz.field(default=None, doc="of our runs those whose name contains this")
     settings: str = chz.field(default="{}", doc="more settings of our runs, as a JSON object")
@@ -105,6 +107,8 @@ class RaceConfig:
         given_pair(self.student, self.teacher, self.prompts)
         if self.peer_steps < 2:
             raise ConfigError(f"peer_steps={self.peer_steps} must be at least 2")
+        if self.substeps < 2 or PROMPTS_PER_STEP % self.substeps:
+            raise ConfigError(f"substeps={self.substeps} must be 2, 4 or 8: of {PROMPTS_PER_STEP}")
         if self.most_steps < JUDGED_EVERY or self.most_steps % JUDGED_EVERY:
             raise ConfigError(f"most_steps={self.most_steps} must be a multiple of {JUDGED_EVERY}")
 
@@ -155,9 +159,10 @@ class _Race:
             f"{self.new_tokens} new tokens, seed {self.seed}: TRL has a KL of {mark:.3f} "
             f"after {config.peer_steps} steps, {seconds:.1f} s"
         )
-        step_s = self._peer("small", config.most_steps, PROMPTS_PER_STEP // SUBSTEPS)
-        finishes = [self._finish(SMALL_BATCHES, saved_by_peer(self.out / "small"), step_s, mark)]
-        for name, settings in CONTESTANTS.items():
+        step_s = self._peer("small", config.most_steps, PROMPTS_PER_STEP // config.substeps)
+        name = f"TRL, 1/{config.substeps} of the batch"
+        finishes = [self._finish(name, saved_by_peer(self.out / "small"), step_s, mark)]
+        for name, settings in contestants(config.substeps).items():
             if not config.only or config.only in name:
                 step_s = self._ours(name, settings, console)
                 finishes.append(self._finish(name, judged_weights(self.out / name), step_s, mark))
