@@ -43,6 +43,7 @@ from distill.envs.base import (
     mixture,
     problems_of,
 )
+from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
 from distill.models.loading import context_length, ends_of, meta_causal_lm, vocab_size
@@ -293,7 +294,7 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
             f"bonus_coef={objective.bonus_coef} changes nothing: no prompt of {config.prompts} has "
             "`bonuses`, and the environment pays none"
         )
-    _check_feedback(config, builders_P, unjudged)
+    _check_feedback(config, train, builders_P, unjudged)
     for name, teacher in config.teacher_models().items():
         its_P = [builder for builder in builders_P if builder.teacher == name]
         if not its_P:
@@ -327,7 +328,10 @@ def _check_signal(config: RolloutConfig, train: EnvDataset) -> None:
 
 
 def _check_feedback(
-    config: RolloutConfig, builders_P: Sequence[EnvGroupBuilder], unjudged: Sequence[str]
+    config: RolloutConfig,
+    train: EnvDataset,
+    builders_P: Sequence[EnvGroupBuilder],
+    unjudged: Sequence[str],
 ) -> None:
     """Refuses feedback that an environment does not make, or that tells of rewards nobody gives."""
     template = config.feedback_template()
@@ -343,6 +347,17 @@ def _check_feedback(
         raise ConfigError(
             "teacher_feedback tells of the reward, and there is none without an `answer`: "
             f"{config.prompts}:{unjudged[0]} has none (answer_key= says which column it is)"
+        )
+    mute = [
+        train.label(p)
+        for p, builder in enumerate(builders_P)
+        if isinstance(builder, SingleTurnGroupBuilder) and not builder.gives_words
+    ]
+    if "feedback" in template.placeholders and mute:
+        raise ConfigError(
+            f"teacher_feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "
+            "words come from a reward that looks at the prompt's `answer` (answer_key= says which "
+            "column it is), not from a reward_model; leave it out"
         )
 
 

@@ -116,6 +116,11 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
     def asked(self) -> Prompt:
         return self.prompt
 
+    @property
+    def gives_words(self) -> bool:
+        """True if there may be `StepResult.feedback`: a reward looks at the prompt's answer."""
+        return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
+
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
         return [
             SingleTurnEnv(self.prompt, self.tokenizer, self.reward, self.format, models)

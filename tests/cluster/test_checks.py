@@ -326,6 +326,11 @@ def test_a_teacher_that_is_the_student_teaches_nothing(opd: NewOpd, tiny_pair, p
             "tells of the reward, and there is none without an `answer`: .*:1 has none",
         ),
         (
+            {"teacher_feedback": "{feedback}{prompt}"},
+            [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3="}],
+            "names {feedback}, and nothing is said of responses to .*2: words come from a reward",
+        ),
+        (
             {"hint_bonus_coef": 0.1}, [{"prompt": "2+2=", "teacher_prompt": "4"}],
             "is for answers that are right, and .*:1 has no `answer`",
         ),
