@@ -43,7 +43,6 @@ from distill.envs.base import (
     mixture,
     problems_of,
 )
-from distill.envs.single_turn import SingleTurnGroupBuilder
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
 from distill.models.loading import context_length, ends_of, meta_causal_lm, vocab_size
@@ -348,11 +347,7 @@ def _check_feedback(
             "teacher_feedback tells of the reward, and there is none without an `answer`: "
             f"{config.prompts}:{unjudged[0]} has none (answer_key= says which column it is)"
         )
-    mute = [
-        train.label(p)
-        for p, builder in enumerate(builders_P)
-        if isinstance(builder, SingleTurnGroupBuilder) and not builder.gives_words
-    ]
+    mute = [train.label(p) for p, builder in enumerate(builders_P) if not builder.gives_words]
     if "feedback" in template.placeholders and mute:
         raise ConfigError(
             f"teacher_feedback names {{feedback}}, and nothing is said of responses to {mute[0]}: "

@@ -15,8 +15,9 @@ from typing import Any
 def deferred(plain: type) -> type:
     """A class with the public methods of `plain`, whose module is imported where one is made.
 
-    Ray sends it by value, so nothing in it may name a module. A `plain` that is not found by name
-    in its module is sent by value as it is, and comes back as it is.
+    Ray sends it by value, so its methods hold the names of module and class, never the class. A
+    `plain` that no module leads to (of `__main__`, or nested) is sent by value itself: it comes
+    back as it is.
     """
     module, name = plain.__module__, plain.__qualname__
     if module == "__main__" or "." in name:

@@ -127,6 +127,11 @@ class EnvGroupBuilder(ABC):
     answer: str | None = None
 
     @property
+    def gives_words(self) -> bool:
+        """Whether there may be `StepResult.feedback` here."""
+        return True
+
+    @property
     def hinted(self) -> bool:
         """True if the teacher sees something else than the policy."""
         return self.teacher_tokens_T is not None or self.feedback is not None

@@ -118,7 +118,7 @@ class SingleTurnGroupBuilder(EnvGroupBuilder):
 
     @property
     def gives_words(self) -> bool:
-        """True if there may be `StepResult.feedback`: a reward looks at the prompt's answer."""
+        """They come from a reward that looks at the prompt's answer."""
         return self.prompt.answer is not None and not isinstance(self.reward, ModelReward)
 
     def make_envs(self, models: Mapping[str, Sampler]) -> Sequence[Env]:
