@@ -53,6 +53,7 @@ from distill.chat.template import (
     render_text,
 )
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.data.answers import answer_text
 from distill.data.columns import PromptColumns
 from distill.data.row_files import located
 from distill.data.row_reader import RowReader
@@ -62,7 +63,7 @@ from distill.rewards.model_reward import ModelReward
 from distill.rewards.registry import (
     DEFAULT_REWARD,
     RewardFunction,
-    check_answer,
+    check_answers,
     judge,
     load_reward,
 )
@@ -197,8 +198,9 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
         first = asked[-1].seed if asked else config.seed  # lines count on from source to source
         for number, row in read(source.place):
             where = f"{source.place}:{number}"
-            asked.append(_asked(config, reward, where, number, first + number, row))
+            asked.append(_asked(config, where, number, first + number, row))
     read.require_columns()
+    check_answers(reward, ((each.where, each.answer) for each in asked))
     rows = asyncio.run(_rows(config, reward, asked, console))
     if not rows:
         failed = RunFailed(
@@ -218,7 +220,6 @@ def sample_to_sft(config: SampleToSftConfig, console: Console) -> None:
 
 def _asked(
     config: SampleToSftConfig,
-    reward: RewardFunction,
     where: str,
     line: int,
     seed: int,
@@ -237,8 +238,6 @@ def _asked(
         written: dict[str, Any] = {"prompt": plain}
         if not isinstance(plain, str):
             written = {"messages": list(plain)} | ({"tools": tools} if tools else {})
-        answer = None if row.get("answer") is None else str(row["answer"])
-        check_answer(reward, answer)
         return Asked(
             where=where,
             line=line,
@@ -246,7 +245,7 @@ def _asked(
             shown=shown,
             tools=tools,
             written=written,
-            answer=answer,
+            answer=answer_text(row.get("answer")),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import chz
 
+from distill.data.answers import answer_text
 from distill.data.row_files import Rows, located
 from distill.errors import ConfigError, DataError
 from distill.settings import Section
@@ -129,7 +130,7 @@ class PromptColumns(PromptKey):
         for number, row in rows:
             if row.get("answer") is not None:
                 with located(f"{place}:{number}"):
-                    row = {**row, "answer": _found(pattern, str(row["answer"]))}
+                    row = {**row, "answer": _found(pattern, answer_text(row["answer"]) or "")}
             found.append((number, row))
         return found
 

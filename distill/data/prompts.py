@@ -16,6 +16,7 @@ from distill.chat.template import (
     render_messages,
     render_text,
 )
+from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
 from distill.data.row_files import Rows, located, read_rows
@@ -107,7 +108,7 @@ def load_prompts(
     (OpenAI chat format, through the model's chat template, with `tools` if the row has them), and
     optionally
 
-        answer            the reference for the reward: a string or a number
+        answer            the reference for the reward: a string or a number (`answer_text`)
         teacher           the name of the teacher that scores it; needed where there are several
         tag               the kind of prompt
         teacher_prompt    or `teacher_messages`: what the teacher sees in place of the prompt, such
@@ -173,7 +174,7 @@ def _prompt(
         messages=messages,
         text="" if messages else check_text(row, "prompt"),
         tools=check_tools(row) if messages else None,
-        answer=_answer(row.get("answer")),
+        answer=answer_text(row.get("answer")),
         line=number,
         teacher=teacher,
         tag=None if row.get("tag") is None else check_text(row, "tag"),
@@ -263,16 +264,6 @@ def _check_length(
             f"the {whose}'s context of {context_length}; shorten the prompt or lower "
             "max_new_tokens"
         )
-
-
-def _answer(answer: object) -> str | None:
-    if answer is None:
-        return None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise DataError(f"`answer` must be a string or a number, got {answer!r}")
-    if isinstance(answer, float) and not math.isfinite(answer):
-        raise DataError(f"`answer` must be finite, got {answer!r}; write a number, or text")
-    return str(answer)
 
 
 def _teacher(row: Mapping[str, Any], teachers: Collection[str]) -> str:

@@ -9,7 +9,7 @@ start alike. A dataset and its builders pickle: workers may be elsewhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,12 +19,12 @@ from distill.chat.template import Message
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, Outcome, feedback_context
 from distill.data.order import MixedPart, MixedStream, part_of
 from distill.data.prompts import ChatStyle, Prompt, load_prompts
-from distill.data.row_files import Rows, located, read_rows
+from distill.data.row_files import Rows, read_rows
 from distill.data.sources import Source
 from distill.engine import Sample, Sampler
 from distill.errors import ConfigError, IsothermError, described
 from distill.rewards.model_reward import ModelReward
-from distill.rewards.registry import Reward, RewardFunction, check_answer
+from distill.rewards.registry import Reward, RewardFunction, check_answers
 from distill.types import FloatArray, StopReason, TokenArray
 
 if TYPE_CHECKING:
@@ -273,10 +273,16 @@ class EnvContext:
             feedback=self.feedback,
             read=self.read,
         )
-        for prompt in prompts:
-            with located(f"{path}:{prompt.line}"):
-                check_answer(self.reward, prompt.answer)
+        self.check_answers(path, ((prompt.line, prompt.answer) for prompt in prompts))
         return prompts
+
+    def check_answers(self, path: str, answers: Iterable[tuple[int, str | None]]) -> None:
+        """Read the (row number, answer) pairs of a source as `reward` would.
+
+        Raises:
+            DataError: names the source and the row whose answer the reward cannot read.
+        """
+        check_answers(self.reward, ((f"{path}:{line}", answer) for line, answer in answers))
 
 
 @chz.chz

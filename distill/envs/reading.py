@@ -22,6 +22,7 @@ from typing import Any
 import chz
 
 from distill.chat.template import Message, check_text, render_messages
+from distill.data.answers import answer_text
 from distill.data.columns import refuse_misspelt
 from distill.data.row_files import located
 from distill.engine import Sampler
@@ -228,11 +229,13 @@ class Reading(ChatEnvConfig):
 
     def problems(self, path: str | None, setting: EnvContext) -> Sequence[MessageProblem]:
         wording = TERSE if self.terse else WORDING
-        problems_P = []
-        for number, row in setting.read(require_path(path, "Reading")):
-            with located(f"{path}:{number}"):
+        source = require_path(path, "Reading")
+        problems_P: list[MessageProblem] = []
+        for number, row in setting.read(source):
+            with located(f"{source}:{number}"):
                 refuse_misspelt(row, _FIELDS)
                 problems_P.append(self._problem(row, number, wording, setting))
+        setting.check_answers(source, ((int(each.line or 0), each.answer) for each in problems_P))
         return problems_P
 
     def _problem(
@@ -247,7 +250,7 @@ class Reading(ChatEnvConfig):
                 for chunk in chunk_text(passage, tokenizer=setting.tokenizer, max_tokens=room)
             ),
             question=question,
-            answer=check_text(row, "answer"),
+            answer=_answer(row),
             line=number,
             facts=_facts(row),
             tag=None if row.get("tag") is None else check_text(row, "tag"),
@@ -310,6 +313,13 @@ def _passages(text: str, boundary: str | None) -> list[str]:
     starts = [] if boundary is None else [found.start() for found in re.finditer(boundary, text)]
     edges = sorted({0, *starts, len(text)})
     return [text[start:stop] for start, stop in pairwise(edges)] or [text]
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    answer = answer_text(row.get("answer"))
+    if answer is None:
+        raise DataError("`answer` must be given: what a right response says")
+    return answer
 
 
 def _facts(row: Mapping[str, Any]) -> tuple[str, ...]:

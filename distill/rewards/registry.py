@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Hashable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -19,7 +22,7 @@ from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.model_reward import ModelReward
-from distill.rewards.unit_tests import tested, unit_tests
+from distill.rewards.unit_tests import read_tests, tested, unit_tests
 from distill.rewards.verdict import LONGEST_WORDS, Verdict, against
 from distill.sandbox.bounded_calls import OverLimit, in_thread
 from distill.sandbox.sandbox import require_sandbox
@@ -30,16 +33,20 @@ RewardFunction = Callable[[str, str], float]
 Reward: TypeAlias = RewardFunction | ModelReward
 # Seconds that one call of a user's reward may take.
 REWARD_TIMEOUT_S = 120.0
+# Seconds that the answers of a source are read for before the run.
+ANSWERS_TIME_S = 20.0
 # Beyond, the squares of rewards are no finite float32.
 LARGEST_REWARD = 1e9
 # One thread: see `judge`.
 _THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward")
 
 # A sign that is no minus between two operands; digits with or without commas between thousands; a
-# decimal part. A dollar may stand before the digits; a dot after them only ends the sentence.
+# decimal part; an exponent. A dollar may stand before the digits; a dot after them only ends the
+# sentence.
 _NUMBER = re.compile(
     r"(?:(?<![\w)])(-))?(?:\$(-)?)?"
     r"((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+    r"([eE][+-]?\d{1,4}(?!\w))?"
 )
 
 
@@ -68,8 +75,9 @@ def exact_match(response: str, answer: str) -> float:
 def last_number(response: str, answer: str) -> float:
     """1 if the last number in the response is the last in the answer, else 0.
 
-    Compared as decimals: 18, 18.0, $18, and 1,000 and 1000 are the same. The answer may be a whole
-    solution that ends in `#### 18`. A response or an answer without a number earns 0.
+    Compared as decimals: 18, 18.0 and $18 are the same, and so are 1,000, 1000 and 1e3. The answer
+    may be a whole solution that ends in `#### 18`. A response or an answer without a number earns
+    0.
     """
     given = _last_number(response)
     return float(given is not None and given == _last_number(answer))
@@ -79,8 +87,8 @@ def _last_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if not numbers:
         return None
-    minus, minus_after_dollar, digits = numbers[-1]
-    return Decimal((minus or minus_after_dollar) + digits.replace(",", ""))
+    minus, minus_after_dollar, digits, exponent = numbers[-1]
+    return Decimal((minus or minus_after_dollar) + digits.replace(",", "") + exponent)
 
 
 def contains(response: str, answer: str) -> float:
@@ -134,14 +142,63 @@ def _verdict(reward: RewardFunction, response: str, answer: str) -> Verdict:
     return Verdict(reward=earned) if expected is None else against(earned, expected.format(answer))
 
 
-# Rewards whose answers can be no answers, which is seen without a response.
-_PARSED = (matches, json_schema)
+def _require_number(answer: str) -> None:
+    if _last_number(answer) is None:
+        raise DataError(f"the answer {answer[:80]!r} has no number, so no response could be right")
+
+
+# Reads an answer without a response, for rewards to which not every text is an answer.
+_READS: dict[RewardFunction, Callable[[str], object]] = {
+    last_number: _require_number,
+    math_equal: partial(math_equal, ""),
+    unit_tests: read_tests,
+    matches: partial(matches, ""),
+    json_schema: partial(json_schema, ""),
+}
 
 
 def check_answer(reward: Reward, answer: str | None) -> None:
-    """Raises DataError for an answer that the reward cannot read, where a cheap check finds it."""
-    if answer is not None and not isinstance(reward, ModelReward) and reward in _PARSED:
-        reward("", answer)
+    """Read an answer as the reward would, without a response.
+
+    A user's reward takes part if it has an attribute `check_answer`, a function of the answer that
+    raises an error for one that cannot be read.
+
+    Raises:
+        DataError: the reward cannot read the answer.
+    """
+    if answer is None or isinstance(reward, ModelReward):
+        return
+    if isinstance(reward, CheckedReward):
+        reward.check_answer(answer)
+    elif (read := _READS.get(reward)) is not None:
+        read(answer)
+
+
+def check_answers(reward: Reward, answers: Iterable[tuple[str, str | None]]) -> None:
+    """Read the answers of (row, answer) pairs as the reward would; equal answers once.
+
+    Reading stops after `ANSWERS_TIME_S`: of thousands of long formulas it reads a part.
+
+    Raises:
+        DataError: names the first row whose answer cannot be read, and how many there are.
+    """
+    ends = time.monotonic() + ANSWERS_TIME_S
+    rows_of: dict[str, list[str]] = defaultdict(list)
+    for row, answer in answers:
+        if answer is not None:
+            rows_of[answer].append(row)
+    bad: list[tuple[str, DataError]] = []
+    for answer, rows in rows_of.items():
+        if time.monotonic() > ends:
+            break
+        try:
+            check_answer(reward, answer)
+        except DataError as error:
+            bad += [(row, error) for row in rows]
+    if bad:
+        row, error = bad[0]
+        more = f" (and so it is in {len(bad) - 1} more rows)" if len(bad) > 1 else ""
+        raise DataError(f"{row}: {error}; correct it, or leave the row out{more}") from error
 
 
 def load_reward(name: str, timeout_s: float = REWARD_TIMEOUT_S) -> Reward:
@@ -212,6 +269,16 @@ class CheckedReward:
                 answer,
             )
         return Verdict(reward=float(reward), feedback=words[:LONGEST_WORDS])
+
+    def check_answer(self, answer: str) -> None:
+        """Call the function's own `check_answer`, if it has one."""
+        check = getattr(self.function, "check_answer", None)
+        if check is None:
+            return
+        try:
+            in_thread(check, answer, timeout_s=self.timeout_s)
+        except BaseException as error:  # the user's may raise anything, an exit too
+            raise self._error(f"refuses it: {described(error)}", answer) from error
 
     def _error(self, what: str, answer: str) -> DataError:
         told = f"reward {self.name} {what} (for the answer {answer[:40]!r})"

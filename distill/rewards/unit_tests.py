@@ -65,13 +65,22 @@ def unit_tests_unisolated(response: str, answer: str) -> float:
     return _verdict(response, answer, replace(_LIMITS, isolation="process")).reward
 
 
-def _verdict(response: str, answer: str, limits: SandboxLimits) -> Verdict:
+def read_tests(answer: str) -> None:
+    """Parse the tests without running them.
+
+    Raises:
+        DataError: the answer is no Python, or has no statement.
+    """
     try:
         statements = ast.parse(answer).body
     except (SyntaxError, ValueError) as error:
         raise DataError(f"the answer {answer[:80]!r} is no Python: {error}") from error
     if not statements:
         raise DataError(f"the answer {answer[:80]!r} has no tests; any program would pass them")
+
+
+def _verdict(response: str, answer: str, limits: SandboxLimits) -> Verdict:
+    read_tests(answer)
     given = json.dumps({"solution": _program(response), "tests": answer})
     result = asyncio.run(run_python(_CHILD.read_text(), stdin=given, limits=limits))
     passed = result.outcome == "ok"
