@@ -14,7 +14,7 @@ read-only after construction, so a group is a handful of buffers on the wire.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from statistics import fmean
@@ -32,8 +32,18 @@ TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+# Rewards that differ by less, relative to their size, differ by rounding errors.
+_REWARD_SPREAD = 1e-6
 # A log-prob is at most 0; float rounding in log_softmax may put it this much above.
 LOGPROB_SLACK = 1e-3
+
+
+def same_reward(rewards: Sequence[float] | npt.NDArray[np.floating]) -> bool:
+    """True if no reward is better than another: their spread is within rounding errors.
+
+    The one test of a constant group, for advantages, filters, dynamic sampling and metrics.
+    """
+    return np.ptp(rewards) <= _REWARD_SPREAD * max(1.0, np.abs(rewards).max())
 
 
 class StopReason(StrEnum):
@@ -359,14 +369,14 @@ class TrajectoryGroup:
 
     @property
     def constant_reward(self) -> float | None:
-        """The reward of every member; None if they differ, so that some are better than others.
+        """The reward of every member; None if they differ (`same_reward`).
 
         Rewards that do not count make no difference; where none does, the mean of all.
         """
         counted = [member.reward for member in self.trajectories_G if member.reward_counts]
         if not counted:
             return fmean(member.reward for member in self.trajectories_G)
-        return counted[0] if len(set(counted)) == 1 else None
+        return counted[0] if same_reward(counted) else None
 
     @property
     def num_actions(self) -> int:

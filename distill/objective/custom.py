@@ -104,7 +104,7 @@ class AdvantageTrial:
         truncated_G = members % 3 == 2
         groups = [
             GroupRewards(
-                rewards_G=rewards_G.astype(np.float32),
+                rewards_G=rewards_G.astype(np.float64),
                 lengths_G=members + 5,
                 truncated_G=truncated_G,
                 counted_G=np.ones(self.group_size, np.bool_),

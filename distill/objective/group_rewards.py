@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distill.outlines import GroupOutline
-from distill.types import BoolArray, FloatArray, StopReason, TrajectoryGroup
+from distill.types import BoolArray, StopReason, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,7 +16,8 @@ class GroupRewards:
     """What the members of one group earned, and what an advantage may depend on besides.
 
     Attributes:
-        rewards_G: float32, the penalty for overlong responses in them.
+        rewards_G: float64, including the penalty for overlong responses. In float32 the mean of
+            equal rewards can differ from each of them, and a standard deviation be that difference.
         lengths_G: sampled tokens.
         truncated_G: True where the episode ended by length.
         counted_G: False where mask_truncated leaves the reward out: whatever the advantage, it is
@@ -24,7 +25,7 @@ class GroupRewards:
         source, tag: of the prompt, as `TrajectoryGroup` has them.
     """
 
-    rewards_G: FloatArray
+    rewards_G: npt.NDArray[np.float64]
     lengths_G: npt.NDArray[np.int64]
     truncated_G: BoolArray
     counted_G: BoolArray
@@ -35,7 +36,7 @@ class GroupRewards:
     def of(cls, group: TrajectoryGroup | GroupOutline) -> GroupRewards:
         members = group.trajectories_G
         return cls(
-            rewards_G=np.array([member.reward for member in members], np.float32),
+            rewards_G=np.array([member.reward for member in members], np.float64),
             lengths_G=np.array([sum(s.num_actions for s in m.segments) for m in members]),
             truncated_G=np.array([m.stop_reason is StopReason.LENGTH for m in members]),
             counted_G=np.array([member.reward_counts for member in members]),

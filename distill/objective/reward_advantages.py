@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from distill.errors import DataError
 from distill.objective.custom import own_advantage
 from distill.objective.group_rewards import GroupRewards
 from distill.objective.settings import Baseline, PolicyObjective
-from distill.types import FloatArray
+from distill.types import FloatArray, same_reward
 
 # Added to a standard deviation before dividing by it.
 STD_FLOOR = 1e-6
@@ -32,7 +33,7 @@ def sample_advantages(
         DataError: an `advantage` of the user's own failed.
     """
     if not objective.reward_coef:
-        return [np.zeros_like(group.rewards_G) for group in rewards_P]
+        return [_zeros(group) for group in rewards_P]
     if objective.advantage is not None:
         made_P = own_advantage(objective.advantage)(rewards_P)
     elif objective.baseline == "global":
@@ -48,7 +49,7 @@ def sample_advantages(
 
 def _in_group(group: GroupRewards, objective: PolicyObjective) -> FloatArray:
     """A_i of the members that count, compared with one another; 0 of a single one."""
-    made_G = np.zeros_like(group.rewards_G)
+    made_G = _zeros(group)
     if objective.baseline != "leave_one_out" or group.counted_G.sum() > 1:
         counted = group.rewards_G[group.counted_G]
         if len(counted):
@@ -64,36 +65,47 @@ def _global_advantages(rewards_P: Sequence[GroupRewards], scale_by_std: bool) ->
     The normalisation of REINFORCE++ (Hu 2025).
     """
     counted_N = np.concatenate([group.rewards_G[group.counted_G] for group in rewards_P])
-    if not len(counted_N):
-        return [np.zeros_like(group.rewards_G) for group in rewards_P]
+    if not len(counted_N) or same_reward(counted_N):
+        return [_zeros(group) for group in rewards_P]
     scale = counted_N.std() + STD_FLOOR if scale_by_std else 1.0
     mean = counted_N.mean()
     return [((group.rewards_G - mean) / scale).astype(np.float32) for group in rewards_P]
 
 
-def group_centred(rewards_G: FloatArray) -> FloatArray:
-    """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division."""
-    rewards_G = np.asarray(rewards_G, dtype=np.float32)
-    return rewards_G - rewards_G.mean()
+def _zeros(group: GroupRewards) -> FloatArray:
+    return np.zeros(len(group.rewards_G), np.float32)
 
 
-def leave_one_out(rewards_G: FloatArray) -> FloatArray:
+def group_centred(rewards_G: npt.ArrayLike) -> FloatArray:
+    """A_i = r_i - mean_G(r): GRPO's baseline (Shao et al. 2024), without the division.
+
+    Exactly 0 for a constant group (`same_reward`): the rounding error of its mean, divided by a
+    standard deviation that is nothing else, would be an advantage. The mean is in float64.
+    """
+    rewards_G = np.asarray(rewards_G, np.float64)
+    if same_reward(rewards_G):
+        return np.zeros(len(rewards_G), np.float32)
+    return (rewards_G - rewards_G.mean()).astype(np.float32)
+
+
+def leave_one_out(rewards_G: npt.ArrayLike) -> FloatArray:
     """A_i = r_i - mean of the other members (RLOO: Kool et al. 2019, Ahmadian et al. 2024).
 
     Raises:
         DataError: a group of one has no other members.
     """
-    rewards_G = np.asarray(rewards_G, dtype=np.float32)
-    if len(rewards_G) < 2:
+    size = len(np.asarray(rewards_G))
+    if size < 2:
         raise DataError("leave_one_out needs a group of at least 2")
-    return group_centred(rewards_G) * np.float32(len(rewards_G) / (len(rewards_G) - 1))
+    return group_centred(rewards_G) * np.float32(size / (size - 1))
 
 
 def reward_advantages(
-    rewards_G: FloatArray, *, baseline: Baseline, scale_by_std: bool
+    rewards_G: npt.ArrayLike, *, baseline: Baseline, scale_by_std: bool
 ) -> FloatArray:
     """Rewards less their baseline, divided by std_G(r) + 1e-6 (population) if asked to."""
     advantages_G = (leave_one_out if baseline == "leave_one_out" else group_centred)(rewards_G)
     if scale_by_std:
-        advantages_G = advantages_G / (np.asarray(rewards_G, np.float32).std() + STD_FLOOR)
+        spread = np.asarray(rewards_G, np.float64).std() + STD_FLOOR
+        advantages_G = advantages_G / np.float32(spread)
     return advantages_G

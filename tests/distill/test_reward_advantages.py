@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from collections.abc import Iterable
+from fractions import Fraction
 from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distill.errors import ConfigError, DataError
 from distill.objective.custom import AdvantageTrial, LossTrial
@@ -64,12 +69,12 @@ def by_hand(objective: PolicyObjective, g: int, i: int) -> float:
 
 @pytest.mark.parametrize("by_std", [False, True])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "global"])
-def test_rewards_that_do_not_count_are_in_no_baseline(baseline: str, by_std: bool) -> None:
+def test_rewards_that_do_not_count_are_in_no_baseline(baseline: Any, by_std: bool) -> None:
     objective = ObjectiveConfig(
         kl_coef=0.0,
         reward_coef=2.0,
         baseline=baseline,
-        scale_by_std=by_std,  # pyright: ignore[reportArgumentType]
+        scale_by_std=by_std,
     )
     made = sample_advantages([GroupRewards.of(group) for group in step()], objective)
     for g, advantages_G in enumerate(made):
@@ -91,6 +96,69 @@ def test_a_step_without_a_reward_that_counts_has_no_signal() -> None:
 
 def test_a_group_is_constant_by_the_rewards_that_count() -> None:
     assert [group.constant_reward for group in step()] == [None, 3.0, 4.0]
+
+
+SEGMENT = segment(2, 2)
+
+
+def rewarded(rewards: Iterable[float]) -> TrajectoryGroup:
+    members = tuple(trajectory(SEGMENT, reward=float(reward)) for reward in rewards)
+    return TrajectoryGroup(group_id=0, trajectories_G=members)
+
+
+BASELINES = ("mean", "leave_one_out", "global")
+
+
+@pytest.mark.parametrize("by_std", [False, True])
+@pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=40)
+@given(
+    reward=st.floats(-1e6, 1e6) | st.sampled_from([0.1, 0.7, 1.1, 10.1, 100.3]),
+    size=st.integers(2, 24),
+    ulps=st.lists(st.integers(-2, 2), min_size=24, max_size=24),
+)
+def test_rewards_that_differ_by_rounding_have_no_advantage(
+    baseline: Any, by_std: bool, reward: float, size: int, ulps: list[int]
+) -> None:
+    exact = np.full(size, reward, np.float32)
+    rounded = exact + np.array(ulps[:size], np.float32) * np.spacing(exact)
+    objective = PolicyObjective(reward_coef=2.0, baseline=baseline, scale_by_std=by_std)
+    for rewards_G in (rounded, [reward] * size):
+        groups = [rewarded(rewards_G)] * 2
+        assert all(group.constant_reward is not None for group in groups)
+        made = sample_advantages([GroupRewards.of(group) for group in groups], objective)
+        assert not np.concatenate(made).any()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@settings(max_examples=40)
+@given(
+    base=st.floats(-1e3, 1e3),
+    steps=st.lists(st.integers(0, 3), min_size=2, max_size=24).filter(lambda s: len(set(s)) > 1),
+)
+def test_rewards_that_differ_by_more_are_scaled_as_numbers_without_rounding(
+    baseline: Any, base: float, steps: list[int]
+) -> None:
+    rewards = [base + 0.01 * step for step in steps]
+    group = rewarded(rewards)
+    assert group.constant_reward is None
+    objective = PolicyObjective(reward_coef=1.0, baseline=baseline, scale_by_std=True)
+    [made_G] = sample_advantages([GroupRewards.of(group)], objective)
+    exact = list(map(Fraction, rewards))
+    centred = [each - sum(exact) / len(exact) for each in exact]
+    factor = len(exact) / (len(exact) - 1) if baseline == "leave_one_out" else 1.0
+    spread = math.sqrt(sum(each * each for each in centred) / len(exact)) + 1e-6
+    expected = [factor * float(each) / spread for each in centred]
+    assert made_G.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@given(reward=st.floats(-1e3, 1e3), size=st.integers(2, 24))
+def test_a_function_of_the_user_s_sees_rewards_whose_mean_is_no_noise(
+    reward: float, size: int
+) -> None:
+    rewards_G = GroupRewards.of(rewarded([reward] * size)).rewards_G
+    centred_G = rewards_G - rewards_G.mean()
+    assert np.abs(centred_G / (rewards_G.std() + 1e-6)).max() < 1e-5
 
 
 @pytest.mark.parametrize(
