@@ -151,13 +151,15 @@ class Rollouts:
         self._learner.on_all("add_reference")
 
     def build(self, plan: StepPlan) -> dict[str, float]:
-        """Has them make the rows; returns metrics of the advantages."""
+        """Has them make the rows; returns metrics of the advantages, if it has any."""
         if not plan.groups_P:
             return {}
         built: list[Built] = self._learner.on_all("build_rows")
         if self._objective.correction != "none" and sum(map(bool, plan.updates)) > 1:
             self._learner.on_all("add_proximal")
-        metrics = advantage_metrics([each.advantages for each in built])
+        metrics = advantage_metrics(
+            [each.advantages for each in built] if self._objective.has_advantages else []
+        )
         held = sum(each.trajectories for each in built)
         metrics["rollout/ahead_share"] = sum(each.ahead for each in built) / max(1, held)
         if (mean_kl := built[0].mean_kl) is not None:

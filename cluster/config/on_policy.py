@@ -35,6 +35,7 @@ from distill.objective.settings import (
     DEFAULT_OVERLONG_PENALTY,
     ObjectiveConfig,
     PolicyObjective,
+    require_advantages,
     require_comparison,
     require_reward,
     require_teacher,
@@ -705,6 +706,7 @@ class OpdConfig(TeacherSettings, TeacherSampleSettings, RolloutConfig, Objective
         self.require_bounds("teacher_engines")
         check_hosted("teacher_server_flags", self.teacher_server_flags)
         require_teacher(self)
+        require_advantages(self)
         self.check_teacher_samples(self.steps, self.rollouts)
         self.text_endpoints()
         self._check_feedback()

@@ -67,15 +67,22 @@ class Setup:
     rewarded: bool
     local: bool
     trains: bool = True
+    # "" without a teacher.
+    estimator: str = "sampled"
+    # Whether some advantage can differ from 0, so that losses over ratios have something to weigh.
+    has_advantages: bool = True
 
     @classmethod
     def of(cls, config: RolloutConfig) -> Setup:
+        objective = config.objective()
         return cls(
             max_new_tokens=config.max_new_tokens,
             max_staleness=config.max_staleness,
             prompts_per_step=config.prompts_per_step,
             teacher_engines=config.teacher_engines if isinstance(config, OpdConfig) else 0,
-            rewarded=config.objective().reward_coef > 0,
+            rewarded=objective.reward_coef > 0,
             local=config.local,
             trains=not config.only_keeps,
+            estimator=objective.estimator if objective.kl_coef else "",
+            has_advantages=objective.has_advantages,
         )

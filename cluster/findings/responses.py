@@ -44,9 +44,9 @@ def responses_grow(history: History, setup: Setup) -> Finding | None:
         name="responses_grow",
         step=history.step,
         text=f"responses have grown from {length.start:.3g} to {length.now:.3g} tokens, and {why}",
-        remedy="read the kept ones. If they ramble: a third of the lr, loss=ppo, or "
+        remedy="read the kept ones. If they ramble: a third of the lr, or "
         "reference_kl_coef=0.05 with reference=; if they need the room, raise max_new_tokens",
-        settings=("lr", "loss", "reference_kl_coef", "reference", "max_new_tokens"),
+        settings=("lr", "reference_kl_coef", "reference", "max_new_tokens"),
     )
 
 

@@ -12,6 +12,30 @@ _CONSTANT = 0.95
 _FORMAT_GREW = 0.15
 
 
+def advantages_are_zero(history: History, setup: Setup) -> Finding | None:
+    """No token has had an advantage since the first step, so nothing has been learnt from any."""
+    extremes = [history.of(f"advantage/{end}") for end in ("min", "max")]
+    groups = history.of("train/groups")
+    zero = all(series is not None and not any(series.values) for series in extremes)
+    if not zero and (groups is None or any(groups.values)):
+        return None
+    if setup.rewarded:
+        why = "all members of each group have the same reward"
+        remedy = (
+            "try the reward on the kept responses; take problems that are solved now and then, or "
+            "a larger group_size"
+        )
+    else:
+        why, remedy = "the terms of all sampled tokens are 0", "is teacher= the right checkpoint?"
+    return Finding(
+        name="advantages_are_zero",
+        step=history.step,
+        text=f"all advantages are 0 so far: {why}",
+        remedy=remedy,
+        settings=("prompts", "group_size") if setup.rewarded else ("teacher",),
+    )
+
+
 def rewards_are_constant(history: History, setup: Setup) -> Finding | None:
     """No group has members that differ, and none ever had: there is nothing to learn from."""
     constant, reward = history.of("reward/constant_groups", SPAN), history.of("reward/mean", SPAN)

@@ -22,7 +22,7 @@ _GAP, _GAP_GROWN = 0.05, 4.0
 _PUSHES, _LOST = 8, 0.5
 
 
-def kl_rises(history: History, _setup: Setup) -> Finding | None:
+def kl_rises(history: History, setup: Setup) -> Finding | None:
     """The reverse KL rises, from the start or after a fall: the steps are too large."""
     kl = history.of("opd/reverse_kl", PATIENCE)
     gradient = history.of("train/grad_norm")
@@ -43,14 +43,24 @@ def kl_rises(history: History, _setup: Setup) -> Finding | None:
         text=f"the reverse KL has risen to {kl.now:.3g}, from {first:.3g} at the start and "
         f"{least:.3g} at step {then} (means of {SPAN} steps; since then gradient norm x "
         f"{grown:.1f}, entropy {moved:+.2f} nats)",
-        remedy="the updates are too large. Begin another out= with a third of the lr, with larger "
-        "steps (prompts_per_step), or with estimator=full or top_k, whose gradients have less "
-        "noise",
-        settings=("lr", "prompts_per_step", "estimator"),
+        remedy="the updates are too large. Begin another out= with a third of the lr, or with "
+        f"larger steps (prompts_per_step){_less_noise(setup)}",
+        settings=("lr", "prompts_per_step", *_estimator(setup)),
     )
 
 
-def kl_on_few_tokens(history: History, _setup: Setup) -> Finding | None:
+def _less_noise(setup: Setup) -> str:
+    if not _estimator(setup):
+        return ""
+    return ", or with estimator=full or top_k, whose gradients have less noise"
+
+
+def _estimator(setup: Setup) -> tuple[str, ...]:
+    """The setting as a remedy: only where another estimator has less noise."""
+    return ("estimator",) if setup.estimator == "sampled" else ()
+
+
+def kl_on_few_tokens(history: History, setup: Setup) -> Finding | None:
     """The reverse KL rises, and a few tokens are most of it."""
     share, kl = history.of("opd/kl_top_share", PATIENCE), history.of("opd/reverse_kl", PATIENCE)
     if share is None or kl is None:
@@ -65,9 +75,9 @@ def kl_on_few_tokens(history: History, _setup: Setup) -> Finding | None:
         f"({share.start:.0%} at the start), and the reverse KL has risen from {least:.3g} to "
         f"{kl.now:.3g}",
         remedy="a few tokens decide the updates. Look at them (cluster.report, furthest apart); "
-        "bound what one of them may do with loss=ppo or a lower max_grad_norm, or take "
-        "estimator=full or top_k",
-        settings=("loss", "max_grad_norm", "estimator"),
+        "bound what one of them counts with kl_clip=5, or the updates with a lower max_grad_norm"
+        f"{_less_noise(setup)}",
+        settings=("kl_clip", "max_grad_norm", *_estimator(setup)),
     )
 
 
@@ -92,19 +102,22 @@ def entropy_collapses(history: History, setup: Setup) -> Finding | None:
     )
 
 
-def engine_gap_grows(history: History, _setup: Setup) -> Finding | None:
+def engine_gap_grows(history: History, setup: Setup) -> Finding | None:
     """Engines and learner come to disagree on the tokens' log-probs."""
     gap = history.of("train/logprob_gap", PATIENCE)
     if gap is None or gap.now <= max(_GAP, _GAP_GROWN * _settled(gap)):
         return None
+    bound = (
+        "Bound what that does with correction=truncate, lower" if setup.has_advantages else "Lower"
+    )
     return Finding(
         name="engine_gap_grows",
         step=history.step,
         text=f"engines and learner differ by {gap.now:.3g} nats a token in the mean "
         f"(train/logprob_gap), {_settled(gap):.3g} at first",
-        remedy="samples are further and further from the policy that is trained. Bound what that "
-        "does with correction=truncate, lower max_staleness, or give the engines dtype=float32",
-        settings=("correction", "max_staleness", "dtype"),
+        remedy=f"samples are further and further from the policy that is trained. {bound} "
+        "max_staleness, or give the engines dtype=float32",
+        settings=(*(["correction"] if setup.has_advantages else []), "max_staleness", "dtype"),
     )
 
 

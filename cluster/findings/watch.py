@@ -17,7 +17,11 @@ from cluster.findings.responses import (
     responses_grow,
     responses_repeat,
 )
-from cluster.findings.rewards import format_pays_alone, rewards_are_constant
+from cluster.findings.rewards import (
+    advantages_are_zero,
+    format_pays_alone,
+    rewards_are_constant,
+)
 from cluster.findings.training import (
     engine_gap_grows,
     entropy_collapses,
@@ -88,6 +92,7 @@ DETECTORS = (
     Detector(responses_grow, _length),
     Detector(responses_repeat, _repeated),
     Detector(eos_vanishes, _cut),
+    Detector(advantages_are_zero, _any),
     Detector(rewards_are_constant, _any),
     Detector(format_pays_alone, _formal),
     Detector(staleness_at_its_bound),

@@ -171,7 +171,9 @@ def _objective_line(objective: ObjectiveConfig) -> str:
     for name in ("reference_kl_coef", "entropy_coef", "bonus_coef", "hint_bonus_coef"):
         if getattr(objective, name):
             terms.append(f"{name}={getattr(objective, name):g}")
-    return f"{' + '.join(terms)}, by {objective.loss}{_caution(objective)}"
+    weighed = objective.has_advantages or objective.loss != "importance_sampling"
+    loss = f", by {objective.loss}" if weighed else ""
+    return f"{' + '.join(terms)}{loss}{_caution(objective)}"
 
 
 def _caution(objective: ObjectiveConfig) -> str:

@@ -382,6 +382,21 @@ class ObjectiveConfig(PolicyObjective):
         return self.estimator == "top_k" and (self.tail or default) == "sampled"
 
     @property
+    def has_advantages(self) -> bool:
+        """True if an advantage can differ from 0: some term is of sampled tokens or of rewards.
+
+        A divergence of whole distributions has none. `auto` counts as sampled until it is resolved.
+        """
+        samples_teacher = self.estimator in ("sampled", AUTO) or self.samples_tail
+        return bool(
+            self.reward_coef
+            or self.bonus_coef
+            or self.reference_kl_coef
+            or self.hint_bonus_coef
+            or (self.kl_coef and samples_teacher)
+        )
+
+    @property
     def asked_of_policy(self) -> int:
         """Number of the policy's likeliest tokens to request as it samples; 0: none."""
         return self._top_k if self.support != "teacher" else 0
@@ -417,6 +432,23 @@ def require_teacher(objective: ObjectiveConfig) -> None:
         raise ConfigError(
             f"estimator={objective.estimator} changes nothing with kl_coef=0; leave it out"
         )
+
+
+def require_advantages(objective: ObjectiveConfig) -> None:
+    """Raises ConfigError for a loss or a correction that weighs advantages, where all are 0.
+
+    `dro`, and a loss of the user's own, may have terms without an advantage.
+    """
+    if objective.has_advantages or objective.loss == "dro" or is_own(objective.loss):
+        return
+    for name, off in (("loss", "importance_sampling"), ("correction", "none")):
+        if (value := getattr(objective, name)) != off:
+            tail = "" if objective.estimator == "full" else " tail=bucket"
+            raise ConfigError(
+                f"{name}={value} changes nothing with estimator={objective.estimator}{tail} and no "
+                "reward, bonus or reference: it weighs the advantages of sampled tokens, which are "
+                f"all 0. Leave {name} out, or give estimator=sampled"
+            )
 
 
 def require_reward(objective: PolicyObjective, group_size: int) -> None:

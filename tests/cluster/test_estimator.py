@@ -140,7 +140,21 @@ def test_the_plan_says_which_and_why(opd: NewOpd) -> None:
     shown = StringIO()
     run_on_policy(opd(estimator="auto", dry_run=True), Console(file=shown, width=200))
     assert "estimator=auto: full, for every teacher fits into memory" in shown.getvalue()
-    assert "1 x reverse_kl (full)" in shown.getvalue()
+    assert "1 x reverse_kl (full)\n" in shown.getvalue()
+
+
+@pytest.mark.parametrize("estimator", ["auto", "full"])
+@pytest.mark.parametrize("setting", [{"loss": "ppo"}, {"correction": "mask"}], ids=str)
+def test_a_loss_that_would_weigh_nothing_starts_no_run(
+    opd: NewOpd, estimator: str, setting: dict[str, Any]
+) -> None:
+    """Whether `full` was given or is what `auto` takes."""
+    [name] = setting
+    with pytest.raises(ConfigError, match=f"{name}=.*estimator=full"):
+        with_estimator(opd(estimator=estimator, **setting))
+    rewarded = {"reward": "contains", "reward_coef": 0.1}
+    made, _ = with_estimator(opd(estimator=estimator, **setting, **rewarded))
+    assert made.estimator == "full"
 
 
 @pytest.mark.parametrize(

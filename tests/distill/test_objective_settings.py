@@ -13,6 +13,7 @@ from distill.objective.settings import (
     DEFAULT_TOP_K,
     ObjectiveConfig,
     PolicyObjective,
+    require_advantages,
     require_comparison,
     require_reward,
     require_teacher,
@@ -187,6 +188,51 @@ def test_a_distillation_needs_its_teacher() -> None:
     require_teacher(ObjectiveConfig())
     with pytest.raises(ConfigError, match=r"kl_coef=0 leaves the teacher out .*recipe=rl"):
         require_teacher(ObjectiveConfig(kl_coef=0.0, reward_coef=1.0))
+
+
+WHOLE: list[dict[str, Any]] = [
+    {"estimator": "full"},
+    {"estimator": "full", "divergence": "jsd"},
+    {"estimator": "full", "entropy_coef": 0.01},
+    {"estimator": "top_k", "tail": "bucket"},
+    {"estimator": "top_k", "divergence": "forward_kl"},
+]
+SAMPLED: list[dict[str, Any]] = [
+    {"estimator": "auto"},
+    {"estimator": "sampled"},
+    {"estimator": "top_k"},
+    {"estimator": "full", "reward_coef": 1.0},
+    {"estimator": "full", "bonus_coef": 0.1},
+    {"estimator": "full", "hint_bonus_coef": 0.1},
+    {"estimator": "top_k", "tail": "bucket", "reference_kl_coef": 0.1},
+]
+WEIGHING: list[dict[str, Any]] = [
+    {"loss": "ppo"},
+    {"loss": "ppo", "clip_low": 0.1, "dual_clip": 5.0},
+    {"loss": "cispo"},
+    {"loss": "gspo", "clip_high": 0.1},
+    {"correction": "mask"},
+    {"correction": "truncate", "correction_cap": 3.0},
+]
+
+
+@pytest.mark.parametrize("weighing", WEIGHING, ids=str)
+def test_a_loss_that_would_weigh_nothing_is_refused(weighing: dict[str, Any]) -> None:
+    [name, *_] = weighing
+    for settings in WHOLE:
+        assert not ObjectiveConfig(**settings).has_advantages
+        with pytest.raises(ConfigError, match=rf"{name}=.*estimator=sampled"):
+            require_advantages(ObjectiveConfig(**settings, **weighing))
+    for settings in SAMPLED:
+        require_advantages(ObjectiveConfig(**settings, **weighing))
+
+
+@pytest.mark.parametrize("settings", [*WHOLE, *SAMPLED], ids=str)
+@pytest.mark.parametrize("loss", ["importance_sampling", "dro", "package.module:own"])
+def test_a_loss_with_terms_of_its_own_goes_with_any_estimator(
+    loss: str, settings: dict[str, Any]
+) -> None:
+    require_advantages(ObjectiveConfig(**settings, loss=loss))
 
 
 def test_rewards_need_a_weight_and_somebody_to_compare_with() -> None:

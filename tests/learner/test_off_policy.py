@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.objective.settings import ObjectiveConfig
+from distill.errors import ConfigError
+from distill.objective.settings import ObjectiveConfig, require_advantages
 from tests.enumeration import (
     ESTIMATORS,
     KL_CLIP,
@@ -59,6 +60,37 @@ def test_off_policy_it_is_the_gradient_of_the_present_policy_s_kl(
     world.move_learner(away)
     made = world.expected_gradient(ObjectiveConfig(**settings), T)
     assert error(made, world.state_gradient(T, reverse_kl)) < 3e-5
+
+
+WHOLE: list[dict[str, Any]] = [{"estimator": "full"}, TOP | {"tail": "bucket"}]
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["full", "bucket"])
+@pytest.mark.parametrize(
+    "weighing", [{"loss": "ppo"}, {"loss": "cispo"}, {"loss": "gspo"}, {"correction": "mask"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_refused_without_advantages_would_change_no_bit(
+    world: World, whole: dict[str, Any], weighing: dict[str, Any]
+) -> None:
+    world.move_learner(0.4)
+    refused = ObjectiveConfig(**whole, **weighing)
+    with pytest.raises(ConfigError):
+        require_advantages(refused)
+    made = world.expected_gradient(refused, T)
+    assert torch.equal(made, world.expected_gradient(ObjectiveConfig(**whole), T))
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=["full", "bucket"])
+def test_the_price_of_leaving_the_sampler_needs_no_advantage(
+    world: World, whole: dict[str, Any]
+) -> None:
+    """So dro is not refused there."""
+    world.move_learner(0.4)
+    objective = ObjectiveConfig(**whole, loss="dro")
+    require_advantages(objective)
+    made = world.expected_gradient(objective, T)
+    assert error(made, world.expected_gradient(ObjectiveConfig(**whole), T)) > 1e-3
 
 
 @pytest.mark.parametrize("away", DISTANCES)
