@@ -27,9 +27,9 @@ UNKNOWN = "a name worked out at run time"
 ORDER = {
     "distill": [
         "errors", "lookup", "settings", "sampling", "privileged", "routing", "types", "outlines",
-        "stops", "group_share", "teacher_samples",
-        "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat", "text", "models",
-        "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
+        "stops", "group_share", "teacher_samples", "json_values",
+        "delivery", "tokenizer", "gpu", "weights", "engine", "sandbox", "chat", "text",
+        "models", "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
     "actors": [
         "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from distill.json_values import loads, read_json, value_of_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
@@ -28,8 +30,6 @@ class ToolCall:
 ToolFormat: TypeAlias = Literal["hermes", "xml", "llama", "mistral", "deepseek"]
 Schemas: TypeAlias = Sequence[Mapping[str, Any]]
 
-# Deeper arguments would exhaust the stack of whatever prints them again.
-_MOST_LEVELS = 64
 # What the strictest templates take for the id of a call (Mistral's).
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 
@@ -63,24 +63,9 @@ class Grammar:
 def _read_json(text: str, start: int) -> tuple[Any, int] | None:
     """The JSON value at `start` and where it ends; None where none can be read and written."""
     try:
-        value, stop = _DECODER.raw_decode(text, _skip_space(text, start))
-        if _nested(value, _MOST_LEVELS):
-            return None
-        json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
-    except (ValueError, RecursionError):
+        return read_json(text, start)
+    except ValueError:
         return None
-    return value, stop
-
-
-_DECODER = json.JSONDecoder()
-
-
-def _nested(value: object, levels: int) -> bool:
-    """True if arrays and objects are nested deeper than `levels`."""
-    if not isinstance(value, (dict, list)):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_nested(item, levels - 1) for item in inner)
 
 
 def _skip_space(text: str, position: int) -> int:
@@ -150,13 +135,13 @@ def _read_xml(text: str, start: int, tools: Schemas) -> Piece:
     name, position = function[1].strip(), function.end()
     if closing := _FUNCTION_END.search(text, position):
         arguments = {}
-        types = _parameter_types(name, tools)
+        schema = _parameters(name, tools)
         while parameter := _PARAMETER.match(text, position, closing.end()):
             end = _AFTER_VALUE.search(text, parameter.end(), closing.end())
             if end is None:
                 break
             key, value = parameter[1].strip(), text[parameter.end() : end.start()]
-            arguments[key] = _typed(value.removesuffix("\n"), types.get(key, frozenset()))
+            arguments[key] = _typed(key, value.removesuffix("\n"), schema)
             position = end.end()
         if _skip_space(text, position) == closing.start():
             call = ToolCall(name=name, arguments=arguments)
@@ -165,48 +150,26 @@ def _read_xml(text: str, start: int, tools: Schemas) -> Piece:
     return Piece(stop=stop, calls=(ToolCall(name=name, arguments=body.strip()),))
 
 
-def _parameter_types(name: str, tools: Schemas) -> dict[str, frozenset[str]]:
-    """JSON types that the tool's schema allows each parameter; none where it does not say."""
+def _parameters(name: str, tools: Schemas) -> Mapping[str, Any]:
+    """JSON schema of a tool's arguments; an empty one where there is none."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            if isinstance(properties, Mapping):
-                return {key: frozenset(_types(schema)) for key, schema in properties.items()}
+            return parameters if isinstance(parameters, Mapping) else {}
     return {}
 
 
-def _types(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        types |= _types(branch)
-    return types
+# Templates print these as Python does.
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-
-
-def _typed(value: str, types: frozenset[str]) -> object:
-    """The value where it is JSON of one of the types; else the text, which its tool refuses."""
-    # templates print booleans as Python does
-    written = value.lower() if value in ("True", "False") else value
-    if found := _read_json(written, 0):
-        parsed, stop = found
-        fits = any(type(parsed) in _PYTHON_TYPES.get(kind, ()) for kind in types)
-        if fits and _skip_space(written, stop) == len(written):
-            return parsed
-    return value
+def _typed(name: str, value: str, schema: Mapping[str, Any]) -> object:
+    """The value of an argument written without quotes, of the type that its schema tells."""
+    try:
+        return value_of_text(value, loads(_AS_JSON.get(value, value)), name, schema)
+    except ValueError:
+        return value
 
 
 # A turn that begins so is meant as a call; an answer may be a JSON object too.

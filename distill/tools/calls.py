@@ -8,19 +8,15 @@ call ── known? ── arguments fit? ── tool, for at most timeout_s ─�
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-from jsonschema_specifications import REGISTRY
-
 from distill.chat.template import Message
 from distill.chat.tool_formats import ToolCall
 from distill.errors import ConfigError, IsothermError
+from distill.json_values import loads, mismatch, require_plain
 from distill.lookup import known_names
 from distill.tools.base import Tool, ToolError
 from distill.tools.text import encodable, longest_prefix, neutralised
@@ -132,37 +128,39 @@ def _known(name: str, tools: Mapping[str, Tool]) -> Tool:
     raise _Refused("unknown", f"there is no tool named {short!r}; {known_names(short, tools)}")
 
 
+# Keywords by which a schema may know arguments that its `properties` do not name.
+_MORE_NAMES = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
 def _fitting(call: ToolCall, tool: Tool) -> dict[str, Any]:
-    """The arguments, as its schema has them."""
+    """The arguments, which fit the tool's schema."""
     if isinstance(call.arguments, str):
         raise _Refused("arguments", _not_an_object(call.arguments, tool))
     arguments = dict(call.arguments)
     known = tool.parameters.get("properties", {})
-    if "additionalProperties" not in tool.parameters:
+    if isinstance(known, Mapping) and not any(key in tool.parameters for key in _MORE_NAMES):
         for name in arguments:
             if name not in known:
                 complaint = f"{tool.name} has no argument {str(name)[:_LONGEST_NAME]!r}"
                 raise _Refused("arguments", f"{complaint}; {known_names(str(name), known)}")
-    # The registry of the drafts alone: a tool's schema has nothing fetched.
-    validator = Draft202012Validator(dict(tool.parameters), registry=REGISTRY)
-    wrong = best_match(validator.iter_errors(arguments))
-    if wrong is not None:
-        where = ".".join(str(part) for part in wrong.absolute_path)
-        complaint = wrong.message[:_LONGEST_COMPLAINT]
-        raise _Refused(
-            "arguments",
-            f"the arguments of {tool.name} are wrong: {f'{where}: ' if where else ''}{complaint}",
-        )
+    try:
+        require_plain(arguments)
+    except ValueError as error:
+        raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {error}") from error
+    if wrong := mismatch(arguments, tool.parameters):
+        raise _Refused("arguments", f"the arguments of {tool.name} are wrong: {wrong}")
     return arguments
 
 
 def _not_an_object(text: str, tool: Tool) -> str:
+    """The error for a call whose arguments are the text `text`."""
     start = f"the arguments of {tool.name} must be a JSON object"
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = loads(text)
+    except ValueError as error:
         return f"{start}, and are not JSON: {error}"
-    return f"{start}, got a {type(value).__name__}: {text[:_LONGEST_NAME]}"
+    kind = "a JSON object within text" if isinstance(value, dict) else f"a {type(value).__name__}"
+    return f"{start}, got {kind}: {text[:_LONGEST_NAME]}"
 
 
 async def _result(tool: Tool, arguments: dict[str, Any], timeout_s: float) -> str:

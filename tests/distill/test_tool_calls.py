@@ -156,12 +156,42 @@ def test_arguments_may_speak_of_the_marks() -> None:
         ({"type": "object"}, '{"x": {}}', {"x": {}}),
         ({"type": ["string", "null"]}, "null", None),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "4", 4),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "4", 4),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"description": "anything"}, '{"k": 1}', '{"k": 1}'),
+        ({"$ref": "#/$defs/Point"}, '{"k": 1}', {"k": 1}),
+        # to be refused as an object without `k`, not as text
+        ({"$ref": "#/$defs/Point"}, '{"l": 1}', {"l": 1}),
+        ({"$ref": "#/$defs/Text"}, '{"k": 1}', '{"k": 1}'),
+        ({"allOf": [{"$ref": "#/$defs/Point"}]}, '{"k": 1}', {"k": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"k": 1}', {"k": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"$ref": "#/$defs/Text"}, {"$ref": "#/$defs/Point"}]}, '{"k": 1}', {"k": 1}),
+        ({"oneOf": [{"$ref": "#/$defs/Text"}, {"const": 0}]}, "0", 0),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [True, "auto"]}, "True", True),
+        ({"const": [1]}, "[1]", [1]),
+        ({"items": {"type": "integer"}, "type": "array"}, '["a"]', ["a"]),
+        ({"type": "number"}, "1e400", "1e400"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"$ref": "#/$defs/nowhere"}, "3", "3"),
+        ({"type": "integr"}, "3", "3"),
     ],
 )
+@pytest.mark.parametrize("place", ["properties", "additionalProperties", "allOf"])
 def test_parameters_in_xml_have_the_types_of_the_schema(
-    schema: dict, written: str, value: object
+    schema: dict, written: str, value: object, place: str
 ) -> None:
-    tool = {"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}
+    where = {"properties": {"x": schema}}
+    parameters = {
+        "properties": where,
+        "additionalProperties": {"additionalProperties": schema},
+        "allOf": {"allOf": [where]},
+    }[place]
+    point = {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]}
+    parameters["$defs"] = {"Point": point, "Text": {"type": "string"}}
+    tool = {"function": {"name": "f", "parameters": parameters}}
     text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n"
     [call] = parse_turn(f"{text}</tool_call>", "xml", [tool]).calls
     assert isinstance(call.arguments, dict) and call.arguments == {"x": value}

@@ -41,6 +41,11 @@ class Given(Tool):
         return await result if asyncio.iscoroutine(result) else result
 
 
+NESTED: list[Any] = []
+for _ in range(5000):
+    NESTED = [NESTED]
+
+
 @pytest.fixture
 def run(tokenizer: PreTrainedTokenizerBase):
     def run(*calls: ToolCall, does: Callable = lambda arguments: "done", **limits):
@@ -112,11 +117,77 @@ def test_an_unknown_name(run) -> None:
         ({"n": -1}, "n: -1 is less than the minimum of 0"),
         ({"n": 1, "where": {"unit": "ft"}}, "where.unit: 'ft' is not one of ['m', 'km']"),
         ({"n": 1, "wher": {}}, "no argument 'wher'; did you mean 'where'"),
+        ({"n": float("inf")}, "arguments of given are wrong"),
+        ({"n": float("nan")}, "arguments of given are wrong"),
+        ({"n": 1, "where": {"unit": NESTED}}, "arguments of given are wrong"),
+        ('{"n": 1e400}', "are not JSON: the number 1e400"),
+        ('{"n": NaN}', "are not JSON: NaN"),
+        ('{"n": 1}', "got a JSON object within text"),
     ],
 )
 def test_arguments_that_do_not_fit(run, arguments, message: str) -> None:
     outcomes = run(ToolCall(name="given", arguments=arguments), max_tokens=4000)
     assert outcomes[0].error == "arguments" and message in content(outcomes)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"pattern": "((("},
+        {"pattern": "^(a|aa)+$", "$ref": "#/$defs/nowhere"},
+        {"patternProperties": {"[": {}}},
+        {"type": "strnig"},
+        {"type": 3},
+        {"$ref": "#/properties/n"},
+        {"$ref": "#/$defs/nowhere"},
+        {"$ref": "https://example.invalid/schema.json"},
+        {"minimum": "none"},
+        {"multipleOf": 0},
+        {"required": 3},
+        {"enum": 3},
+    ],
+)
+@pytest.mark.parametrize("at_the_top", [False, True])
+def test_a_schema_that_cannot_be_checked_is_told(
+    run, monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any], at_the_top: bool
+) -> None:
+    parameters = schema if at_the_top else {"properties": {"n": schema}}
+    monkeypatch.setattr(Given, "parameters", parameters)
+    for value in ("a" * 40 + "b", 1, {"b": 1}):
+        (outcome, other) = run(call(n=value), ToolCall(name="calculator", arguments={}))
+        assert outcome.error in (None, "arguments") and other.error == "arguments"
+        assert len(outcome.message["content"]) < 500
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "error"),
+    [
+        ({"pattern": r"^\p{L}+$"}, "Ärger", None),  # as JavaScript writes it
+        ({"pattern": r"^\p{L}+$"}, "1", "arguments"),
+        ({"pattern": "^(a+)+$"}, "a" * 60 + "b", "arguments"),  # exponential time
+        ({"multipleOf": 0.1}, float("inf"), "arguments"),
+        ({"$ref": "#/$defs/Even"}, 4, None),
+        ({"$ref": "#/$defs/Even"}, 3, "arguments"),
+    ],
+)
+def test_schemas_of_other_authors(
+    run, monkeypatch: pytest.MonkeyPatch, schema: dict, value: object, error: str | None
+) -> None:
+    parameters = {"properties": {"n": schema}, "$defs": {"Even": {"multipleOf": 2}}}
+    monkeypatch.setattr(Given, "parameters", parameters)
+    assert run(call(n=value))[0].error == error
+
+
+@pytest.mark.parametrize("combined", ["$ref", "allOf"])
+def test_names_may_be_elsewhere_in_the_schema(
+    run, monkeypatch: pytest.MonkeyPatch, combined: str
+) -> None:
+    named = {"properties": {"n": {"type": "integer"}}}
+    reference = {"$ref": "#/$defs/Named"}
+    top = reference if combined == "$ref" else {"allOf": [reference]}
+    monkeypatch.setattr(Given, "parameters", {**top, "$defs": {"Named": named}})
+    assert run(call(n=1))[0].error is None
+    assert run(call(n="1"))[0].error == "arguments"
 
 
 def test_a_time_out_is_told(run) -> None:
