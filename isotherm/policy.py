@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -23,6 +24,7 @@ from distill.data.sft_rows import supervised_row
 from distill.delivery import TrainedGroups
 from distill.errors import CheckpointError, ConfigError
 from distill.models.loading import context_length, stop_token_ids, vocab_size
+from distill.models.model_files import check_model_files
 from distill.objective.batching import TrainingRow
 from distill.objective.rows import row_to_score
 from distill.sampling import UNSCALED, Sampling
@@ -31,6 +33,7 @@ from isotherm.losses import Loss, Unit, choose_loss
 from isotherm.sampler import Completion, Prompt, Sampler, Samples
 from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.config import LearnerConfig
+from learner.digests import disk_remedy
 from learner.learner import Learner, Part
 
 _PUSH_TIMEOUT_S = 3600.0
@@ -71,6 +74,7 @@ class Policy(Samples):
         seed = self._config.seed
         self.sampler = Sampler(model, dtype=sampler_dtype, device=device, seed=seed)
         self.tokenizer = self.sampler.tokenizer
+        check_model_files(model, self.tokenizer)
         self.version = self.steps = 0
         self._accumulated: dict[Unit, int] = defaultdict(int)
         if self._config.lora_adapter is not None:
@@ -259,11 +263,15 @@ class Policy(Samples):
         path = Path(directory)
         if path.exists():
             raise CheckpointError(f"{path} exists; choose another directory, or remove it")
+        partial = path.with_name(f".{path.name}.partial")
         try:
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.learner.export(path, self.tokenizer)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error}") from error
+            self.learner.export(partial, self.tokenizer)
+            partial.rename(path)
+        except Exception as error:  # OSError; safetensors, tokenizers: errors of their own
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
         return path
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ import orjson
 from safetensors import SafetensorError, safe_open
 
 from distill.errors import CheckpointError
-from learner.digests import digests, disk_remedy, sync_directory, sync_tree
+from learner.digests import digests, disk_remedy, is_full, sync_directory, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -316,11 +316,14 @@ class CheckpointStore:
         return found
 
     def _explain(self, final: Path, error: BaseException) -> str:
-        free = shutil.disk_usage(self.root if self.root.exists() else Path("/")).free >> 20
+        free = ""
+        if is_full(error):
+            there = self.root if self.root.exists() else Path("/")
+            free = f" ({shutil.disk_usage(there).free >> 20} MiB free)"
         newest = self.complete()
         kept = f"the newest complete one is {newest[-1].path}" if newest else "none exists yet"
         return (
-            f"cannot write checkpoint {final}: {error} ({free} MiB free). Earlier checkpoints are "
+            f"cannot write checkpoint {final}: {error}{free}. Earlier checkpoints are "
             f"untouched; {kept}. {disk_remedy(error)} and run the same command again to resume"
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 # Reading and hashing leave the interpreter's lock; more threads than this wait for the disk.
 _THREADS = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAY_NOT = (errno.EPERM, errno.EACCES, errno.EROFS)
 
 
@@ -57,4 +58,17 @@ def disk_remedy(error: BaseException | str) -> str:
     """Remedy for a file that could not be written."""
     if isinstance(error, OSError) and error.errno in _MAY_NOT:
         return "Give permission to write there"
-    return "Free some space"
+    return "Free some space" if is_full(error) else "Remove this cause"
+
+
+def is_full(error: BaseException | str) -> bool:
+    """True if the error, or one that caused it, says that a disk or a quota is full.
+
+    Errors of safetensors and torch carry the system's message and no errno.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    if any(os.strerror(number).lower() in str(error).lower() for number in _FULL):
+        return True
+    cause = error.__cause__ if isinstance(error, BaseException) else None
+    return cause is not None and is_full(cause)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import CheckpointError, NonFiniteError
-from distill.models.loading import processor_files, resolve_device
+from distill.models.loading import resolve_device
 from distill.objective.batching import (
     BatchShape,
     Row,
@@ -418,12 +417,7 @@ class Learner:
         self, tokenizer: PreTrainedTokenizerBase, model_dir: Path, weights: Weights
     ) -> None:
         model_dir.mkdir()
-        self.model.config.save_pretrained(model_dir)
-        if self.model.can_generate() and self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(model_dir)
-        tokenizer.save_pretrained(model_dir)
-        for file in processor_files(self._worker.origin):
-            shutil.copy(file, model_dir / file.name)
+        self._worker.files.write(model_dir, tokenizer)
         save_weights(model_dir, joined(weights, self._worker.carried_over()))
 
     def load_trainer_state(self, path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from distill.models.attention_probe import shares_prefixes
 from distill.models.loading import empty_causal_lm, load_causal_lm, resolve_device
+from distill.models.model_files import ModelFiles, generation_settings
 from distill.models.reward import empty_reward_model, start_reward_model
 from distill.objective.batching import Batch, TrainingRow, collate, split_by_token_budget
 from distill.objective.losses import OWN_SHARE, Metrics, add_metrics
@@ -112,9 +113,7 @@ class LearnerWorker:
         self.model = self._load()
         names = Names.of(self.model, config.model) if group.rank == 0 else None
         self.names: Names = group.agree(names)
-        generation = self.model.generation_config if self.model.can_generate() else None
-        if config.stops is not None and generation is not None:
-            generation.eos_token_id = list(config.stops.ids)
+        self.files = self._files()
         # The others hold no values yet that could be probed.
         shares = group.agree(shares_prefixes(self.model.eval()) if group.rank == 0 else None)
         if config.liger:
@@ -192,6 +191,14 @@ class LearnerWorker:
         if padding is not None:
             return start_reward_model(path, padding=padding, device=device)
         return load_causal_lm(path, dtype=torch.float32, device=device)
+
+    def _files(self) -> ModelFiles:
+        """Files that checkpoints have beside the weights."""
+        path, stops = self._config.model, self._config.stops
+        generation = None
+        if self.model.can_generate():
+            generation = generation_settings(path, None if stops is None else stops.ids)
+        return ModelFiles(config=self.model.config, generation=generation, origin=self.origin)
 
     def step(self, micro_batches: Sequence[MicroBatch]) -> StepShare:
         """Accumulates the gradients of its micro-batches, and updates its share of the weights.

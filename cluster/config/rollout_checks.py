@@ -46,6 +46,7 @@ from distill.envs.base import (
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
 from distill.models.loading import context_length, ends_of, meta_causal_lm, vocab_size
+from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
 from distill.objective.settings import ObjectiveConfig
@@ -92,6 +93,7 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     tokenizer = load_tokenizer(config.student)
     own_template = tokenizer.chat_template
     tokenizer = config.choose_template(tokenizer)
+    check_model_files(config.student, tokenizer)
     check_holds_tokenizer("student", config.student, vocab_size(student), tokenizer)
     named = {
         f"teachers.{name}" if name else "teacher": teacher.model

@@ -37,6 +37,7 @@ from distill.models.loading import (
     train_time_noise,
     vocab_size,
 )
+from distill.models.model_files import check_model_files
 from distill.models.reward import HEAD_WEIGHT, meta_reward_model, padding_token
 from distill.objective.batching import TrainingRow
 from distill.stops import StopTokens, hits
@@ -268,6 +269,7 @@ def _limits(
         limit = config.max_length
     # Supervised tokens are trained as they are: each is an outcome of its own.
     tokenizer = config.choose_template(load_tokenizer(config.model))
+    check_model_files(config.model, tokenizer)
     stops = config.stops(tokenizer, [ends_of(config.model, tokenizer)])
     limits = {"vocab_size": vocab_size(model), "max_length": limit, "stop_ids": stops.ids}
     return limits, replace(stops, one_event=False), tokenizer

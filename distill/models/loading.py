@@ -159,13 +159,17 @@ def stop_token_ids(path: str) -> frozenset[int]:
     """Ids that end a generation: the generation config's, else the model config's.
 
     Raises:
-        CheckpointError: there is no readable config at `path`.
+        CheckpointError: a config at `path` cannot be read.
     """
     config = load_config(path).get_text_config()
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # a checkpoint may come without one
         ids = None
+    except ValueError as error:
+        raise CheckpointError(
+            f"transformers refuses {path}/generation_config.json: {first_line(error)}. Correct it"
+        ) from error
     ids = config.eos_token_id if ids is None else ids
     return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
 

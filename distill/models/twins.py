@@ -7,7 +7,6 @@ tied heads, stop tokens) and on its vocabulary; how well it knows anything does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError
 from distill.models.loading import MAKING, first_line, load_config, vocab_size
+from distill.models.model_files import ModelFiles, generation_settings
 from distill.tokenizer import load_tokenizer
 
 # Sizes by the names that configs have for them; of those that a config has, the smaller is taken.
@@ -82,10 +82,11 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
     if head is not None:
         with torch.no_grad():
             head.weight.mul_(_SHARPNESS)
+    generation = generation_settings(source) if model.can_generate() else None
+    model.generation_config = GenerationConfig()  # the model's own may be refused by its class
     model.save_pretrained(target)
-    load_tokenizer(source).save_pretrained(target)
-    with suppress(OSError):  # a checkpoint may come without one
-        GenerationConfig.from_pretrained(source).save_pretrained(target)
+    files = ModelFiles(config=model.config, generation=generation, origin=source)
+    files.write(target, load_tokenizer(source))
     return Twin(path=str(target), told=_told(config, model))
 
 

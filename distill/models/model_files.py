@@ -1,0 +1,106 @@
+"""Files of a Hugging Face model directory beside its weights: configs, tokenizer, processor.
+
+    generation_settings(path)         generation_config.json as it is in the checkpoint
+    ModelFiles.write(directory, ...)  all of them
+    check_model_files(path, ...)      writes them once to a temporary directory, before a run
+
+A checkpoint's generation_config.json is copied as JSON. transformers loads many that its
+`GenerationConfig.save_pretrained` refuses: `temperature` without `do_sample`, for example.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from distill.errors import CheckpointError
+from distill.models.loading import first_line, load_config, processor_files
+
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """Files beside the weights of one model.
+
+    Attributes:
+        config: the model's Hugging Face config.
+        generation: contents of its generation_config.json; None: it gets none.
+        origin: the checkpoint whose processor files are copied.
+    """
+
+    config: Any
+    generation: dict[str, Any] | None
+    origin: str
+
+    def write(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write all files to a directory that exists."""
+        self.config.save_pretrained(directory)
+        if self.generation is not None:
+            text = json.dumps(self.generation, indent=2, ensure_ascii=False)
+            (directory / _GENERATION).write_text(f"{text}\n", encoding="utf-8")
+        tokenizer.save_pretrained(directory)
+        for file in processor_files(self.origin):
+            shutil.copy(file, directory / file.name)
+
+
+def generation_settings(path: str, stops: Collection[int] | None = None) -> dict[str, Any]:
+    """Contents of the checkpoint's generation_config.json.
+
+    Without that file: the settings that transformers takes from config.json.
+
+    Args:
+        stops: ids that replace its `eos_token_id`; None: it is kept.
+
+    Raises:
+        CheckpointError: the file is not a JSON object.
+    """
+    try:
+        file = cached_file(path, _GENERATION)
+    except (OSError, ValueError):  # the checkpoint has none
+        file = None
+    if file is None:
+        config = GenerationConfig.from_pretrained(
+            path, config_file_name="config.json", _from_model_config=True
+        )
+        settings = json.loads(config.to_json_string(use_diff=True))
+    else:
+        settings = _json_object(file)
+    return settings if stops is None else {**settings, "eos_token_id": list(stops)}
+
+
+def check_model_files(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the files of the model at `path` to a temporary directory, as checkpoints will.
+
+    Raises:
+        CheckpointError: they can be loaded and not be written, so no checkpoint could be.
+    """
+    files = ModelFiles(config=load_config(path), generation=generation_settings(path), origin=path)
+    with tempfile.TemporaryDirectory(prefix="isotherm-") as directory:
+        try:
+            files.write(Path(directory), tokenizer)
+        except Exception as error:  # transformers' validators, tokenizers: a bare Exception
+            raise CheckpointError(
+                f"the config or tokenizer of {path} can be loaded and not be saved, so no "
+                f"checkpoint of it could be written: {type(error).__name__}: {first_line(error)}. "
+                "Correct it there"
+            ) from error
+
+
+def _json_object(file: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"it holds {type(settings).__name__}, and must hold an object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {file}: {error}. Correct or remove it") from error
+    return settings

@@ -1,0 +1,126 @@
+"""Files beside the weights leave as they came, or are refused before a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import isotherm
+from distill.errors import CheckpointError
+from distill.models.loading import load_causal_lm, stop_token_ids
+from distill.models.model_files import check_model_files, generation_settings
+from distill.models.twins import save_twin
+from distill.tokenizer import load_tokenizer
+from learner.digests import is_full
+from tests.tiny import TinyPair
+
+# Each is loaded by transformers; most are refused by its GenerationConfig.save_pretrained.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "temperature alone": {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9},
+    "greedy at 1e-6": {"do_sample": False, "temperature": 1e-6},
+    "negative padding": {"pad_token_id": -1},
+    "top_k and scores": {"top_k": 20, "output_scores": True},
+    "sampled": {"do_sample": True, "temperature": 0.6, "top_k": 20, "eos_token_id": [1, 2]},
+    "unknown": {"_from_model_config": True, "transformers_version": "4.1", "made_by": "tümer"},
+}
+OF_CONFIG = [{"temperature": 0.6}, {"pad_token_id": -1}]
+
+
+def copy_of(pair: TinyPair, path: Path) -> Path:
+    shutil.copytree(pair.student, path)
+    return path
+
+
+def written(path: Path) -> dict[str, Any]:
+    return json.loads((path / "generation_config.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_generation_settings_leave_as_they_came(
+    name: str, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    student = copy_of(tiny_pair, tmp_path / "student")
+    (student / "generation_config.json").write_text(json.dumps(PUBLISHED[name]))
+    with isotherm.Policy(str(student), device="cpu") as policy:
+        saved = policy.save_state(tmp_path / "states") / "model"
+        exported = policy.export(tmp_path / "exported")
+    assert written(saved) == written(exported) == PUBLISHED[name]
+    load_causal_lm(str(exported), dtype=torch.float32, device="cpu")
+    twin = save_twin(str(student), tmp_path / "twin", seed=1)
+    assert written(Path(twin.path)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("settings", OF_CONFIG, ids=str)
+def test_settings_that_config_json_has_are_kept(
+    settings: dict[str, Any], tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    student = copy_of(tiny_pair, tmp_path / "student")
+    (student / "generation_config.json").unlink()
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | settings))
+    with isotherm.Policy(str(student), device="cpu") as policy:
+        exported = policy.export(tmp_path / "exported")
+    kept = written(exported)
+    assert {name: kept.get(name, value) for name, value in settings.items()} == settings
+    assert stop_token_ids(str(exported)) == stop_token_ids(str(student))
+    save_twin(str(student), tmp_path / "twin", seed=1)
+
+
+def test_stops_replace_the_ends_alone(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    student = copy_of(tiny_pair, tmp_path / "student")
+    (student / "generation_config.json").write_text(json.dumps(PUBLISHED["temperature alone"]))
+    settings = generation_settings(str(student), stops=(3, 5))
+    assert settings == PUBLISHED["temperature alone"] | {"eos_token_id": [3, 5]}
+
+
+def test_settings_that_cannot_be_loaded_are_refused(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    student = copy_of(tiny_pair, tmp_path / "student")
+    (student / "generation_config.json").write_text('{"max_new_tokens": 0}')
+    with pytest.raises(CheckpointError, match="max_new_tokens"):
+        stop_token_ids(str(student))
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '"a"'])
+def test_a_file_that_is_no_object_is_refused(
+    text: str, tiny_pair: TinyPair, tmp_path: Path
+) -> None:
+    student = copy_of(tiny_pair, tmp_path / "student")
+    (student / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="generation_config"):
+        check_model_files(str(student), load_tokenizer(tiny_pair.student))
+
+
+class Unsaved:
+    """A tokenizer that loads and cannot be saved."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        raise Exception("no merges")
+
+
+def test_what_cannot_be_saved_is_found_before_a_step(tiny_pair: TinyPair) -> None:
+    with pytest.raises(CheckpointError, match="no merges"):
+        check_model_files(tiny_pair.student, Unsaved())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_export_that_fails_leaves_nothing(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    with isotherm.Policy(tiny_pair.student, device="cpu") as policy:
+        policy.tokenizer = Unsaved()  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(CheckpointError, match="no merges") as error:
+            policy.export(tmp_path / "exported")
+    assert "space" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_full_disks_are_told_from_other_errors() -> None:
+    full = [OSError(errno.ENOSPC, "x"), OSError(errno.EDQUOT, "x")]
+    full += [SafetensorError("I/O error: No space left on device (os error 28)")]
+    wrapped = RuntimeError("the writer failed")
+    wrapped.__cause__ = full[0]
+    assert all(map(is_full, [*full, wrapped]))
+    assert not any(map(is_full, [OSError(errno.EIO, "x"), ValueError("bad"), "short write"]))
