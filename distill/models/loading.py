@@ -68,17 +68,30 @@ def load_config(path: str) -> Any:
         ) from error
 
 
+def exact_attention(config: Any) -> str | None:
+    """transformers' attention that computes all that the config declares; None: its default.
+
+    Its default, sdpa, ignores a soft cap on attention scores (Gemma-2, VaultGemma).
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if capped else None
+
+
 def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Loads weights and config; never runs code that the checkpoint brings along.
 
     Raises:
         CheckpointError: missing, corrupt or incomplete weights.
     """
-    load_config(path)
+    attention = exact_attention(load_config(path))
     try:
         with MAKING:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error
@@ -101,7 +114,12 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
     config = load_config(path)
     try:
         with MAKING, torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=exact_attention(config),
+                trust_remote_code=False,
+            )
     except Exception as error:  # a foreign config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
 

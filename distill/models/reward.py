@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import PreTrainedModel
 
 from distill.errors import CheckpointError, ConfigError
-from distill.models.loading import MAKING, first_line, load_config
+from distill.models.loading import MAKING, exact_attention, first_line, load_config
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -70,7 +70,10 @@ def meta_reward_model(path: str, *, padding: int | None = None) -> PreTrainedMod
     try:
         with MAKING, torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
+                config,
+                dtype=torch.float32,
+                attn_implementation=exact_attention(config),
+                trust_remote_code=False,
             )
     except Exception as error:  # a foreign config may fail in any way
         raise CheckpointError(
@@ -157,12 +160,17 @@ def _load(
     padding: int | None = None,
 ) -> PreTrainedModel:
     """Loads the model; only the tensors named in `fresh` may be missing, and are drawn."""
-    load_config(path)
+    attention = exact_attention(load_config(path))
     settings = {} if padding is None else {"num_labels": 1, "pad_token_id": padding}
     try:
         with MAKING, _quiet():
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=dtype, trust_remote_code=False, output_loading_info=True, **settings
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **settings,
             )
     except Exception as error:  # safetensors, pickle, json, OSError: a corrupt file has many faces
         raise CheckpointError(f"cannot load weights from {path!r}: {first_line(error)}") from error

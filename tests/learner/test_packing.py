@@ -50,7 +50,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "sliding": MistralConfig(**SIZES, **_WINDOW),
-    "alternating": Gemma2Config(**SIZES, **_WINDOW),
+    "alternating": Gemma2Config(**SIZES, **_WINDOW, attn_logit_softcapping=0.5),
     "moe": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 _STATE = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 2}
