@@ -35,8 +35,10 @@ _SIZES: Mapping[str, int] = {
 }  # fmt: skip
 _LAYERS = 2
 _VISION = {"num_hidden_layers": 1, "depth": 1}
-# Logits of a fresh model are nearly equal, and any temperature would fit them.
-_SHARPNESS = 10.0
+# Logits of a fresh model are nearly equal, and any temperature would fit them. A tied head is the
+# input embedding: scaled by 10, the last token's own logit alone is large, and it is repeated for
+# good at any temperature.
+_SHARPNESS, _TIED_SHARPNESS = 10.0, 2.0
 # Parameters beside embeddings; a twin that has more did not shrink.
 _LARGEST = 20_000_000
 
@@ -80,8 +82,9 @@ def save_twin(source: str, target: Path, *, seed: int, reward: bool = False) -> 
         ) from error
     head = model.get_output_embeddings()
     if head is not None:
+        tied = head.weight is model.get_input_embeddings().weight
         with torch.no_grad():
-            head.weight.mul_(_SHARPNESS)
+            head.weight.mul_(_TIED_SHARPNESS if tied else _SHARPNESS)
     generation = generation_settings(source) if model.can_generate() else None
     model.generation_config = GenerationConfig()  # the model's own may be refused by its class
     model.save_pretrained(target)

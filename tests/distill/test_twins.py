@@ -21,6 +21,38 @@ from tests.tiny import TinyPair, save_tokenizer
 LARGE: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
 
 
+@torch.no_grad()
+def gap_between_temperatures(model: Any, temperature: float = 0.7) -> float:
+    """Mean |log p_T - log p_1.5T| of tokens that the model samples at T."""
+    generator = torch.Generator().manual_seed(0)
+    ids_1T = torch.arange(3, 9)[None]
+    gaps: list[float] = []
+    for _ in range(24):
+        logits_V = model(ids_1T).logits[0, -1]
+        by_T, by_other = (
+            (logits_V / each).log_softmax(-1) for each in (temperature, 1.5 * temperature)
+        )
+        token = int(torch.multinomial(by_T.exp(), 1, generator=generator))
+        gaps.append(abs(float(by_T[token] - by_other[token])))
+        ids_1T = torch.cat([ids_1T, torch.tensor([[token]])], dim=1)
+    return sum(gaps) / len(gaps)
+
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "vocab_size": 8000}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2"])
+def test_a_twin_depends_on_the_temperature(kind: str, tied: bool, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(kind, **SIZES)
+    config.tie_word_embeddings = tied
+    config.save_pretrained(tmp_path / "model")
+    save_tokenizer(str(tmp_path / "model"))
+    twin = save_twin(str(tmp_path / "model"), tmp_path / "twin", seed=1)
+    model = load_causal_lm(twin.path, dtype=torch.float32, device="cpu")
+    assert gap_between_temperatures(model) > 0.05
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_twin_is_of_the_family_and_small(name: str, tmp_path: Path) -> None:
     source = family_dir(tmp_path, name)
@@ -30,9 +62,7 @@ def test_a_twin_is_of_the_family_and_small(name: str, tmp_path: Path) -> None:
     assert stop_token_ids(twin.path) == stop_token_ids(source)
     assert load_tokenizer(twin.path).get_vocab() == load_tokenizer(source).get_vocab()
     model = load_causal_lm(twin.path, dtype=torch.float32, device="cpu")
-    logits_TV = model(torch.arange(3, 12)[None]).logits[0]
-    spread = float(logits_TV.detach().std())
-    assert 0.3 < spread < 40, "else every temperature, or none, would fit its log-probs"
+    assert gap_between_temperatures(model) > 0.05, "any temperature would fit its log-probs"
     assert type(model).__name__ in twin.told
 
 
