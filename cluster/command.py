@@ -1,21 +1,22 @@
 """Shared parts of the commands: settings from `key=value`, errors turned into exit codes.
 
 0 the command did what it was asked; 1 it failed; 2 bad input, nothing was started; 3 the handshake
-refused; 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
+refused; 129 SIGHUP, 130 Ctrl-C and 143 SIGTERM, after a checkpoint.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.help import help_text
-from cluster.console import make_console
-from cluster.early_ends import Interrupted, RunFailed
+from cluster.console import discard_lost_outputs, make_console
+from cluster.early_ends import Interrupted, RunFailed, StoppedAtOnce
 from distill.errors import EngineError, IsothermError, NonFiniteError
 
 Config = TypeVar("Config")
@@ -53,12 +54,16 @@ def exit_code(run: Callable[[Console], Any]) -> int:
         return _complain(complaint(error), error.exit_code)
     except (RunFailed, EngineError, NonFiniteError) as error:
         return _complain(complaint(error), 1)
-    except KeyboardInterrupt:
+    except StoppedAtOnce as error:
         return _complain(
             "stopped at once: what came after the newest checkpoint is lost; the same command "
             "resumes from there",
-            130,
+            error.exit_code,
         )
+    except KeyboardInterrupt:
+        return _complain("interrupted (SIGINT)", 130)
+    finally:
+        discard_lost_outputs()  # or the interpreter fails to flush them, and exits with 120
     return 0
 
 
@@ -77,5 +82,6 @@ def complaint(error: BaseException) -> str:
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it any more; the exit code tells
+        print(f"error: {text}", file=sys.stderr, flush=True)
     return code

@@ -1,46 +1,85 @@
-"""Console of the commands."""
+"""Console of the commands. Output that cannot be written does not end a run.
+
+A full disk loses lines and recovers. A closed pipe (`| head`) or a lost terminal is final: standard
+output, and standard error if it is lost as well, then go to /dev/null. The files in `out/` are not
+affected; `lost_output` tells a run why nothing is printed any more.
+"""
 
 from __future__ import annotations
 
 import errno
+import os
+import select
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from rich.console import Console
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOST = {
+    errno.EPIPE: "the pipe of standard output was closed",
+    errno.EIO: "the terminal was closed",
+}
+
 
 def make_console() -> Console:
     """Wide enough never to wrap a log line; a terminal keeps its own width."""
+    output = cast(IO[str], _Output(sys.stdout))
     if sys.stdout.isatty():
-        return Console()
-    return Console(file=cast(IO[str], _Output()), width=200, soft_wrap=True)
+        return Console(file=output)
+    return Console(file=output, width=200, soft_wrap=True)
+
+
+def lost_output(console: Console) -> str | None:
+    """Reason why the console's output is lost for good, or None while it is written."""
+    return console.file.lost if isinstance(console.file, _Output) else None
+
+
+def discard_lost_outputs() -> None:
+    """Redirect standard output and standard error to /dev/null where nobody reads them any more.
+
+    Later writes, also those of libraries and of the interpreter's exit, then succeed.
+    """
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, select.POLLOUT)
+    for descriptor, event in poll.poll(0):
+        if event & (select.POLLERR | select.POLLHUP):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
 
 
 class _Output:
-    """sys.stdout, whose disk may be full for a while: what is printed then is lost, no more.
+    """Standard output that survives a full disk, a closed pipe and a lost terminal.
 
-    The files in `out/` lose nothing: see cluster/jsonl_log.py.
+    Attributes:
+        lost: why it is lost for good; None while it is written.
     """
 
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self.lost: str | None = None
+
     def write(self, text: str) -> int:
-        with _room_or_not():
-            sys.stdout.write(text)
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._survive(error)
         return len(text)
 
     def flush(self) -> None:
-        with _room_or_not():
-            sys.stdout.flush()
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._survive(error)
+
+    def _survive(self, error: OSError) -> None:
+        if error.errno in _LOST:
+            self.lost = self.lost or _LOST[error.errno]
+            discard_lost_outputs()
+        elif error.errno not in _FULL:
+            raise error
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
-
-
-@contextmanager
-def _room_or_not() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+        return getattr(self._stream, name)

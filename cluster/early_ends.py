@@ -33,7 +33,7 @@ class Diverged(RunFailed):
 
 
 class Interrupted(Exception):
-    """The user (SIGINT) or the scheduler (SIGTERM) asked the run to end.
+    """The user (SIGINT), the scheduler (SIGTERM) or a lost terminal (SIGHUP) ends the run.
 
     Attributes:
         trained: whether the run has a step to keep.
@@ -45,3 +45,11 @@ class Interrupted(Exception):
         self.exit_code = 128 + signum
         self.trained = True
         self.only_kept = False
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal: the run ends without a checkpoint."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sysconfig
 import traceback
+from pathlib import Path
 
 
 class IsothermError(ValueError):
@@ -47,9 +50,38 @@ class NonFiniteError(RuntimeError):
     """The learner met a NaN or an infinity. The offending rows are on disk, where it says."""
 
 
+# Directories whose code is not the user's: this project's packages, Python's, installed ones.
+_PROJECT = Path(__file__).resolve().parents[1]
+_NOT_USERS = (
+    *(str(_PROJECT / name) for name in ("actors", "cluster", "distill", "isotherm", "learner")),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    "<frozen",
+)
+_KIND = re.compile(r"\b(?!times:)(\w+): .*?(\([^()]+:\d+\))", re.DOTALL)
+
+
 def described(error: BaseException) -> str:
-    """An error of somebody's code and where it was raised: KeyError: 'answer' (my_env.py:14)."""
+    """An error and the user's line that raised it: `KeyError: 'answer' (my_env.py:14)`.
+
+    The message of an IsothermError is complete as it is.
+    """
     message = (str(error).splitlines() or [""])[0]
-    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, IsothermError):
+        return message
+    frames = users_frames(error) or traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{where}"
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Frames of the error's traceback in files of the user's own, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+
+
+def kind_of(description: str) -> str:
+    """Kind of a described error: its type and line where it names them, else its beginning."""
+    found = _KIND.search(description)
+    return f"{found[1]} {found[2]}" if found else description[:60]

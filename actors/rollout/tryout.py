@@ -6,9 +6,9 @@ It runs in a child process, which such code may end, hang or fill; the parent sa
     tried(trial, timeout_s)  -- sys.path; the trial, pickled -->  trial()
                              <-- what went wrong, or nothing ---
 
-A trial is a callable that pickles: `RewardTrial`, or `EpisodeTrial`, in which every turn of every
-member of the group has the same tokens. Other models than that policy are not there: an environment
-that asks one has been tried as far as it can be.
+A trial is a callable that pickles: `RewardTrial`; `EpisodeTrial`, in which every turn of every
+member of the group has the same tokens; or `Trials`, several of them in one process. No model is
+there besides that policy: an environment that asks one has been tried as far as it can be.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,6 +86,24 @@ class EpisodeTrial:
         except BaseException:
             if not asked:  # else it came so far
                 raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """Several trials, one after the other; the first that raises ends them.
+
+    Attributes:
+        enough_s: no trial begins later than this after the first, for user code may be slow.
+    """
+
+    trials: Sequence[Callable[[], None]]
+    enough_s: float
+
+    def __call__(self) -> None:
+        end = time.monotonic() + self.enough_s
+        for trial in self.trials:
+            if time.monotonic() < end:
+                trial()
 
 
 class _Says:

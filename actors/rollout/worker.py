@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from actors.rollout.text_teacher import OpenTextTeacher, TextSampler, TextTeache
 from distill.delivery import Lease
 from distill.engine import Engine, GenerateRequest, Sample, Sampler
 from distill.envs.base import EnvGroupBuilder, EnvStream
-from distill.errors import described
+from distill.errors import IsothermError, described, kind_of, users_frames
 from distill.group_share import EVERY_GROUP, GroupShare
 from distill.rewards.length import LengthRules
 from distill.sampling import TrainSampling
@@ -155,6 +156,7 @@ class RolloutWorker:
         self._seed = seed
         self.max_groups = max_groups
         self._under_way: dict[Lease, UnderWay] = {}
+        self._logged: set[str] = set()  # kinds of failures
         self._has_room = asyncio.Event()
         self._reporting = asyncio.Lock()
         self._draining = False
@@ -230,11 +232,23 @@ class RolloutWorker:
         try:
             made = await self._produce(group)
         except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
-            logger.warning("group %d failed", group.lease.group_id, exc_info=error)
-            await self._sink.fail(group.lease, described(error))
+            reason = described(error) + (f", in {group.problem}" if group.problem else "")
+            self._log_once(group.lease.group_id, reason, error)
+            await self._sink.fail(group.lease, reason)
         else:
             group.enter("delivery")
             await self._sink.put(group.lease, made)
+
+    def _log_once(self, group_id: int, reason: str, error: Exception) -> None:
+        """Log a failure, one of each kind with its traceback, cut to the user's frames if any."""
+        if (kind := kind_of(reason)) in self._logged:
+            return
+        self._logged.add(kind)
+        trace = ""
+        if not isinstance(error, IsothermError):  # whose message is complete
+            frames = users_frames(error) or traceback.extract_tb(error.__traceback__)
+            trace = "\n" + "".join(traceback.format_list(frames)).rstrip()
+        logger.warning("group %d failed: %s%s", group_id, reason, trace)
 
     def _has_left(self, lease: Lease, _task: asyncio.Task[None]) -> None:
         self._under_way.pop(lease, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, tried
+from actors.rollout.tryout import EpisodeTrial, NotTried, RewardTrial, Trials, tried
 from cluster.config.on_policy import RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs
 from distill.envs.base import EnvGroupBuilder, EnvStream
@@ -24,6 +24,12 @@ from distill.rewards.registry import CheckedReward
 
 # First groups of the run among which problems are chosen.
 _LOOKED_AT = 32
+# So many of these are tried, with these responses besides the right one, for so many seconds.
+_TRIED = 4
+_RESPONSES = ("", "0", "no answer")
+_ENOUGH_S = 10.0
+# Of the tried problems so many must fail: then it is the code's fault and not a problem's.
+_FAILURES = 2
 # For the child to start, on top of what a reward may take.
 _START_S = 30.0
 _OURS = ("distill.", "actors.")
@@ -31,7 +37,9 @@ _WAY_OUT = "Correct it, or start without this trial: try_first=False"
 
 
 def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[str], None]) -> None:
-    """Plays the run's first problem with a made-up response, in a process of its own.
+    """Play the run's first problems in a process of their own, without a model.
+
+    Each is given the right response, wrong ones and an empty one: all of them come in a run.
 
     Raises:
         ConfigError: the environment or the reward fails on two problems (or on the only one), or
@@ -40,30 +48,41 @@ def try_user_code(config: RolloutConfig, inputs: RolloutInputs, say: Callable[[s
     if not config.try_first or not _has_user_code(config):
         return
     timeout_s = config.reward_timeout_s + _START_S
-    failed = ""
-    for problem, builder in _problems(config, inputs):
-        said = builder.answer or ""
-        try:
-            wrong = tried(_trial(config, inputs, builder, said), timeout_s)
-        except NotTried as error:
-            say(f"{problem} is not tried before the run: {error}")
+    problems = list(_problems(config, inputs))
+    plays = {
+        (problem, said): _trial(config, inputs, builder, said)
+        for problem, builder in problems
+        for said in dict.fromkeys([builder.answer or "", *_RESPONSES])
+    }
+    try:
+        if tried(Trials(trials=list(plays.values()), enough_s=_ENOUGH_S), timeout_s) is None:
             return
+    except NotTried as error:
+        say(f"{problems[0][0]} is not tried before the run: {error}")
+        return
+    except TimeoutError:
+        pass  # one of them hangs; the search below says which
+    failures: dict[str, str] = {}
+    for (problem, said), trial in plays.items():
+        if problem in failures or len(failures) == _FAILURES:
+            continue
+        try:
+            wrong = tried(trial, timeout_s)
         except TimeoutError:
             raise ConfigError(
                 f"{problem}: its environment or reward, tried before the run with the response "
                 f"{said!r}, did not end within {timeout_s:g} s (reward_timeout_s= and "
                 f"{_START_S:g}). {_WAY_OUT}"
             ) from None
-        if wrong is None:
-            if failed:
-                say(f"{failed}. {problem} is fine, so the run goes on")
-            return
-        failed = failed or (
-            f"{wrong}, in the environment or reward of {problem}, tried before the run with the "
-            f"response {said!r}"
-        )
-    if failed:
-        raise ConfigError(f"{failed}. {_WAY_OUT}")
+        if wrong is not None:
+            failures[problem] = (
+                f"{wrong}, in the environment or reward of {problem}, tried before the run with "
+                f"the response {said!r}"
+            )
+    if len(failures) >= min(_FAILURES, len(problems)):
+        raise ConfigError(f"{next(iter(failures.values()))}. {_WAY_OUT}")
+    for failed in failures.values():
+        say(f"{failed}. Other problems are fine, so the run goes on")
 
 
 def try_own_objective(config: RolloutConfig, say: Callable[[str], None]) -> None:
@@ -106,7 +125,7 @@ def _has_user_code(config: RolloutConfig) -> bool:
 def _problems(
     config: RolloutConfig, inputs: RolloutInputs
 ) -> Iterator[tuple[str, EnvGroupBuilder]]:
-    """The first two problems, by name, that the run will train on; judged ones, if there are."""
+    """The first problems, by name, that the run will train on; judged ones, if there are."""
     stream = EnvStream(
         inputs.train,
         group_size=config.group_size,
@@ -115,7 +134,7 @@ def _problems(
     )
     found = {stream.describe(g): stream.builder(g) for g in range(_LOOKED_AT)}
     judged = {name: builder for name, builder in found.items() if builder.judged}
-    yield from list((judged or found).items())[:2]
+    yield from list((judged or found).items())[:_TRIED]
 
 
 def _trial(
@@ -123,7 +142,7 @@ def _trial(
 ) -> Callable[[], None]:
     if isinstance(builder, SingleTurnGroupBuilder) and isinstance(builder.reward, CheckedReward):
         # Its environment is ours: no tokenizer has to travel.
-        return RewardTrial(reward=builder.reward, response=said, answer=said)
+        return RewardTrial(reward=builder.reward, response=said, answer=builder.answer or "")
     tokenizer, ends = inputs.tokenizer, inputs.stops.ids
     end = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
     said_T = np.array([*tokenizer.encode(said, add_special_tokens=False), end], np.int32)

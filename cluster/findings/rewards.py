@@ -1,4 +1,4 @@
-"""Detectors of rewards that teach nothing, or something else."""
+"""Detectors of rewards that teach nothing, or something else, and of groups that fail."""
 
 from __future__ import annotations
 
@@ -71,4 +71,21 @@ def format_pays_alone(history: History, _setup: Setup) -> Finding | None:
         remedy="the format pays without the answer: lower bonus_coef (or env.format_reward), or "
         "have the reward itself ask for the format",
         settings=("bonus_coef",),
+    )
+
+
+def groups_fail(group_id: int, reason: str, step: int) -> Finding:
+    """The first group of a kind that is set aside: its problem is not trained on any more.
+
+    The queue reports it, no metric does. Reasons name the error, the user's file and line, and the
+    problem.
+    """
+    return Finding(
+        name="groups_fail",
+        step=step,
+        text=f"group {group_id} is set aside and will not be trained on: {reason}",
+        remedy="correct the environment, the reward or the row, and begin another out=: a policy "
+        "that never meets the problems that fail is trained on a selection (max_set_aside= ends "
+        "the run at so many groups)",
+        settings=("max_set_aside",),
     )

@@ -48,6 +48,8 @@ from distill.delivery import CONSTANT_REWARD, Lease, TrainedGroups
 
 # Of so many groups that arrived, or of a step's, the ledger knows for how long they were under way.
 _KNOWN = 256
+# Failures whose reasons every status carries.
+_NEWEST = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -732,6 +734,7 @@ class Ledger:
     def status(self) -> QueueStatus:
         self._meter()
         now = self._clock()
+        failed = {i: why for i, why in self._set_aside.items() if why != CONSTANT_REWARD}
         return QueueStatus(
             depth=len(self._delivered),
             leased={
@@ -741,7 +744,8 @@ class Ledger:
             pending=sorted(self._pending),
             missing=self.missing(),
             credit=self.credit,
-            set_aside=sum(reason != CONSTANT_REWARD for reason in self._set_aside.values()),
+            set_aside=len(failed),
+            newest_set_aside=dict(list(failed.items())[-_NEWEST:]),
             re_leases=self._re_leases,
             begun_again=dict(self._over),
             delivered=self._arrived,

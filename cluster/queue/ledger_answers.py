@@ -65,6 +65,7 @@ class QueueStatus:
             waits for any, in `due_first`.)
         credit: groups that may start now, beside the pending ones.
         set_aside: groups set aside since the start of the run, because they failed.
+        newest_set_aside: the reasons of the newest of these, by group id.
         re_leases: leases of groups that had been leased before.
         delivered: groups that arrived and were wanted.
         duplicates: groups that arrived and were not: again, or too late.
@@ -97,3 +98,4 @@ class QueueStatus:
     starved_s: float
     age_s: float
     begun_again: Mapping[int, int] = field(default_factory=dict)
+    newest_set_aside: Mapping[int, str] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from cluster.config.common import CommonConfig
 from cluster.config.on_policy import RolloutConfig
+from cluster.console import lost_output
 from cluster.early_ends import Diverged, Interrupted, RunFailed
 from cluster.findings.finding import Finding
 from cluster.placement.connect import connect
@@ -59,6 +60,7 @@ class RunSession:
     summary: dict[str, Any] = field(default_factory=dict)
     under_way: bool = False
     last_step: int = 0
+    output_lost: bool = False
 
     @property
     def signals(self) -> Signals:
@@ -75,7 +77,14 @@ class RunSession:
         self.best.see(metrics)
         self.observer.line(metrics)
         self.progress.step(metrics)
+        self.note_lost_output()
         self.trackers.log(metrics)
+
+    def note_lost_output(self) -> None:
+        """Record once in events.jsonl that nobody reads the console's output any more."""
+        if not self.output_lost and (why := lost_output(self.console)):
+            self.output_lost = True
+            self.directory.append_event("output_lost", why=why)
 
     def record_evaluation(self, metrics: Mapping[str, float], step: int) -> None:
         """An evaluation outside of a step, of the weights after `step`: a line of its own."""
@@ -230,6 +239,7 @@ def session(
                 raise error from raised
             raise
         finally:
+            running.note_lost_output()
             directory.append_event("end", status=running.summary.get("status"))
             trackers.finish(running.summary, status)
             notifier.finish(running.summary, running.last_step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from ray.exceptions import RayError
 from rich.console import Console
 from rich.markup import escape
 
@@ -17,6 +19,7 @@ from cluster.config.on_policy import OpdConfig, RolloutConfig
 from cluster.config.rollout_checks import RolloutInputs, check_rollout
 from cluster.config.routing import with_routing_replay
 from cluster.config.user_code import try_own_objective, try_user_code
+from cluster.early_ends import Interrupted, RunFailed
 from cluster.findings.finding import Setup
 from cluster.findings.watch import Watch
 from cluster.handshake.handshake import (
@@ -38,18 +41,23 @@ from cluster.run_files.certificate import certificate
 from cluster.run_files.fork import Fork, find_fork
 from cluster.run_files.run_directory import RunDirectory
 from cluster.run_files.tracking import agreement_table
-from cluster.runtime.canaries import ScorerMoved
+from cluster.runtime.canaries import ScoredWrongly, ScorerMoved
 from cluster.runtime.fleet import Fleet, trained_in
 from cluster.runtime.steps import drive
 from cluster.supervision.supervise import LearnerLost
-from distill.delivery import TrainedGroups
+from distill.delivery import CONSTANT_REWARD, TrainedGroups
 from distill.envs.base import EnvDataset, Mixture
-from distill.errors import CheckpointError
+from distill.errors import CheckpointError, EngineError, kind_of
 from distill.handshake.comparison import CalibrationReport
 from distill.objective.settings import ObjectiveConfig
 from distill.tokenizer import fingerprint, probe_tokenizer
 from learner.checkpoint import Checkpoint
 from learner.config import ShadowRule
+
+# Longest that an interrupted run waits for its last canaries: a scheduler's patience is short.
+_LAST_CANARIES_S = 30.0
+# Kinds of failures that the console's last lines name.
+_KINDS = 5
 
 
 def run_on_policy(config: RolloutConfig, console: Console) -> None:
@@ -306,15 +314,44 @@ class _Run:
             running.directory.store.set_aside_after(moved.first_bad - 1)
             self._certify()
             raise
+        except Interrupted:
+            self._ask_last_canaries()
+            raise
         finally:
             self._evaluations.give_up("the run ends")
         self._settle()
+        self._report_set_aside(checkpoint)
         self._evaluations.after_steps(checkpoint.step)
         self._certify()
         if config.only_keeps:
             running.kept(checkpoint.step)
         else:
             running.complete(checkpoint)
+
+    def _report_set_aside(self, checkpoint: Checkpoint) -> None:
+        """Count the groups that failed for good by kind, in summary.json and on the console."""
+        reasons = trained_in(checkpoint).set_aside.values()
+        kinds = Counter(kind_of(why) for why in reasons if why != CONSTANT_REWARD)
+        if kinds:
+            self._running.summary["set_aside"] = dict(kinds.most_common())
+            told = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(_KINDS))
+            self._running.progress.note(
+                f"{kinds.total()} groups failed and were not trained on: {told}"
+            )
+
+    def _ask_last_canaries(self) -> None:
+        """Ask every scorer once more after a signal: else nothing trained since is ever proven."""
+        running = self._running
+        if not running.under_way:
+            return
+        try:
+            with self.fleet.driver.ending(_LAST_CANARIES_S):
+                self.fleet.canaries.after_last(running.last_step)
+        except (ScoredWrongly, ScorerMoved) as moved:
+            running.directory.store.set_aside_after(moved.first_bad - 1)
+            running.progress.note(f"{moved}: later checkpoints are renamed to *.damaged")
+        except (RunFailed, EngineError, RayError) as error:
+            running.progress.note(f"the last canaries were not answered: {error}")
 
     def _certify(self) -> None:
         """Writes certificate.json, and says its one line."""

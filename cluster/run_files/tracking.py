@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -33,10 +34,14 @@ _OF_RESPONSES = ("rollout/response_length", "rollout/eos_share")
 
 # Steps of tiny models come by the dozen a second; metrics.jsonl has every one of them.
 _LINE_INTERVAL_S = 1.0
+# In a log the interval grows with the run, to this share of it and to so many seconds at most.
+_LOG_INTERVAL_SHARE, _LOG_INTERVAL_S = 1 / 30, 60.0
 
 
 class Progression:
-    """Reports steps: a printed line at most once a second, and a bar where there is a terminal.
+    """Reports steps: a bar and a line at most once a second on a terminal, lines in a log.
+
+    A log's lines bear the time of day and the time that is left, and thin out as the run goes on.
 
     Attributes:
         hidden: metrics that say nothing in this run.
@@ -46,6 +51,7 @@ class Progression:
         self.hidden: set[str] = set(_OF_RESPONSES)
         self._console = console
         self._steps = steps
+        self._first_step, self._started = first_step, time.monotonic()
         self._printed = -_LINE_INTERVAL_S
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16),
@@ -73,9 +79,25 @@ class Progression:
             self._bar.update(
                 self._task, completed=step, description="  ".join([shown[0], *shown[-1:]])
             )
-        if step == self._steps or time.monotonic() - self._printed >= _LINE_INTERVAL_S:
-            self._printed = time.monotonic()
-            self._console.print(f"step {step}/{self._steps}  " + "  ".join(shown), highlight=False)
+        now = time.monotonic()
+        if step == self._steps or now - self._printed >= self._interval_s(now):
+            self._printed = now
+            line = f"step {step}/{self._steps}  " + "  ".join(shown)
+            if not self._console.is_terminal:
+                line = f"{time.strftime('%H:%M:%S')}  {line}  {self._left(step, now)} left"
+            self._console.print(line, highlight=False)
+
+    def _interval_s(self, now: float) -> float:
+        """Seconds between two printed lines."""
+        if self._console.is_terminal:
+            return _LINE_INTERVAL_S
+        grown = min((now - self._started) * _LOG_INTERVAL_SHARE, _LOG_INTERVAL_S)
+        return max(_LINE_INTERVAL_S, grown)
+
+    def _left(self, step: int, now: float) -> timedelta:
+        """Time left at the mean pace since the start, waits and evaluations included."""
+        pace = (now - self._started) / max(1, step - self._first_step)
+        return timedelta(seconds=round(pace * (self._steps - step)))
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)

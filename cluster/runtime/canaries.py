@@ -62,7 +62,7 @@ class ScoredWrongly(LearnerLost):
 
     def __init__(self, why: str, first_bad: int) -> None:
         super().__init__(why)
-        self.before = first_bad
+        self.before = self.first_bad = first_bad
 
 
 class ScorerMoved(RunFailed):

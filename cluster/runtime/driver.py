@@ -26,13 +26,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayError
 
-from cluster.early_ends import Diverged, Interrupted, RunFailed
+from cluster.early_ends import Diverged, Interrupted, RunFailed, StoppedAtOnce
 from cluster.handles import calls
 from cluster.placement.roles import LEARNER
 from cluster.supervision.failures import dead_among, is_death, reason_of, root_cause
@@ -54,11 +54,15 @@ class CallFailed(RunFailed):
 
 
 class Signals:
-    """Remembers the first SIGINT or SIGTERM, for the driver to act on between waits."""
+    """Remembers the first SIGINT, SIGTERM or SIGHUP, for the driver to act on between waits.
+
+    A SIGHUP that the process was started to ignore (nohup) stays ignored.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._received_at = 0.0
+        self._ending = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -66,7 +70,10 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield  # handlers can be set in the main thread only; a test's thread goes without
             return
-        previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        caught = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            caught.append(signal.SIGHUP)
+        previous = {signum: signal.signal(signum, self._handle) for signum in caught}
         try:
             yield
         finally:
@@ -74,18 +81,30 @@ class Signals:
                 signal.signal(signum, handler)
 
     def check(self) -> None:
-        """Raises Interrupted if a signal has come in."""
-        if self.received is not None:
+        """Raise Interrupted if a signal has come in, except while the run is `ending`."""
+        if self.received is not None and not self._ending:
             raise Interrupted(self.received)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Context of what a run still does after the first signal. A second one ends it at once."""
+        self._ending = True
+        try:
+            yield
+        finally:
+            self._ending = False
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signum, now
             # Not print: a handler may run in the middle of one.
-            os.write(2, f"{signal.Signals(signum).name}: {_ENDING}\n".encode())
+            with suppress(OSError):  # the terminal may be what was lost
+                below_the_bar = "\n" if os.isatty(2) else ""
+                name = signal.Signals(signum).name
+                os.write(2, f"{below_the_bar}{name}: {_ENDING}\n".encode())
         elif now - self._received_at > _SAME_SIGNAL_S:
-            raise KeyboardInterrupt
+            raise StoppedAtOnce(signum)
 
 
 class Driver:
@@ -106,6 +125,16 @@ class Driver:
     ) -> None:
         self._supervisor, self._signals = supervisor, signals
         self._deadline_s, self._idle = deadline_s, idle
+
+    @contextmanager
+    def ending(self, deadline_s: float) -> Iterator[None]:
+        """Context of calls after the first signal, each of which may take `deadline_s` at most."""
+        usual, self._deadline_s = self._deadline_s, min(self._deadline_s, deadline_s)
+        try:
+            with self._signals.ending():
+                yield
+        finally:
+            self._deadline_s = usual
 
     def poll(self) -> None:
         """One poll of a wait: signals, supervisor, idle work. Raises as `call` does."""

@@ -21,6 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster.config.on_policy import RolloutConfig
 from cluster.findings.finding import Finding
+from cluster.findings.rewards import groups_fail
 from cluster.handles import calls
 from cluster.hosts.build import RolloutCast
 from cluster.hosts.engine_pool import EnginePool
@@ -61,7 +62,7 @@ from cluster.supervision.supervise import (
     Supervisor,
 )
 from distill.delivery import TrainedGroups
-from distill.errors import CalibrationError, CheckpointError
+from distill.errors import CalibrationError, CheckpointError, kind_of
 from learner.checkpoint import Checkpoint
 
 _CLOSE_S = 5.0
@@ -73,7 +74,7 @@ class Fleet:
     Args:
         examine: the handshake of some engines with the learner.
         say: prints a line for people.
-        found: is told of what is wrong with a scorer.
+        found: is told of scorers that moved and of groups that fail.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class Fleet:
         found: Callable[[Finding], None],
     ) -> None:
         self._config, self._placement, self._directory = config, placement, directory
-        self._say = say
+        self._say, self._found = say, found
+        self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
+        self._step = 0
         self.supervisor = Supervisor(
             say=say,
             record=directory.append_event,
@@ -394,8 +397,16 @@ class Fleet:
             member.handle.give_up.remote(status.begun_again, status.epoch)
 
     def _check_set_aside(self, status: QueueStatus) -> None:
-        """Raises RunFailed if so many groups fail that it is not their own fault."""
+        """Report each kind of failure at its first group that is set aside.
+
+        Raises:
+            RunFailed: so many groups fail that it is not their own fault.
+        """
         config = self._config
+        for group_id, reason in status.newest_set_aside.items():
+            if (kind := kind_of(reason)) not in self._kinds_of_failures:
+                self._kinds_of_failures.add(kind)
+                self._found(groups_fail(group_id, reason, self._step))
         in_a_row = status.consecutive_set_aside >= max(config.prompts_per_step, 2)
         if in_a_row or status.set_aside > config.max_set_aside:
             raise RunFailed(
@@ -452,6 +463,7 @@ class Fleet:
 
     def ask_canaries(self, step: int) -> None:
         """Has scorers asked that are due after this step; after the last one, waits for them."""
+        self._step = step
         if step == self._config.steps:
             self.canaries.after_last(step)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,58 @@ def test_a_full_disk_under_the_output_ends_no_run() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, cwd=ROOT, check=False)
     assert done.returncode == 7
+
+
+# Ends with code 7 if its output is lost, and what libraries print afterwards does no harm.
+_CHATTER = """
+import sys
+from cluster.console import lost_output, make_console
+console = make_console()
+while not lost_output(console):
+    console.print("step")
+print("printed by a library", flush=True)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_closed_pipe_ends_no_run(joined: bool) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHATTER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if joined else subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.stdout.close()
+    assert child.wait(timeout=60) == 7
+
+
+def test_a_lost_terminal_ends_no_run() -> None:
+    master, terminal = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHATTER], stdout=terminal, stderr=terminal, cwd=ROOT
+    )
+    os.close(terminal)
+    os.read(master, 4)
+    os.close(master)
+    assert child.wait(timeout=60) == 7
+
+
+def test_a_log_bears_the_time_that_is_left_and_thins_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("cluster.run_files.tracking.time.monotonic", lambda: now)
+    printed = io.StringIO()
+    progress = Progression(Console(file=printed, width=200), first_step=100, steps=7300)
+    for step in range(101, 7301):  # one a second, two hours
+        now += 1.0
+        progress.step({"step": step, "train/nll": 1.0})
+    lines = printed.getvalue().splitlines()
+    assert "step 110/7300" in lines[9] and lines[9].endswith("1:59:50 left")
+    assert "step 7300/7300" in lines[-1] and lines[-1].endswith("0:00:00 left")
+    second_hour = [line for line in lines if int(line.split("step ")[1].split("/")[0]) > 3700]
+    assert 50 < len(second_hour) < 70
 
 
 def test_a_line_is_never_wrapped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,8 +38,13 @@ CODE = """
 
 
     def fine(response, answer):
-        assert response == answer and response
-        return 1.0
+        return float(response == answer)
+
+    def of_right_answers_alone(response, answer):
+        return 1.0 / (response == answer)
+
+    def of_numbers_alone(response, answer):
+        return float(response) - float(answer)
 
     def divides(response, answer):
         return 1 / 0
@@ -164,6 +169,8 @@ def test_a_reward_that_works_is_called_with_the_answer_in_a_second(opd: NewOpd, 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
+        ("of_right_answers_alone", r"raised ZeroDivisionError: .*\({code}:{line}\).*response ''"),
+        ("of_numbers_alone", r"raised ValueError: .*\({code}:{line}\).*the response ''"),
         ("divides", r"raised ZeroDivisionError: division by zero \({code}:{line}\)"),
         ("exits", r"the process ended \(exit code 7\), in the environment or reward"),
         ("prints_and_exits", r"raised SystemExit: 4 \({code}:{line}\)"),
@@ -178,7 +185,7 @@ def test_a_reward_that_fails_is_named_with_file_line_and_problem(
         trial(config)
     message = str(raised.value)
     assert re.search(said.format(code=re.escape(str(code)), line=line), message), message
-    assert re.search(r"problem \d+ of env=SingleTurn prompts=.*with the response '\d+'", message)
+    assert re.search(r"problem \d+ of env=SingleTurn prompts=.*with the response '\d*'", message)
     assert message.endswith("try_first=False")
 
 
@@ -196,14 +203,14 @@ def test_a_row_at_fault_is_told_and_the_code_is_not_refused(
         )
         told += trial(config)
     assert told and all(
-        "problem 1 of" in said and "is fine, so the run goes on" in said for said in told
+        "problem 1 of" in said and "are fine, so the run goes on" in said for said in told
     )
 
 
 def test_code_that_hangs_is_ended(opd: NewOpd, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_code, "_START_S", 3.0)
     with pytest.raises(ConfigError, match=r"is late \(over 0.1 s\)"):
         trial(opd(reward=f"{code.stem}:hangs", reward_timeout_s=0.1))
+    monkeypatch.setattr(user_code, "_START_S", 3.0)
     with pytest.raises(ConfigError, match=r"did not end within 3.1 s \(reward_timeout_s= and 3\)"):
         trial(own(opd, code, "hangs", "reward_timeout_s=0.1"))
 

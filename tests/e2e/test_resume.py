@@ -21,6 +21,7 @@ from distill.errors import NonFiniteError
 from learner.learner import Learner
 from tests.conftest import TinyPair
 from tests.e2e.harness import (
+    DEADLINE_S,
     evaluations,
     events,
     finish,
@@ -54,7 +55,7 @@ def assert_whole(out: Path, steps: int, prompts_per_step: int = 4) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_checkpoints_and_exits_with_its_code(
     tiny_pair: TinyPair,
     tmp_path: Path,
@@ -62,6 +63,8 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
     signum: signal.Signals,
 ) -> None:
     out = tmp_path / "run"
+    if signum == signal.SIGHUP:  # nohup would have the run ignore it, as it should
+        signal.signal(signum, signal.SIG_DFL)
     # Ctrl-C where an evaluation follows each step: one that is due then must not stand before the
     # checkpoint.
     evaluated = {"eval_every": 1} if signum == signal.SIGINT else {}
@@ -86,6 +89,21 @@ def test_a_signal_checkpoints_and_exits_with_its_code(
             capsys.readouterr()
         )
         assert_whole(out, done + 2)
+        certificate = json.loads((out / "certificate.json").read_text())
+        assert certificate["proven"], certificate["verdict"]  # a canary was asked at the signal
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_end_a_run(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = opd_arguments(tiny_pair, out, steps=4, checkpoint_every=1000)
+    process = start("cluster.train", "recipe=opd", *arguments, "local=True")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=DEADLINE_S) == 0
+    assert_whole(out, 4)
+    assert len(events(out, "output_lost")) == 1
 
 
 @pytest.mark.slow

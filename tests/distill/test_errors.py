@@ -1,0 +1,50 @@
+"""Descriptions of errors: the user's own line, and the kind that counts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distill.errors import DataError, described, kind_of
+
+
+def raised_by(code: str, path: Path) -> Exception:
+    path.write_text(code)
+    with pytest.raises(Exception) as caught:
+        exec(compile(code, str(path), "exec"), {"json": json})
+    return caught.value
+
+
+def test_the_place_of_an_error_is_the_users_line(tmp_path: Path) -> None:
+    path = tmp_path / "shop.py"
+    error = raised_by("def price(text):\n    return json.loads(text)\n\nprice('x')\n", path)
+    assert described(error).startswith("JSONDecodeError: Expecting value")
+    assert described(error).endswith(f"({path}:2)")
+
+
+def test_the_message_of_an_error_of_ours_is_complete() -> None:
+    assert described(DataError("row 3 has no prompt; give one")) == "row 3 has no prompt; give one"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (
+            "failed 3 times: KeyError: 'a' (shop.py:3), in problem 7",
+            "failed 3 times: KeyError: 'b' (shop.py:3), in problem 8",
+            True,
+        ),
+        ("KeyError: 'a' (shop.py:3)", "KeyError: 'a' (shop.py:4)", False),
+        ("KeyError: 'a' (shop.py:3)", "ValueError: a (shop.py:3)", False),
+        (
+            "reward m:f raised KeyError: 1 (m.py:9) (for the answer '1')",
+            "failed 3 times: reward m:f raised KeyError: 2 (m.py:9) (for the answer '2')",
+            True,
+        ),
+        ("2 workers died or hung with it: a", "failed 3 times: b", False),
+    ],
+)
+def test_a_kind_is_an_error_type_and_a_line(first: str, second: str, same: bool) -> None:
+    assert (kind_of(first) == kind_of(second)) is same
