@@ -46,6 +46,7 @@ from cluster.early_ends import RunFailed
 from cluster.jsonl_log import write_rows
 from distill.chat.template import (
     Message,
+    answered,
     check_messages,
     check_text,
     check_tools,
@@ -54,7 +55,7 @@ from distill.chat.template import (
 )
 from distill.chat.template_choice import ChatTemplateSettings
 from distill.data.answers import answer_text
-from distill.data.columns import PromptColumns
+from distill.data.columns import PromptColumns, with_chats
 from distill.data.row_files import located
 from distill.data.row_reader import RowReader
 from distill.engine import GenerateRequest
@@ -226,6 +227,7 @@ def _asked(
     row: Mapping[str, Any],
 ) -> Asked:
     with located(where):
+        row = with_chats(row)
         plain = _shown(row, "")
         if plain is None:
             raise DataError("give `prompt` (a string) or `messages` (chat format)")
@@ -295,8 +297,7 @@ async def _judged(
 def _completed(written: Mapping[str, Any], text: str) -> dict[str, Any]:
     if "prompt" in written:
         return {**written, "completion": text}
-    said = {"role": "assistant", "content": text}
-    return {**written, "messages": [*written["messages"], said]}
+    return {**written, "messages": answered(written["messages"], text)}
 
 
 @asynccontextmanager

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill.chat.messages import REASONING, Message, normal_message, parsed_json
 from distill.errors import DataError
 from distill.types import TokenArray
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
@@ -46,11 +46,46 @@ def render_messages(
 ) -> TokenArray:
     """Chat messages through the model's own template, up to where the assistant speaks.
 
+    An answer that the assistant has begun, as the last message, is continued.
+
     Raises:
-        DataError: the tokenizer has no chat template, or the template refuses the messages.
+        DataError: the tokenizer has no chat template, or the template refuses the messages; the
+            last message is a tool call of the assistant, which has nothing to continue.
     """
-    text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=True)
+    begun = is_begun(messages)
+    text = chat_text(
+        tokenizer,
+        messages,
+        tools=tools,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
+    )
     return encode_chat(tokenizer, text)
+
+
+def is_begun(messages: Sequence[Message]) -> bool:
+    """True if the last message is the assistant's: an answer that is to be continued.
+
+    Raises:
+        DataError: it calls tools, and no message has the results.
+    """
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        return False
+    if last.get("tool_calls"):
+        raise DataError(
+            "the last message is a tool call of the assistant, and no `tool` message answers it; "
+            "add the result, or drop the call"
+        )
+    return True
+
+
+def answered(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with the assistant's text: a message of its own, or the end of one begun."""
+    if not is_begun(messages):
+        return [*messages, {"role": "assistant", "content": text}]
+    *before, begun = messages
+    return [*before, {**begun, "content": begun["content"] + text}]
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
@@ -68,8 +103,14 @@ def chat_text(
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
+    continue_final_message: bool = False,
 ) -> str:
-    """The messages as text, by the tokenizer's chat template.
+    """The messages, in normal form, as text by the tokenizer's chat template.
+
+    The role `developer` is `system` under a template that does not know it.
+
+    Args:
+        continue_final_message: the text ends where the last message does, without its end.
 
     Raises:
         DataError: the tokenizer has no chat template, the template refuses the messages, or the
@@ -80,40 +121,92 @@ def chat_text(
             "there are chat messages but the tokenizer has no chat template; give plain strings "
             "in `prompt`, or a tokenizer with a template"
         )
-    given = [_for_template(message) for message in messages]
+    template = str(tokenizer.chat_template)
+    given = [_as_known(normal_message(message), template) for message in messages]
+    settings = {
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    calls = [call["function"] for m in given for call in m.get("tool_calls", ())]
+    if not calls:
+        return _written(tokenizer, given, settings)
+    return _with_calls(tokenizer, given, [call["arguments"] for call in calls], settings)
+
+
+def _with_calls(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    arguments: Sequence[Mapping[str, Any] | str],
+    settings: Mapping[str, Any],
+) -> str:
+    """The text with the calls' `arguments` as objects, or as JSON text if the template needs it.
+
+    Most templates print an object as JSON. DeepSeek's concatenate a text, and refuse an object;
+    a template that interpolates a text prints an object as Python does.
+    """
     try:
-        text = tokenizer.apply_chat_template(
-            given,
-            tools=None if tools is None else [dict(tool) for tool in tools],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-        )
+        written = _written(tokenizer, _with_arguments(messages, _as_object), settings)
+    except DataError as error:
+        try:
+            return _written(tokenizer, _with_arguments(messages, _as_text), settings)
+        except DataError:
+            raise error from None
+    objects = [str(_as_object(each)) for each in arguments if _as_object(each)]
+    if not any(each in written for each in objects):
+        return written
+    texts = _written(tokenizer, _with_arguments(messages, _as_text), settings)
+    return written if any(each in texts for each in objects) else texts
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], settings: Mapping[str, Any]
+) -> str:
+    conversation: Any = [*messages]
+    try:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **settings)
     except Exception as error:  # jinja2 raises whatever the template's author chose
         raise DataError(f"the chat template refuses these messages: {error}") from error
     return str(text)
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """The arguments of tool calls as objects, where OpenAI's format has them as JSON text.
+def _with_arguments(
+    messages: Sequence[Message], form: Callable[[Mapping[str, Any] | str], Any]
+) -> list[Message]:
+    made = []
+    for message in messages:
+        if "tool_calls" in message:
+            calls = [
+                {**call, "function": {**function, "arguments": form(function["arguments"])}}
+                for call in message["tool_calls"]
+                for function in (call["function"],)
+            ]
+            message = {**message, "tool_calls": calls}
+        made.append(message)
+    return made
 
-    Templates print them as JSON; servers parse them for the same reason.
+
+def _as_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: Mapping[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """The message with the role and the field of reasoning by the names that the template knows.
+
+    `developer` is OpenAI's later name of `system`.
     """
-    if not message.get("tool_calls"):
-        return dict(message)
-    return {**message, "tool_calls": [_with_parsed_arguments(c) for c in message["tool_calls"]]}
-
-
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the `arguments` of a tool call are not JSON: {function['arguments'][:40]!r}: {error}"
-        ) from error
-    return {**call, "function": {**function, "arguments": arguments}}
+    if message.get("role") == "developer" and "developer" not in template:
+        message = {**message, "role": "system"}
+    named = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
+    for name in REASONING:
+        if name in message and named and not any(each in message for each in named):
+            message = {**message, named[0]: message[name]}
+            del message[name]
+    return message
 
 
 # Roles of other formats, by which a template would write another turn than is meant, or none.
@@ -121,39 +214,38 @@ _OPENAI_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatg
 
 
 def check_messages(value: object, field: str) -> list[Message]:
-    """`value` as chat messages in OpenAI's format: role, and content or tool calls.
+    """`value` as chat messages of OpenAI's format, in normal form.
 
-    Content that is a list of parts, {"type": "text", "text": ...}, is their text, joined.
+    Content that is a list of parts, {"type": "text", "text": ...}, is their text, joined. JSON
+    text in place of the list, a message or `tool_calls` is parsed.
 
     Raises:
         DataError: names the field and the message that is not one.
     """
+    value = parsed_json(value)
     if not isinstance(value, list) or not value:
-        raise DataError(f"`{field}` must be a non-empty list, got {value!r}")
-    messages: list[Message] = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"`{field}[{i}]` must be an object with a `role`, got {message!r}")
-        if (role := _OPENAI_ROLES.get(message["role"])) is not None:
-            raise DataError(
-                f'`{field}[{i}].role` is "{message["role"]}", as other formats have it; write '
-                f'"{role}"'
-            )
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(content, list):
-            content = _joined(content, f"{field}[{i}].content")
-            message = {**message, "content": content}
-        if not isinstance(content, str) and not (content is None and calls):
-            raise DataError(
-                f"`{field}[{i}].content` must be a string or a list of text parts, and may be left "
-                f"out beside `tool_calls` only; got {content!r}"
-            )
-        if calls is not None and not (
-            isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-        ):
-            raise DataError(f"`{field}[{i}].tool_calls` must be a list of objects, got {calls!r}")
-        messages.append(message)
-    return messages
+        raise DataError(f"`{field}` must be a non-empty list of messages, got {value!r}")
+    return [_checked(parsed_json(each), f"{field}[{i}]") for i, each in enumerate(value)]
+
+
+def _checked(message: Any, field: str) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"`{field}` must be an object with a `role`, got {message!r}")
+    if (role := _OPENAI_ROLES.get(message["role"])) is not None:
+        raise DataError(
+            f'`{field}.role` is "{message["role"]}", as other formats have it; write "{role}"'
+        )
+    content, calls = message.get("content"), parsed_json(message.get("tool_calls"))
+    if calls is not None and not isinstance(calls, list):
+        raise DataError(f"`{field}.tool_calls` must be a list of objects, got {calls!r}")
+    if isinstance(content, list):
+        message = {**message, "content": _joined(content, f"{field}.content")}
+    elif not isinstance(content, str) and not (content is None and calls):
+        raise DataError(
+            f"`{field}.content` must be a string or a list of text parts, and may be left "
+            f"out beside `tool_calls` only; got {content!r}"
+        )
+    return normal_message(message, field)
 
 
 def _joined(parts: Sequence[object], field: str) -> str:
@@ -170,15 +262,19 @@ def _joined(parts: Sequence[object], field: str) -> str:
 def check_tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The row's `tools`, JSON schemas that go to the chat template; None where it has none.
 
+    JSON text in place of the list or of a schema is parsed.
+
     Raises:
         DataError: it is not a list of objects.
     """
-    tools = row.get("tools")
+    tools = parsed_json(row.get("tools"))
+    if isinstance(tools, list):
+        tools = [parsed_json(tool) for tool in tools]
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise DataError(f"`tools` must be a list of objects (JSON schemas), got {tools!r}")
-    return tools
+    return tools or None
 
 
 def check_text(row: Mapping[str, Any], field: str) -> str:

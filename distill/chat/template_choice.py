@@ -108,7 +108,7 @@ def _read(path: str) -> str:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"chat_template={path} cannot be read: {error}; give a file that holds a chat template"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill.chat.messages import is_trained
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.errors import DataError
 from distill.types import BoolArray, TokenArray
@@ -50,7 +51,7 @@ def conversation_chains(
 
     A turn's tokens are those after the template's generation prompt, through the first of
     `stop_ids`, which is where the served model falls silent; all of them where none occurs. Turns
-    among the first `context` messages are not trained.
+    among the first `context` messages are not trained, nor are those that `is_trained` excludes.
 
     Raises:
         DataError: no assistant turn to train, or the template cannot render one.
@@ -58,12 +59,12 @@ def conversation_chains(
     turns = [
         _turn(tokenizer, messages, i, stop_ids, tools)
         for i in range(context, len(messages))
-        if messages[i]["role"] == "assistant"
+        if is_trained(messages[i])
     ]
     if not turns:
         raise DataError(
             f"there is no assistant turn to train in messages[{context}:]; only what the "
-            "assistant says is trained"
+            "assistant says is trained, without `weight: 0` or `train: false`"
         )
     text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
     whole_T = encode_chat(tokenizer, text)

@@ -35,6 +35,7 @@ class Columns:
     def as_fields(self, rows: Rows, place: str) -> Rows:
         """The rows with those columns as fields; chats given as a prompt are `messages`.
 
+        `a.b` is the field `b` of the objects in the column `a`, where no column has that very name.
         A source without the column is left as it is, if it has the field itself.
 
         Raises:
@@ -44,7 +45,7 @@ class Columns:
         given = {}
         for setting, (column, field) in self.read_as().items():
             own = {field, "messages"} if field == "prompt" else {field}
-            if column in found:
+            if any(has_column(row, column) for _, row in rows):
                 given[column] = (field, own)
             elif not own & found:
                 raise DataError(
@@ -57,12 +58,33 @@ class Columns:
 
 
 def _renamed(row: Mapping[str, Any], given: Mapping[str, tuple[str, set[str]]]) -> dict[str, Any]:
-    dropped = set(given).union(*(own for column, (_, own) in given.items() if column in row))
+    there = {column: each for column, each in given.items() if has_column(row, column)}
+    dropped = set(given).union(*(own for _, own in there.values()))
     made = {name: value for name, value in row.items() if name not in dropped}
-    for column, (field, _) in given.items():
-        if column in row:
-            chat = field == "prompt" and isinstance(row[column], list)
-            made["messages" if chat else field] = row[column]
+    made |= {field: _value_of(row, column) for column, (field, _) in there.items()}
+    return with_chats(made)
+
+
+def has_column(row: Mapping[str, Any], column: str) -> bool:
+    """True if the row has a column, or a field within one, of this name."""
+    return _value_of(row, column) is not None
+
+
+def _value_of(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    outer, dot, inner = column.partition(".")
+    value = row.get(outer)
+    return _value_of(value, inner) if dot and isinstance(value, Mapping) else None
+
+
+def with_chats(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with a `prompt` or `teacher_prompt` that is a list of messages as `messages`."""
+    made = dict(row)
+    for prefix in ("", "teacher_"):
+        text, messages = f"{prefix}prompt", f"{prefix}messages"
+        if isinstance(made.get(text), list) and made.get(messages) is None:
+            made[messages] = made.pop(text)
     return made
 
 

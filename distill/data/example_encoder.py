@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distill.chat.template import Message, check_vocabulary, encode, render_text
+from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import Chain, conversation_chains
 from distill.errors import DataError
 
@@ -69,8 +70,10 @@ class ExampleEncoder:
         """Token chains of the assistant's turns after the first `context` messages.
 
         Raises:
-            DataError: as of `conversation_chains`; too long, or ids the model lacks.
+            DataError: as of `check_written` and `conversation_chains`; too long, or ids the model
+                lacks.
         """
+        check_written(self.tokenizer, messages, tools=tools, context=context)
         chains = conversation_chains(
             self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import Chain
-from distill.data.columns import refuse_misspelt
+from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
 from distill.data.sft_rows import supervised_row
@@ -46,8 +46,9 @@ def load_preference_pairs(
         prompt       a string; `chosen` and `rejected` are strings, closed by the EOS. Or it is what
                      the user says, where they are messages: those that follow it, or whole
                      conversations, which begin with it
-        messages     the context, chat format; `chosen` and `rejected` are each what the assistant
-                     says (a string) or the messages that follow
+        messages     the context, chat format, which `prompt` may hold as well; `chosen` and
+                     `rejected` are each what the assistant says (a string) or the messages that
+                     follow
         neither      `chosen` and `rejected` are whole conversations, which begin alike
 
     `tools` beside messages go to the chat template. Only what the assistant says after the shared
@@ -67,7 +68,7 @@ def load_preference_pairs(
         where = f"{path}:{number}"
         with located(where):
             refuse_misspelt(row, FIELDS)
-            chosen, rejected = _chains(encoder, row)
+            chosen, rejected = _chains(encoder, with_chats(row))
         pairs.append(
             PreferencePair(
                 chosen=supervised_row(chosen, f"{where} chosen"),

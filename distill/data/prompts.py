@@ -13,11 +13,13 @@ from distill.chat.template import (
     check_text,
     check_tools,
     check_vocabulary,
+    is_begun,
     render_messages,
     render_text,
 )
+from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
-from distill.data.columns import refuse_misspelt
+from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.feedback import FeedbackContext, FeedbackTemplate, feedback_context
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
@@ -104,9 +106,9 @@ def load_prompts(
 ) -> list[Prompt]:
     """Reads, renders and checks every prompt of a source before anything expensive starts.
 
-    A row has `prompt` (a string, encoded as it stands) or `messages`
-    (OpenAI chat format, through the model's chat template, with `tools` if the row has them), and
-    optionally
+    A row has `prompt` (a string, encoded as it stands) or `messages`, in `prompt` as well
+    (OpenAI chat format, through the model's chat template, with `tools` if the row has them; an
+    answer that the assistant has begun, as the last message, is continued), and optionally
 
         answer            the reference for the reward: a string or a number (`answer_text`)
         teacher           the name of the teacher that scores it; needed where there are several
@@ -138,6 +140,7 @@ def load_prompts(
     for number, row in read(path):
         with located(f"{path}:{number}"):
             refuse_misspelt(row, FIELDS)
+            row = with_chats(row)
             prompt = _prompt(row, number, tokenizer, teachers, teacher_tokenizers or {}, chat)
             seen_by_teacher_T = prompt.tokens_T
             if prompt.teacher_tokens_T is not None:
@@ -229,6 +232,7 @@ def _render(
         given = [{"role": "user", "content": check_text(row, text)}]
     if given:
         given, tools = _in_style(given, check_tools(row), chat)
+        check_written(tokenizer, given, tools=tools)
         tokens_T = render_messages(tokenizer, given, tools=tools)
     else:
         tokens_T = render_text(tokenizer, check_text(row, text))
@@ -248,6 +252,11 @@ def _in_style(
     """The messages and the schemas of tools that go to the template."""
     if chat is None:
         return messages, tools
+    if is_begun(messages):
+        raise DataError(
+            "the last message is the assistant's, and the environment's chats cannot continue an "
+            "answer; drop it"
+        )
     if tools:
         raise DataError("`tools` are the environment's own here; leave the field out of the row")
     if chat.system is not None and messages[0]["role"] != "system":

@@ -6,7 +6,8 @@
     .parquet                   Apache Parquet
     .arrow, .feather           Apache Arrow: IPC files and streams
 
-The first three are UTF-8, with or without a byte order mark, with any line ends, and as `.gz` too.
+The first three are UTF-8, with or without a byte order mark, with any line ends, and as `.gz` and
+`.zst` too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from distill.data.normal_rows import normal_row
 from distill.errors import DataError
 
 # (number from 1, object) of every row.
@@ -31,23 +34,27 @@ Rows = list[tuple[int, dict[str, Any]]]
 def read_rows(path: str) -> Rows:
     """(number from 1, object) of every row of a file, by its suffix as above.
 
-    A JSONL or CSV row's number is its first line's, blank lines counted and left out. Parquet and
-    Arrow cannot tell an absent field from a null one, so their nulls are left out, at any depth.
+    A JSONL or CSV row's number is its first line's, blank lines counted and left out. Rows are in
+    normal form: see `distill.data.normal_rows`.
 
     Raises:
         DataError: no such file, nothing in it, or something in it that is not a row.
     """
-    rows = _READERS.get(suffix_of(path), _json_rows)(path)
+    if not Path(path).exists():
+        raise DataError(f"cannot read {path!r}: {_missing(path)}")
+    suffix = suffix_of(path)
+    rows = _READERS.get(suffix, _json_rows)(path)
     if not rows:
-        remedy = "; write one JSON object per line" if suffix_of(path) not in _READERS else ""
+        remedy = "; write one JSON object per line" if suffix not in _READERS else ""
         raise DataError(f"{path} holds no rows{remedy}")
-    return rows
+    from_arrow = suffix in _ARROW
+    return [(number, normal_row(row, from_arrow=from_arrow)) for number, row in rows]
 
 
 def suffix_of(path: str) -> str:
-    """The suffix that names the format, in small letters; that before `.gz`."""
+    """The suffix that names the format, in small letters; that before `.gz` or `.zst`."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
-    if suffixes[-1:] == [".gz"]:
+    if suffixes[-1:] in ([".gz"], [".zst"]):
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
@@ -56,13 +63,29 @@ def _text_of(path: str) -> str:
     """The text of a file, without a byte order mark."""
     try:
         content = Path(path).read_bytes()
-        if Path(path).suffix.lower() == ".gz":
+        packed = Path(path).suffix.lower()
+        if packed == ".gz":
             content = gzip.decompress(content)
+        elif packed == ".zst":
+            content = _unpacked_zstd(content)
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path!r}: {error}; save it as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path!r}: {error}") from error
+
+
+def _unpacked_zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    with pyarrow.input_stream(io.BytesIO(content), compression="zstd") as stream:
+        return stream.read()
+
+
+def _missing(path: str) -> str:
+    where = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
+    near = get_close_matches(path, map(str, Path(path).parent.glob("*")), n=1)
+    return f"there is no such file{where}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _json_rows(path: str) -> Rows:
@@ -192,10 +215,32 @@ def _arrow_table_rows(path: str, what: str, read: Callable[[], Any]) -> Rows:
     import pyarrow
 
     try:
-        rows = read().to_pylist(maps_as_pydicts="strict")
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+        table = read()
+        rows = table.to_pylist(maps_as_pydicts="strict")
+        for field in table.schema:
+            if "arrow.json" in str(field.type):
+                for row in rows:
+                    row[field.name] = _with_parsed_json(row[field.name], field.type)
+    except (OSError, pyarrow.ArrowException, ValueError, KeyError) as error:
         raise DataError(f"cannot read {path!r} as {what}: {error}") from error
-    return [(number, without_nulls(row)) for number, row in enumerate(rows, start=1)]
+    return list(enumerate(rows, start=1))
+
+
+def _with_parsed_json(value: Any, kind: Any) -> Any:
+    """The value of an Arrow type, parsed where the type is Arrow's JSON extension."""
+    import pyarrow.types as kinds
+
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if kinds.is_struct(kind):
+        return {each.name: _with_parsed_json(value[each.name], each.type) for each in kind}
+    if kinds.is_map(kind):
+        return {name: _with_parsed_json(inner, kind.item_type) for name, inner in value.items()}
+    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+        return [_with_parsed_json(inner, kind.value_type) for inner in value]
+    return value
 
 
 _READERS: dict[str, Callable[[str], Rows]] = {
@@ -205,16 +250,8 @@ _READERS: dict[str, Callable[[str], Rows]] = {
     ".arrow": _arrow_rows,
     ".feather": _arrow_rows,
 }
+_ARROW = frozenset({".parquet", ".arrow", ".feather"})
 SUFFIXES = frozenset({".jsonl", ".json", ".ndjson", *_READERS})
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without fields that are None, at any depth."""
-    if isinstance(value, dict):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
-    return value
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.data.columns import Columns
-from distill.data.row_files import Rows, read_rows, without_nulls
+from distill.data.columns import Columns, has_column
+from distill.data.normal_rows import normal_row
+from distill.data.row_files import Rows, read_rows
+from distill.data.shards import shard_rows
 from distill.data.sources import Kind, Source, kind_of
 from distill.errors import ConfigError, DataError, IsothermError, described
 from distill.lookup import resolve_function
@@ -35,6 +37,11 @@ class RowReader:
         """
         rows = self._read(place)
         self._seen.update(*(row for _, row in rows))
+        self._seen.update(
+            column
+            for column in self._columns.wanted().values()
+            if any(has_column(row, column) for _, row in rows)
+        )
         return self._columns.as_fields(rows, place)
 
     def require_columns(self) -> None:
@@ -94,10 +101,7 @@ def _directory_rows(path: str) -> Rows:
             f"{Path(path) / (splits or ['train'])[0]} for example"
         )
     if "state.json" not in names:
-        raise DataError(
-            f"cannot read {path!r}: the directory is no data set that `datasets` saved to disk; "
-            "give a file"
-        )
+        return shard_rows(path)
     library = _datasets(path)
     return _table_rows(path, lambda: library.load_from_disk(path))
 
@@ -124,9 +128,9 @@ def _datasets(place: str) -> Any:
 
 
 def _table_rows(place: str, load: Callable[[], Iterable[Mapping[str, Any]]]) -> Rows:
-    """Rows of a data set of `datasets`, without nulls, as from a parquet file."""
+    """Rows of a data set of `datasets`, as from a parquet file."""
     try:
-        rows = [without_nulls(dict(row)) for row in load()]
+        rows = [normal_row(row, from_arrow=True) for row in load()]
     except Exception as error:  # the library, and what it reads with, raise anything
         line = " ".join(str(error).split())
         raise DataError(
@@ -151,7 +155,7 @@ def _function_rows(place: str) -> Rows:
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
             raise DataError(f"{place}:{number}: expected a dictionary, got {repr(row)[:40]}")
-    return _some(place, [dict(row) for row in rows])
+    return _some(place, [normal_row(row) for row in rows])
 
 
 def _some(place: str, rows: Sequence[dict[str, Any]]) -> Rows:
@@ -163,6 +167,7 @@ def _some(place: str, rows: Sequence[dict[str, Any]]) -> Rows:
 _READERS: dict[Kind, Callable[[str], Rows]] = {
     Kind.FILE: read_rows,
     Kind.DIRECTORY: _directory_rows,
+    Kind.PATTERN: shard_rows,
     Kind.HUB: _hub_rows,
     Kind.FUNCTION: _function_rows,
 }

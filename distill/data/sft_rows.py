@@ -4,7 +4,8 @@
                           completion is messages, the prompt is what the user says before them
     messages              a conversation (OpenAI chat format; `tools` beside it go to the
                           template); the loss is on what the assistant says. It may take several
-                          rows: see distill/data/assistant_masks.py
+                          rows: see distill/data/assistant_masks.py. With a `completion` beside
+                          them, the messages are its context; they may stand in `prompt` as well
     tokens, loss_mask     token ids, and the runs of them, [start, stop), that the loss is on;
                           `tokenizer` beside them is the fingerprint of the tokenizer that made
                           them, for nothing is encoded again
@@ -21,7 +22,7 @@ import numpy as np
 
 from distill.chat.template import Message, check_messages, check_text, check_tools
 from distill.data.assistant_masks import Chain
-from distill.data.columns import refuse_misspelt
+from distill.data.columns import refuse_misspelt, with_chats
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.row_files import Rows, located, read_rows
 from distill.errors import DataError
@@ -65,7 +66,7 @@ def load_sft_rows(
         where = f"{path}:{number}"
         with located(where):
             refuse_misspelt(example, FIELDS)
-            chains = _chains(encoder, example, vocab_hash)
+            chains = _chains(encoder, with_chats(example), vocab_hash)
         rows += [supervised_row(chain, where) for chain in chains]
     return rows
 
@@ -74,7 +75,11 @@ def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
     form = _form(example)
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
-        return encoder.conversation(messages, check_tools(example))
+        if example.get("completion") is None:
+            return encoder.conversation(messages, check_tools(example))
+        answer = _answer(example)
+        tools, context = check_tools(example), len(messages)
+        return encoder.conversation([*messages, *answer], tools, context=context)
     if form == "tokens":
         _check_tokenizer(example, vocab_hash)
         ids = _check_ids(example)
@@ -94,8 +99,14 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Chain
     if not isinstance(completion, list):
         return [encoder.completion(prompt, check_text(example, "completion"))]
     asked: Message = {"role": "user", "content": prompt}
-    said = check_messages(completion, "completion")
-    return encoder.conversation([asked, *said], check_tools(example), context=1)
+    return encoder.conversation([asked, *_answer(example)], check_tools(example), context=1)
+
+
+def _answer(example: Mapping[str, Any]) -> list[Message]:
+    """`completion` as messages; a text is what the assistant says."""
+    if isinstance(example["completion"], list):
+        return check_messages(example["completion"], "completion")
+    return [{"role": "assistant", "content": check_text(example, "completion")}]
 
 
 def _form(example: Mapping[str, Any]) -> str:
@@ -104,6 +115,8 @@ def _form(example: Mapping[str, Any]) -> str:
         for name in fields:
             if example.get(name) is not None:
                 given.setdefault(fields[0], name)
+    if given.get("prompt") == "completion" and "messages" in given:
+        del given["prompt"]  # the completion answers the messages
     if len(given) == 1:
         return next(iter(given))
     problem = " beside ".join(f"`{name}`" for name in given.values()) or "there is no example here"

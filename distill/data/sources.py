@@ -5,7 +5,8 @@
 A source is one of
 
     FILE                          .jsonl, .json, .csv, .tsv, .parquet, .arrow, as row_files reads it
-    DIR                           a data set that `datasets` saved to disk
+    DIR                           a data set that `datasets` saved to disk, or files of one format
+    PATTERN                       files that it matches, data/train-*.parquet, in name order
     OWNER/NAME[:SUBSET[:SPLIT]]   a data set of the Hugging Face hub; its split `train` by default
     package.module:function       called without arguments, returns the rows
 """
@@ -22,6 +23,7 @@ from math import gcd, lcm
 from pathlib import Path
 
 from distill.data.row_files import SUFFIXES, suffix_of
+from distill.data.shards import is_pattern
 from distill.errors import ConfigError
 
 # Sources are mixed in blocks in which each has its exact share.
@@ -36,6 +38,7 @@ class Kind(Enum):
 
     FILE = auto()
     DIRECTORY = auto()
+    PATTERN = auto()
     HUB = auto()
     FUNCTION = auto()
 
@@ -85,6 +88,8 @@ def kind_of(place: str) -> Kind:
     path = Path(place)
     if path.is_dir():
         return Kind.DIRECTORY
+    if is_pattern(place):
+        return Kind.PATTERN
     if path.exists() or suffix_of(place) in SUFFIXES:
         return Kind.FILE
     if _FUNCTION.fullmatch(place):
@@ -136,4 +141,6 @@ def _short_name(place: str) -> str:
     name = Path(place).name
     if kind_of(place) is Kind.HUB:
         return name.partition(":")[0]
-    return Path(name.removesuffix(".gz")).stem
+    if kind_of(place) is Kind.PATTERN:
+        return re.sub(r"\W*[*?\[].*", "", name) or Path(place).parent.name
+    return Path(re.sub(r"\.(gz|zst)$", "", name)).stem

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from distill.chat.template import encode, is_begun
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
 from distill.engine import Sample
@@ -54,6 +55,9 @@ def _stops(encoder: ExampleEncoder) -> list[int]:
 
 def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
     """The answer's tokens through a stop token, as recipe=sft trains them."""
+    if prompt.messages and is_begun(prompt.messages):
+        spoken = encode(encoder.tokenizer, text, add_special_tokens=False)
+        return np.asarray([*spoken, encoder.end], np.int32)
     if prompt.messages:
         said = {"role": "assistant", "content": text}
         context = len(prompt.messages)

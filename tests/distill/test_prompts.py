@@ -164,10 +164,11 @@ def test_the_teacher_may_see_a_chat(load, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def test_tools_reach_the_template(load, tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, chat_template="{{ tools[0].name }}")
+    template = "{{ tools[0].name }}{% for m in messages %}:{{ m.content }}{% endfor %}"
+    save_tokenizer(tmp_path, chat_template=template)
     tokenizer = load_tokenizer(str(tmp_path))
     [prompt] = load(CHAT[:-1] + ', "tools": [{"name": "add"}]}', tokenizer=tokenizer)
-    assert tokenizer.decode(prompt.tokens_T.tolist()) == "add"
+    assert tokenizer.decode(prompt.tokens_T.tolist()).startswith("add:")
 
 
 def named(teacher: str | None) -> str:

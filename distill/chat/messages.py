@@ -1,0 +1,101 @@
+"""The normal form of chat messages, in which every chat template is given them.
+
+The forms in which rows are published differ: `content` is null or absent beside tool calls,
+`tool_calls` is null or empty, a call is nested or flat, arguments are an object or JSON text, and
+a column that Arrow cannot type is JSON text as a whole. Servers make one form of them before a
+template sees them, and so does `normal_message`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from distill.errors import DataError
+
+Message = Mapping[str, Any]
+# Fields in which families of templates, and servers, keep an assistant's reasoning.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def parsed_json(value: Any) -> Any:
+    """The value of a JSON text of an array or an object; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def normal_message(message: Message, field: str = "a message") -> dict[str, Any]:
+    """The message in the form that every chat template is given.
+
+    A field that is None and an empty `tool_calls` are left out; `content` that is absent is empty;
+    a tool call is {"type": "function", "function": {"name": ..., "arguments": ...}}, whose
+    arguments are an object or the JSON text of one.
+
+    Raises:
+        DataError: a tool call without a name, or with arguments that are no object.
+    """
+    made = {name: value for name, value in message.items() if value is not None}
+    made.setdefault("content", "")
+    calls = parsed_json(made.pop("tool_calls", None))
+    if calls:
+        made["tool_calls"] = [
+            _normal_call(parsed_json(call), f"{field}.tool_calls[{i}]")
+            for i, call in enumerate(calls)
+        ]
+    return made
+
+
+def _normal_call(call: Any, field: str) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise DataError(f"`{field}` must be an object, got {call!r}")
+    made = {name: value for name, value in call.items() if value is not None}
+    function = made.pop("function", None)
+    if function is None:  # the flat shape
+        function = {name: made.pop(name) for name in ("name", "arguments") if name in made}
+    if not isinstance(function, Mapping):
+        raise DataError(f"`{field}.function` must be an object, got {function!r}")
+    arguments = _normal_arguments(function.get("arguments"), field)
+    if not isinstance(function.get("name"), str):
+        raise DataError(f"`{field}` must have a `function` with a `name`, got {call!r}")
+    return {"type": "function", **made, "function": {**function, "arguments": arguments}}
+
+
+def _normal_arguments(arguments: Any, field: str) -> Mapping[str, Any] | str:
+    """An object as it is; a text as it is if it is an object's, without JSON text around it."""
+    text, value = None, {} if arguments is None or arguments == "" else arguments
+    while isinstance(value, str):
+        text = value
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"`{field}`: the `arguments` of a tool call are not JSON: {text[:40]!r}: {error}"
+            ) from error
+    if not isinstance(value, Mapping):
+        raise DataError(
+            f"`{field}`: the `arguments` of a tool call must be a JSON object, got {arguments!r}"
+        )
+    return value if text is None else text
+
+
+def is_trained(message: Message) -> bool:
+    """True if a loss on the conversation trains the message: the assistant's, unless marked.
+
+    `weight: 0` (OpenAI's fine-tuning format) and `train: false` mark a message as context.
+
+    Raises:
+        DataError: a mark of another value.
+    """
+    if message["role"] != "assistant":
+        return False
+    weight, train = message.get("weight", 1), message.get("train", True)
+    if weight not in (0, 1):
+        raise DataError(f"`weight` of a message must be 0 or 1, got {weight!r}")
+    if not isinstance(train, bool):
+        raise DataError(f"`train` of a message must be true or false, got {train!r}")
+    return bool(weight) and train

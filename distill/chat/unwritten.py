@@ -1,0 +1,143 @@
+"""Parts of messages that a chat template does not write, found before a run.
+
+A template leaves out what it does not know without an error: the calls under a template without
+tools, a role, the reasoning. So the first messages of each shape are rendered once with a mark in
+place of each part; a mark that is not in the text is a part that the model would never see.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from distill.chat.messages import REASONING, Message, is_trained, normal_message
+from distill.chat.template import chat_text
+from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = "give chat_template=FILE, a template that writes it, or leave it out of the rows"
+# Shapes that were checked, with their template, by tokenizer.
+_checked: WeakKeyDictionary[PreTrainedTokenizerBase, set[tuple]] = WeakKeyDictionary()
+
+
+def check_written(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    context: int | None = None,
+) -> None:
+    """Checks that the chat template writes all of the messages, once for each shape of them.
+
+    The reasoning of an assistant's message is held to this if it is trained; if it is not, it is
+    logged as a warning. Many templates leave out the reasoning of earlier turns, so a turn of the
+    assistant's may also be written where it is the last.
+
+    Args:
+        context: number of leading messages that are not trained; None: none is trained.
+
+    Raises:
+        DataError: names the first part that is not written.
+    """
+    given = [normal_message(message) for message in messages]
+    trained = [
+        context is not None and i >= context and is_trained(message)
+        for i, message in enumerate(given)
+    ]
+    shape = (str(tokenizer.chat_template), bool(tools), *map(_shape, given), *trained)
+    shapes = _checked.setdefault(tokenizer, set())
+    if shape in shapes:
+        return
+    marked = _Marked.of(given, tools)
+    whole = marked.text(tokenizer, len(given))
+    if whole is None:
+        return  # if the template refuses the messages as well, their own rendering says so
+    if any(name not in whole for name in marked.tools):
+        raise DataError(f"the chat template does not write `tools`; {_REMEDY}")
+    for i, message in enumerate(given):
+        lost = marked.lost(i, whole)
+        if lost and message["role"] == "assistant":
+            lost = marked.lost(i, marked.text(tokenizer, i + 1) or "")
+        for part in lost:
+            what = f"the chat template does not write `{part}` of messages[{i}], role "
+            what += repr(message["role"])
+            if part in REASONING and not trained[i]:
+                logger.warning("%s: the model does not see it", what)
+            else:
+                raise DataError(f"{what}; {_REMEDY}")
+    shapes.add(shape)
+
+
+def _shape(message: Message) -> tuple[object, ...]:
+    content, calls = message.get("content"), message.get("tool_calls", ())
+    filled = bool(content.strip()) if isinstance(content, str) else bool(content)
+    return (message["role"], filled, len(calls), frozenset(message))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Marked:
+    """Messages and tools with marks, and the marks by message, part and tool."""
+
+    messages: list[Message] = field(default_factory=list)
+    parts: list[dict[str, list[str]]] = field(default_factory=list)
+    tools: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> _Marked:
+        made = cls()
+        for i, tool in enumerate(tools or ()):
+            name = f"toolmark{i:04d}q"
+            made.tools[name] = _renamed(tool, name)
+        for i, message in enumerate(messages):
+            marked, parts = dict(message), {}
+            for part in ("content", *REASONING):
+                if isinstance(message.get(part), str) and message[part].strip():
+                    marked[part] = f"{part.replace('_', '')}mark{i:04d}q"
+                    parts[part] = [marked[part]]
+            if calls := message.get("tool_calls"):
+                names = [f"callmark{i:04d}c{j:04d}q" for j in range(len(calls))]
+                marked["tool_calls"] = [
+                    {**call, "function": {"name": name, "arguments": {"key": f"value{name}"}}}
+                    for call, name in zip(calls, names, strict=True)
+                ]
+                parts["tool_calls"] = [*names, *(f"value{name}" for name in names)]
+            made.messages.append(marked)
+            made.parts.append(parts)
+        return made
+
+    def text(self, tokenizer: PreTrainedTokenizerBase, count: int) -> str | None:
+        """The first `count` messages as the template writes them, in small letters; None if it
+        refuses them."""
+        try:
+            text = chat_text(
+                tokenizer,
+                self.messages[:count],
+                tools=[*self.tools.values()] or None,
+                add_generation_prompt=self.messages[count - 1]["role"] != "assistant",
+            )
+        except DataError:
+            return None
+        return text.lower()
+
+    def lost(self, i: int, text: str) -> list[str]:
+        """Parts of message `i` that are not in the text; one field of reasoning is enough."""
+        parts = self.parts[i]
+        lost = [part for part, marks in parts.items() if any(mark not in text for mark in marks)]
+        reasoning = [part for part in parts if part in REASONING]
+        if any(part not in lost for part in reasoning):
+            return [part for part in lost if part not in REASONING]
+        return lost
+
+
+def _renamed(tool: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        return {**tool, "function": {**function, "name": name}}
+    return {**tool, "name": name}

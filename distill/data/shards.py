@@ -1,0 +1,76 @@
+"""Data sets of several files: the shards of a directory or of a pattern, in name order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from glob import glob
+from pathlib import Path
+
+from distill.data.row_files import SUFFIXES, Rows, read_rows, suffix_of
+from distill.errors import DataError
+from distill.lookup import listed
+
+_PATTERN = re.compile(r"[*?\[]")
+# Splits, by the names that shards of them begin with: train-00000-of-00002.parquet.
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])")
+
+
+def is_pattern(place: str) -> bool:
+    """True if `place` is a pattern of files, `data/train-*.parquet`, and no file itself."""
+    return bool(_PATTERN.search(place)) and not Path(place).exists()
+
+
+def shard_rows(place: str) -> Rows:
+    """Rows of all files of a directory or a pattern, numbered through.
+
+    Raises:
+        DataError: there are no such files, they are of several formats or splits, or one of them
+            cannot be read.
+    """
+    paths = _matching(place) if is_pattern(place) else _within(place)
+    rows = [row for path in paths for _, row in read_rows(path)]
+    return list(enumerate(rows, start=1))
+
+
+def _matching(pattern: str) -> list[str]:
+    paths = sorted(path for path in glob(pattern, recursive=True) if Path(path).is_file())
+    if not paths:
+        raise DataError(f"cannot read {pattern!r}: no file matches the pattern")
+    return paths
+
+
+def _within(directory: str) -> list[str]:
+    files = sorted(path for path in Path(directory).iterdir() if _is_shard(path))
+    formats = sorted({suffix_of(path.name) for path in files})
+    if len(formats) > 1 and ".json" in formats:  # dataset_infos.json beside the shards
+        formats.remove(".json")
+        files = [path for path in files if suffix_of(path.name) != ".json"]
+    if not files:
+        below = sorted({str(path.parent) for path in Path(directory).rglob("*") if _is_shard(path)})
+        remedy = f"give one of {listed(below)}" if below else "give a file"
+        raise DataError(
+            f"cannot read {directory!r}: the directory is no data set that `datasets` saved to "
+            f"disk, and holds no files of rows; {remedy}"
+        )
+    if len(formats) > 1:
+        raise _ambiguous(directory, "formats", formats, f"*{formats[0]}")
+    splits = sorted({found[1] if (found := _SPLIT.match(path.name)) else "" for path in files})
+    if len(splits) > 1:
+        first = next(split for split in splits if split)
+        raise _ambiguous(directory, "splits", splits, f"{first}*{formats[0]}")
+    return [str(path) for path in files]
+
+
+def _is_shard(path: Path) -> bool:
+    if path.name.startswith((".", "_")) or not path.is_file():
+        return False
+    return suffix_of(path.name) in SUFFIXES
+
+
+def _ambiguous(directory: str, what: str, found: Sequence[str], pattern: str) -> DataError:
+    named = ", ".join(each or "files of no split" for each in found)
+    return DataError(
+        f"cannot read {directory!r}: its files are of several {what} ({named}); give a pattern, "
+        f"{Path(directory) / pattern} for example"
+    )

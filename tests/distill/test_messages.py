@@ -1,0 +1,192 @@
+"""Messages reach every chat template in one form, and what it does not write is found."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from distill.chat.template import chat_text, check_messages, check_tools, render_messages
+from distill.chat.unwritten import check_written
+from distill.data.assistant_masks import conversation_chains
+from distill.errors import DataError
+from tests.chat_templates import ADD, FORMATS, TEMPLATES, chat_tokenizer, stop_of
+
+ASK = {"role": "user", "content": "1+2?"}
+SAY = {"role": "assistant", "content": "3"}
+ARGUMENTS = {"a": 1, "b": 2}
+TEXT = json.dumps(ARGUMENTS)
+
+
+def calling(arguments: Any = TEXT, **message: Any) -> dict:
+    function = {"name": "add", "arguments": arguments}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call], **message}
+
+
+def flat(arguments: Any) -> dict:
+    call = {"id": "abcdefghi", "name": "add", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def without(message: dict, field: str) -> dict:
+    return {name: value for name, value in message.items() if name != field}
+
+
+FORMS = {
+    "object": calling(ARGUMENTS),
+    "text in text": calling(json.dumps(TEXT)),
+    "flat object": flat(ARGUMENTS),
+    "flat text": flat(TEXT),
+    "null content": calling(content=None),
+    "no content": without(calling(), "content"),
+    "null fields": calling(name=None, reasoning_content=None, function_call=None),
+    "calls as text": calling(tool_calls=json.dumps(calling()["tool_calls"])),
+    "all as text": json.dumps(calling()),
+}
+# As DeepSeek's shipped templates, which add the arguments to a text; and one that interpolates.
+ADDS = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + ' ' + c.function.arguments + '</call>' }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+INTERPOLATES = ADDS.replace("' ' + c.function.arguments + '</call>'", "' ' ~ c.function.arguments")
+ALL = {**TEMPLATES, "adds": ADDS, "interpolates": INTERPOLATES}
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = chat_tokenizer("qwen2.5")
+    tokenizer.chat_template = ALL.get(template, template)
+    return tokenizer
+
+
+def written(template: str, messages: Any, **settings: Any) -> str:
+    settings = {"tools": None, "add_generation_prompt": False, **settings}
+    return chat_text(tokenizer_of(template), check_messages(messages, "messages"), **settings)
+
+
+@pytest.mark.parametrize("family", [*FORMATS, "adds", "interpolates"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_call_is_written_alike(family: str, form: str) -> None:
+    right = written(family, [ASK, calling()])
+    assert written(family, [ASK, FORMS[form]]) == right
+    assert "None" not in right and "\\" not in right and "'a'" not in right
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("calls", [None, []])
+def test_no_calls_are_no_field(family: str, calls: object) -> None:
+    said = {**SAY, "tool_calls": calls, "reasoning_content": None}
+    assert written(family, [ASK, said]) == written(family, [ASK, SAY])
+    assert written(family, json.dumps([ASK, said])) == written(family, [ASK, SAY])
+
+
+@pytest.mark.parametrize("arguments", [None, ""])
+def test_a_call_without_arguments(arguments: object) -> None:
+    assert written("qwen2.5", [ASK, calling(arguments)]) == written("qwen2.5", [ASK, calling({})])
+
+
+@pytest.mark.parametrize("arguments", ["{x", "[1]", [1], 3, '"x"'])
+@pytest.mark.parametrize("form", [calling, flat])
+def test_arguments_that_are_no_object_are_refused(form: Any, arguments: object) -> None:
+    with pytest.raises(DataError, match=r"messages\[1\]"):
+        check_messages([ASK, form(arguments)], "messages")
+
+
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), [json.dumps(ADD)]])
+def test_tools_may_be_json_text(tools: Any) -> None:
+    assert check_tools({"tools": tools}) == [ADD]
+
+
+@pytest.mark.parametrize("none", [{}, {"tools": None}, {"tools": []}, {"tools": "[]"}])
+def test_no_tools(none: dict) -> None:
+    assert check_tools(none) is None
+
+
+def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
+    said = [{"role": "developer", "content": "LATIN"}, ASK]
+    system = [{"role": "system", "content": "LATIN"}, ASK]
+    assert written("qwen2.5", said) == written("qwen2.5", system)
+    knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}"
+    assert written(knows + "{% endfor %}", said) == "DLATIN1+2?"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("known", ["reasoning_content", "thinking"])
+def test_reasoning_has_the_name_that_the_template_reads(field: str, known: str) -> None:
+    template = f"{{% for m in messages %}}{{{{ m.{known} }}}}{{{{ m.content }}}}{{% endfor %}}"
+    assert written(template, [{**SAY, field: "hm "}]) == "hm 3"
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+HEARD = {"role": "tool", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "lost"),
+    [
+        (CHATML, [ASK, calling(), HEARD, SAY], None, "tool_calls"),
+        (CHATML, [ASK, SAY], [ADD], "tools"),
+        (NO_SYSTEM, [{"role": "system", "content": "LATIN"}, ASK, SAY], None, "content"),
+        (NO_SYSTEM, [{"role": "developer", "content": "LATIN"}, ASK, SAY], None, "content"),
+        (CHATML, [ASK, {**SAY, "reasoning_content": "hm"}], None, "reasoning_content"),
+        ("llama", [ASK, calling(content="I add.")], None, "content"),
+        ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [ASK, SAY], None, "content"),
+    ],
+)
+def test_what_is_not_written_is_refused(
+    template: str, messages: list[dict], tools: list | None, lost: str
+) -> None:
+    with pytest.raises(DataError, match=f"`{lost}`"):
+        check_written(tokenizer_of(template), messages, tools=tools, context=1)
+
+
+def test_reasoning_that_is_context_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    thought = {**SAY, "reasoning_content": "hm"}
+    with caplog.at_level(logging.WARNING):
+        check_written(tokenizer_of(CHATML), [ASK, thought, ASK])
+    assert "reasoning_content" in caplog.text
+
+
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_conversation_with_tools_is_written(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    heard = {**HEARD, "tool_call_id": "abcdefghi"}
+    check_written(tokenizer, [ASK, calling(), heard, SAY, ASK, SAY], tools=[ADD], context=0)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_marked_turns_are_not_trained(mark: dict) -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    messages = [ASK, {**SAY, "content": "WRONG", **mark}, ASK, {**SAY, "weight": 1, "train": True}]
+    stops = [tokenizer.convert_tokens_to_ids(stop_of("qwen2.5"))]
+    [chain] = conversation_chains(tokenizer, messages, stop_ids=stops)
+    assert "WRONG" in tokenizer.decode(chain.tokens_T.tolist())
+    assert tokenizer.decode(chain.tokens_T[chain.loss_mask_T].tolist()) == "3<|im_end|>"
+    with pytest.raises(DataError, match="no assistant turn"):
+        conversation_chains(tokenizer, messages[:2], stop_ids=stops)
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}])
+def test_marks_of_other_values_are_refused(mark: dict) -> None:
+    with pytest.raises(DataError, match=next(iter(mark))):
+        conversation_chains(tokenizer_of("qwen2.5"), [ASK, {**SAY, **mark}], stop_ids=[1])
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama", "gemma", "mistral", "deepseek"])
+def test_a_begun_answer_is_continued(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    messages = [ASK, {"role": "assistant", "content": "The answer is"}]
+    ids = tokenizer.apply_chat_template(
+        messages, continue_final_message=True, tokenize=True, return_dict=False
+    )
+    assert render_messages(tokenizer, messages).tolist() == ids
+    assert tokenizer.decode(ids).endswith("The answer is")
+
+
+def test_a_call_that_nobody_answers_is_nothing_to_continue() -> None:
+    with pytest.raises(DataError, match="tool call"):
+        render_messages(tokenizer_of("qwen2.5"), [ASK, calling()])
