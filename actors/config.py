@@ -202,6 +202,11 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
         return is_url(self.model)
 
     @property
+    def hosted(self) -> bool:
+        """True if the engine is an SGLang server that the run starts."""
+        return self.kind == "sglang" and not self.external
+
+    @property
     def engine_class(self) -> type[LocalEngine]:
         """The plain class to build, here or inside an actor, with `arguments()`."""
         if self.external:
@@ -219,8 +224,7 @@ class EngineConfig(ThreadSettings, DecodingSettings, ServerFlags, ServerSettings
     @property
     def nodes(self) -> int:
         """Nodes over which its server is spread."""
-        hosted = self.kind == "sglang" and not self.external
-        return parallelism(self.server_flags).nodes if hosted else 1
+        return parallelism(self.server_flags).nodes if self.hosted else 1
 
     def build(self) -> LocalEngine:
         """The engine, in this process."""

@@ -251,9 +251,16 @@ class RolloutCast:
     def _engine_spec(
         self, role: str, engine: Callable[[str, int], EngineConfig], model: str
     ) -> ActorSpec:
+        def log_of(index: int) -> str:
+            return self._directory.log(f"{role.replace(' ', '-')}-{index}")
+
+        def start_is(index: int) -> str:
+            if engine(log_of(index), 0).hosted:
+                return f"SGLang loads {model}; log: {log_of(index)}"
+            return f"loads {model}"
+
         def create(index: int, attempt: int) -> Any:
-            log_path = self._directory.log(f"{role.replace(' ', '-')}-{index}")
-            made = engine(log_path, attempt)
+            made = engine(log_of(index), attempt)
             options = self._placement.options(role, index)
             options |= {"name": self._name(role.replace(" ", "-"), index, attempt)}
             arguments = made.arguments()
@@ -285,6 +292,7 @@ class RolloutCast:
             follow=follow,
             placed=partial(self._placement.ready, role),
             gated=True,
+            start_is=start_is,
             model=model,
         )
 

@@ -389,7 +389,7 @@ class _Run:
         self._running.best.saving(step)
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        self.fleet.queue.commit(checkpoint.step, trained_in(checkpoint).watermark)
+        self.fleet.commit(checkpoint)
         self._running.best.saved({checkpoint.step})
         self._running.trackers.show_rollouts(self._tokenizer)
 

@@ -51,7 +51,8 @@ class Progression:
         self.hidden: set[str] = set(_OF_RESPONSES)
         self._console = console
         self._steps = steps
-        self._first_step, self._started = first_step, time.monotonic()
+        self._started = time.monotonic()
+        self._paced_from: tuple[int, float] | None = None  # the first step here, and when it ended
         self._printed = -_LINE_INTERVAL_S
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=16),
@@ -84,7 +85,7 @@ class Progression:
             self._printed = now
             line = f"step {step}/{self._steps}  " + "  ".join(shown)
             if not self._console.is_terminal:
-                line = f"{time.strftime('%H:%M:%S')}  {line}  {self._left(step, now)} left"
+                line = f"{time.strftime('%H:%M:%S')}  {line}{self._left(step, now)}"
             self._console.print(line, highlight=False)
 
     def _interval_s(self, now: float) -> float:
@@ -94,10 +95,14 @@ class Progression:
         grown = min((now - self._started) * _LOG_INTERVAL_SHARE, _LOG_INTERVAL_S)
         return max(_LINE_INTERVAL_S, grown)
 
-    def _left(self, step: int, now: float) -> timedelta:
-        """Time left at the mean pace since the start, waits and evaluations included."""
-        pace = (now - self._started) / max(1, step - self._first_step)
-        return timedelta(seconds=round(pace * (self._steps - step)))
+    def _left(self, step: int, now: float) -> str:
+        """Time left at the mean pace since the first step here, evaluations included."""
+        if self._paced_from is None or step <= self._paced_from[0]:
+            self._paced_from = step, now
+            return ""
+        first, since = self._paced_from
+        left = (now - since) / (step - first) * (self._steps - step)
+        return f"  {timedelta(seconds=round(left))} left"
 
     def note(self, text: str) -> None:
         self._console.print(text, highlight=False)

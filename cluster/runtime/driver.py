@@ -42,8 +42,8 @@ from distill.lookup import listed
 
 # How often a wait polls signals and actors, seconds.
 _POLL_S = 0.5
-# How often a start that takes long says who is missing.
-_SAY_EVERY_S = 5.0
+# When a start that takes long first says who is missing; then after twice as long each time.
+_SAY_FIRST_S, _SAY_AT_MOST_S = 5.0, 60.0
 # A signal that comes twice within this is one: timeout(1) sends it to its child, then to the group.
 _SAME_SIGNAL_S = 1.0
 _ENDING = "ends with a checkpoint of the last whole step; once more ends at once, without"
@@ -105,6 +105,14 @@ class Signals:
                 os.write(2, f"{below_the_bar}{name}: {_ENDING}\n".encode())
         elif now - self._received_at > _SAME_SIGNAL_S:
             raise StoppedAtOnce(signum)
+
+
+def _starts(members: Sequence[Member]) -> list[str]:
+    """Names of members that start, each with what its start does where that is known."""
+    return [
+        f"{member.name} ({does})" if (does := member.spec.start_is(member.index)) else member.name
+        for member in members
+    ]
 
 
 class Driver:
@@ -206,18 +214,19 @@ class Driver:
                 or one cannot start.
         """
         since = said = time.monotonic()
+        pause = _SAY_FIRST_S
         while missing := self._members(roles, State.STARTING):
             self.poll()
             now = time.monotonic()
-            names = listed([member.name for member in missing])
             if now - since > max([self._deadline_s, *(m.spec.start_deadline_s for m in missing)]):
+                names = listed([member.name for member in missing])
                 raise RunFailed(f"waited {now - since:.0f} s for {names} to start")
-            if now - said >= _SAY_EVERY_S:
-                said = now
+            if now - said >= pause:
+                said, pause = now, min(2 * pause, _SAY_AT_MOST_S)
                 everyone = len(self._members(roles))
                 say(
                     f"starting: {everyone - len(missing)} of {everyone} actors have answered after "
-                    f"{now - since:.0f} s; waiting for {names}"
+                    f"{now - since:.0f} s; waiting for {listed(_starts(missing))}"
                 )
             time.sleep(0.05)
 

@@ -95,6 +95,7 @@ class Fleet:
         self._say, self._found = say, found
         self._kinds_of_failures = {kind_of(why) for why in trained.set_aside.values()}
         self._step = 0
+        self._committed: Any = None
         self.supervisor = Supervisor(
             say=say,
             record=directory.append_event,
@@ -260,6 +261,11 @@ class Fleet:
             for member in self.supervisor.members(role, State.READY):
                 self.supervisor.admit(member)
 
+    def commit(self, checkpoint: Checkpoint) -> None:
+        """Tell the queue which groups a checkpoint that is complete on disk accounts for."""
+        watermark = trained_in(checkpoint).watermark
+        self._committed = self.queue.commit(checkpoint.step, watermark)
+
     def work(self) -> None:
         """Rollouts begin."""
         self._working = True
@@ -269,6 +275,8 @@ class Fleet:
         """Ends everyone."""
         try:
             calls.get(self.queue.close(), timeout=_CLOSE_S)
+            if self._committed is not None:  # Ray would report a call that is cut short
+                calls.get(self._committed, timeout=_CLOSE_S)
         except RayError as error:  # it is dead or hangs: its journal lacks no more than the end
             self._directory.append_event("unclosed", why=reason_of(error))
         self.supervisor.end_all()

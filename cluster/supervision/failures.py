@@ -8,6 +8,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from cluster.handles import calls
+from distill.errors import EngineLost
 
 # How long an actor may take to prove that it is alive when a call has failed, seconds.
 _PING_S = 5.0
@@ -26,8 +27,13 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def reason_of(error: BaseException) -> str:
-    """The line of an actor's death or failure that has the reason."""
+    """The line of an actor's death or failure that has the reason.
+
+    Of a lost server the whole message: the reason is in the end of its log.
+    """
     cause = root_cause(error)
+    if isinstance(cause, EngineLost):
+        return str(cause)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
         return type(cause).__name__

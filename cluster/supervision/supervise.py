@@ -99,6 +99,7 @@ class ActorSpec:
         last_words: what one that is being buried was at, for the message of its end.
         placed: whether there is a place for the one with this index on the cluster.
         start_deadline_s: longest from there to its first heartbeat.
+        start_is: what its start does, and where its log is, for messages; "" says nothing.
     """
 
     name: str
@@ -113,6 +114,7 @@ class ActorSpec:
     critical: bool = False
     restarted_by_ray: bool = False
     start_deadline_s: float
+    start_is: Callable[[int], str] = lambda _index: ""
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,9 @@ class Starting:
 
     def __init__(self, answers: int, start_deadline_s: float = 0.0) -> None:
         self._left = answers
-        spec = SimpleNamespace(start_deadline_s=start_deadline_s)
+        spec = SimpleNamespace(start_deadline_s=start_deadline_s, start_is=lambda _: "")
         self._members = [
-            SimpleNamespace(name=f"{role} {i}", role=role, state=State.STARTING, spec=spec)
+            SimpleNamespace(name=f"{role} {i}", index=i, role=role, state=State.STARTING, spec=spec)
             for role in ("engine", "worker")
             for i in range(3)
         ]
@@ -39,7 +39,7 @@ def driver(supervisor: Any, deadline_s: float) -> Driver:
 
 
 def test_a_start_that_takes_long_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.runtime.driver, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.driver, "_SAY_FIRST_S", 0.0)
     said: list[str] = []
     driver(Starting(answers=6), 60).until_started(["engine", "worker"], said.append)
     assert said[0].startswith("starting: 0 of 6 actors have answered")

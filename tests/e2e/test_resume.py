@@ -171,6 +171,9 @@ def test_groups_that_always_fail_are_set_aside_and_too_many_end_the_run(
     [reason] = life.set_aside.values()
     assert "ValueError: a prompt that answers 0" in reason
     assert metrics(out)[-1]["groups/set_aside"] == 1
+    [finding] = [event for event in events(out, "finding") if event["name"] == "groups_fail"]
+    assert "rewards.py:" in finding["text"] and "problem" in finding["text"]
+    assert list(summary(out)["set_aside"].values()) == [1]
 
     out = tmp_path / "broken"
     arguments = opd_arguments(
