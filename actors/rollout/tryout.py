@@ -172,6 +172,8 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
             stdout=answer,
             stderr=printed,
             start_new_session=True,
+            # No terminal is there: breakpoints are passed over.
+            env={**os.environ, "PYTHONBREAKPOINT": "0"},
         )
         try:
             code = child.wait(timeout_s)

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -231,6 +232,8 @@ class RolloutWorker:
         """Rolls out a group and delivers it; or reports its failure."""
         try:
             made = await self._produce(group)
+        except BdbQuit:
+            raise  # the user left the debugger: that ends the run
         except Exception as error:  # a bad rollout is data: of whatever kind, it is reported
             reason = described(error) + (f", in {group.problem}" if group.problem else "")
             self._log_once(group.lease.group_id, reason, error)

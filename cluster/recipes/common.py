@@ -195,7 +195,7 @@ def session(
         if fork:
             resume_from = fork.begin(directory.store, untrained)
             console.print(f"starting from {fork.described}", markup=False, highlight=False)
-        progress = Progression(console, first_step, config.steps)
+        progress = Progression(console, first_step, config.steps, bar=not config.local)
         trackers = Trackers(config, directory, chz.asdict(config), first_step, progress.note)
         notifier = Notifier(receiver, directory.path, progress.note)
         running = RunSession(

@@ -43,13 +43,17 @@ class Progression:
 
     A log's lines bear the time of day and the time that is left, and thin out as the run goes on.
 
+    Args:
+        bar: False prints a log's lines on a terminal as well: a debugger's prompt stays readable.
+
     Attributes:
         hidden: metrics that say nothing in this run.
     """
 
-    def __init__(self, console: Console, first_step: int, steps: int) -> None:
+    def __init__(self, console: Console, first_step: int, steps: int, *, bar: bool = True) -> None:
         self.hidden: set[str] = set(_OF_RESPONSES)
         self._console = console
+        self._has_bar = bar and console.is_terminal
         self._steps = steps
         self._started = time.monotonic()
         self._paced_from: tuple[int, float] | None = None  # the first step here, and when it ended
@@ -61,12 +65,12 @@ class Progression:
         self._task = self._bar.add_task("starting", total=steps, completed=first_step)
 
     def __enter__(self) -> Progression:
-        if self._console.is_terminal:
+        if self._has_bar:
             self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
+        if self._has_bar:
             self._bar.stop()
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -76,7 +80,7 @@ class Progression:
             if name in metrics and name not in self.hidden
         ]
         step = int(metrics["step"])
-        if self._console.is_terminal:
+        if self._has_bar:
             self._bar.update(
                 self._task, completed=step, description="  ".join([shown[0], *shown[-1:]])
             )
@@ -84,13 +88,13 @@ class Progression:
         if step == self._steps or now - self._printed >= self._interval_s(now):
             self._printed = now
             line = f"step {step}/{self._steps}  " + "  ".join(shown)
-            if not self._console.is_terminal:
+            if not self._has_bar:
                 line = f"{time.strftime('%H:%M:%S')}  {line}{self._left(step, now)}"
             self._console.print(line, highlight=False)
 
     def _interval_s(self, now: float) -> float:
         """Seconds between two printed lines."""
-        if self._console.is_terminal:
+        if self._has_bar:
             return _LINE_INTERVAL_S
         grown = min((now - self._started) * _LOG_INTERVAL_SHARE, _LOG_INTERVAL_S)
         return max(_LINE_INTERVAL_S, grown)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from bdb import BdbQuit
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +255,8 @@ class CheckedReward:
                 f"reward_timeout_s={self.timeout_s:g}",
                 answer,
             ) from None
+        except BdbQuit:
+            raise  # the user left the debugger
         except BaseException as error:  # the user's may raise anything, an exit too
             # As text: the error may be of a class that other processes do not have.
             raise self._error(f"raised {described(error)}", answer) from error

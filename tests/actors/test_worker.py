@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -364,6 +365,33 @@ def test_a_member_that_has_ended_is_scored_while_others_go_on() -> None:
     ).values()
     assert [len(member.segments) for member in group.trajectories_G] == [1, 2]
     expect_scored_by(teacher, group, "teacher_logprobs_T")
+
+
+class Debugged(Dataset):
+    """A user leaves the debugger in the code of the first problem."""
+
+    def builder(self, group_id: int) -> EnvGroupBuilder:
+        raise BdbQuit
+
+
+def test_leaving_the_debugger_ends_the_worker() -> None:
+    sink = Sink(groups=4)
+    with pytest.raises(BdbQuit):
+        run(sink, teachers={}, dataset=Debugged())
+    assert not sink.failed
+
+
+class Buggy(Dataset):
+    def builder(self, group_id: int) -> EnvGroupBuilder:
+        return {}[group_id]
+
+
+def test_failures_of_a_kind_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sink = Sink(groups=4)
+    run(sink, teachers={}, dataset=Buggy())
+    assert sink.failed.keys() == {0, 1, 2, 3}
+    [record] = caplog.records
+    assert "KeyError: 0" in record.getMessage() and "test_worker.py" in record.getMessage()
 
 
 def test_a_group_that_fails_is_handed_back_with_its_reason() -> None:
