@@ -9,14 +9,15 @@ said, so do the tokens; where it writes any of that otherwise, the history is en
 from __future__ import annotations
 
 import logging
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill.chat.continuation import added_text, added_tokens, served_continuation
 from distill.chat.template import Message, chat_text, encode_chat
+from distill.chat.token_text import decode
 from distill.chat.tool_calls import (
     ParsedTurn,
     agreement,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Decoding looks at neighbours no further away than this many tokens.
-_NEIGHBOURS = 8
 _SHOWN_BEFORE, _SHOWN_AFTER = 40, 80
 
 NO_TEXT = "the sampled tokens are not the tokens of any text"
@@ -105,8 +104,8 @@ class Conversation:
         self._format: ToolFormat | None = tool_format
         if tools and tool_format is None:
             self._format = detect_format(tokenizer)
+        self._added = added_tokens(tokenizer)
         added = tokenizer.added_tokens_decoder
-        self._added = {id_: str(token) for id_, token in added.items()}
         meant = markers(self._format)
         self._control = {
             id_ for id_, token in added.items() if token.special and str(token) not in meant
@@ -208,31 +207,14 @@ class Conversation:
         if not served.startswith(seen.text):
             at = agreement(seen.text, served)
             return BEFORE if at < seen.turn else TURN if at < seen.stop else STOP, None
-        return JOIN, self._bridge(served[len(seen.text) :])
-
-    def _bridge(self, rest: str) -> TokenArray | None:
-        """Tokens of `rest` as they are after those seen; None where its start would be lost.
-
-        An added token is no part of any other, and may change what follows: some take white space
-        with them, and some tokenizers put a space at the start of any text. So it goes before.
-        """
-        tokens_T = self._seen.tokens_T
-        if not len(tokens_T):
-            return encode_chat(self._tokenizer, rest)
-        last = int(tokens_T[-1])
-        if last in self._added:
-            with_last_T = encode_chat(self._tokenizer, self._added[last] + rest)
-            if len(with_last_T) and with_last_T[0] == last:
-                return with_last_T[1:]
-        bridge_T = encode_chat(self._tokenizer, rest)
-        joined = self._added_text(tokens_T, bridge_T)
-        same = joined is not None and _normal(joined) == _normal(rest)
-        return bridge_T if same else None
+        rest = served[len(seen.text) :]
+        bridge_T = served_continuation(self._tokenizer, seen.tokens_T, rest, added=self._added)
+        return JOIN, bridge_T
 
     def _after(self, sample: Sample) -> _Seen:
         observation_T = self._observation_T
         spoken_T = np.asarray(sample.tokens_T, np.int32)
-        text = self._added_text(observation_T, spoken_T)
+        text = added_text(self._tokenizer, observation_T, spoken_T)
         tokens = self._tokenizer.convert_ids_to_tokens(spoken_T.tolist())
         ended = sample.stop_reason is StopReason.EOS and len(spoken_T) > 0
         stop = self._decode(spoken_T[-1:]) if ended else ""
@@ -251,7 +233,7 @@ class Conversation:
         if sample.stop_reason is StopReason.EOS:
             spoken_T = spoken_T[:-1]
         kept_T = spoken_T[[id_ not in self._control for id_ in spoken_T.tolist()]]
-        text = self._added_text(self._observation_T, kept_T)
+        text = added_text(self._tokenizer, self._observation_T, kept_T)
         if text is None:
             text = self._decode(kept_T)
         if self._format is None:
@@ -264,18 +246,8 @@ class Conversation:
         stripped = self._text.rstrip()
         return self._text[len(stripped) - len("<think>") :] if stripped.endswith("<think>") else ""
 
-    def _added_text(self, before_T: TokenArray, tokens_T: TokenArray) -> str | None:
-        """Text that the tokens add to that of those before; None if they change the latter."""
-        near_T = before_T[-_NEIGHBOURS:]
-        before, both = self._decode(near_T), self._decode(np.concatenate([near_T, tokens_T]))
-        return both[len(before) :] if both.startswith(before) else None
-
     def _decode(self, tokens_T: TokenArray) -> str:
-        return str(
-            self._tokenizer.decode(
-                tokens_T.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode(self._tokenizer, tokens_T.tolist())
 
     def _break_prefix(self, served: str, reason: str) -> None:
         seen = self._seen
@@ -294,8 +266,3 @@ class Conversation:
                 prefix_break.seen,
                 prefix_break.served,
             )
-
-
-def _normal(text: str) -> str:
-    """The text in NFC, for the many tokenizers that compose accents before they encode."""
-    return unicodedata.normalize("NFC", text)

@@ -18,12 +18,27 @@ if TYPE_CHECKING:
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenArray:
-    """A plain string as it stands, with whatever special tokens the tokenizer itself adds.
+    """Tokens of a plain string, with the special tokens that the tokenizer puts before any text.
+
+    They are left out where the text begins with them, as one that a chat template wrote does. What
+    the tokenizer puts behind a text (its EOS) is left out: a prompt is no text that has ended.
 
     Raises:
         DataError: the tokenizer cannot encode it.
     """
-    return np.asarray(encode(tokenizer, text, add_special_tokens=True), dtype=np.int32)
+    plain = encode(tokenizer, text, add_special_tokens=False)
+    whole = encode(tokenizer, text, add_special_tokens=True)
+    count = len(plain)
+    starts = range(len(whole) - count + 1)
+    start = next((i for i in starts if whole[i : i + count] == plain), None)
+    if start is None:
+        raise DataError(
+            f"the tokenizer encodes {text[:40]!r} otherwise where it adds special tokens; give a "
+            "tokenizer whose post-processor adds tokens before and after a text alone"
+        )
+    added = whole[:start]
+    has_them = plain[: len(added)] == added
+    return np.asarray(plain if has_them else [*added, *plain], dtype=np.int32)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from distill.chat.continuation import added_tokens, served_continuation
 from distill.chat.messages import is_trained
 from distill.chat.template import Message, chat_text, encode_chat
 from distill.errors import DataError
@@ -50,8 +51,9 @@ def conversation_chains(
     """The chains of a conversation; every assistant turn is trained in exactly one of them.
 
     A turn's tokens are those after the template's generation prompt, through the first of
-    `stop_ids`, which is where the served model falls silent; all of them where none occurs. Turns
-    among the first `context` messages are not trained, nor are those that `is_trained` excludes.
+    `stop_ids`, which is where the served model stops. Where none occurs they are all of the turn's,
+    and the token that the template writes behind them if that is a stop token. Turns among the
+    first `context` messages are not trained, nor are those that `is_trained` excludes.
 
     Raises:
         DataError: no assistant turn to train, or the template cannot render one.
@@ -68,6 +70,9 @@ def conversation_chains(
         )
     text = chat_text(tokenizer, messages, tools=tools, add_generation_prompt=False)
     whole_T = encode_chat(tokenizer, text)
+    last_T = turns[-1].tokens_T
+    if np.array_equal(last_T[: len(whole_T)], whole_T):
+        whole_T = last_T  # with the end of the last turn, where the template writes that behind it
     shared_mask_T = np.zeros(len(whole_T), np.bool_)
     chains: list[Chain] = []
     for turn in turns:
@@ -103,8 +108,41 @@ def _turn(
     prefix_T, tokens_T = encode_chat(tokenizer, prefix), encode_chat(tokenizer, upto)
     if not np.array_equal(tokens_T[: len(prefix_T)], prefix_T):
         # a token would join the two; the served model has the prefix as it is and goes on from it
-        answer_T = encode_chat(tokenizer, upto[len(prefix) :])
+        rest = upto[len(prefix) :]
+        added = added_tokens(tokenizer)
+        answer_T = served_continuation(tokenizer, prefix_T, rest, added=added)
+        answer_T = encode_chat(tokenizer, rest) if answer_T is None else answer_T
         tokens_T = np.concatenate([prefix_T, answer_T])
     is_stop_T = np.isin(tokens_T[len(prefix_T) :], list(stop_ids))
     spoken = int(np.argmax(is_stop_T)) + 1 if is_stop_T.any() else len(is_stop_T)
+    if (
+        not is_stop_T.any()
+        and (end := _end_behind(tokenizer, messages, i, tools, upto)) in stop_ids
+    ):
+        tokens_T, spoken = np.append(tokens_T, np.int32(end)), spoken + 1
     return _Turn(tokens_T=tokens_T, start=len(prefix_T), stop=len(prefix_T) + spoken)
+
+
+def _end_behind(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    i: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    upto: str,
+) -> int:
+    """The token with which the message behind turn i begins; -1 if that cannot be told.
+
+    GLM's turns end with the mark of the next role, which the model says when served. Behind the
+    last message the template is asked for what it would write next.
+    """
+    answers = "tool" if messages[i].get("tool_calls") else "user"
+    following = [*messages[i + 1 : i + 2], {"role": answers, "content": "0"}][:1]
+    try:
+        text = chat_text(
+            tokenizer, [*messages[: i + 1], *following], tools=tools, add_generation_prompt=False
+        )
+    except DataError:  # a role that the template does not know here
+        return -1
+    if not text.startswith(upto) or text == upto:
+        return -1
+    return int(encode_chat(tokenizer, text[len(upto) :])[0])

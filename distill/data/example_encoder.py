@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distill.chat.template import Message, check_vocabulary, encode, render_text
+from distill.chat.continuation import closest_continuation, require_continuation
+from distill.chat.template import Message, check_vocabulary, render_text
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import Chain, conversation_chains
 from distill.errors import DataError
@@ -24,25 +25,30 @@ class ExampleEncoder:
     Attributes:
         vocab_size: of the model; ids are below it.
         max_length: longest chain, in tokens.
-        stop_ids: what ends the served model's turn; see `distill.models.loading.stop_token_ids`.
+        stop_ids: what ends the served model's turn; see `distill.models.loading.ends_of`.
+        exact: refuse a completion that the tokenizer cannot write, such as one with characters that
+            it lacks; else encode it as well as the tokenizer can.
     """
 
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_length: int
     stop_ids: Collection[int]
+    exact: bool = True
 
     def completion(self, prompt: str, completion: str) -> Chain:
-        """A prompt and its completion, encoded apart as they are at generation, and the EOS.
+        """A prompt, its completion encoded as what follows it, and the EOS.
 
         Raises:
             DataError: no EOS, text that cannot be encoded, too long, or ids the model lacks.
         """
-        end = self.end
+        end = np.int32(self.end)
         prompt_T = render_text(self.tokenizer, prompt)
-        answer = encode(self.tokenizer, completion, add_special_tokens=False)
-        answer_T = np.asarray([*answer, end], np.int32)
-        tokens_T = np.concatenate([prompt_T, answer_T])
+        if self.exact:
+            answer_T = require_continuation(self.tokenizer, prompt_T, completion)
+        else:
+            answer_T = closest_continuation(self.tokenizer, prompt_T, completion)
+        tokens_T = np.concatenate([prompt_T, np.append(answer_T, end)])
         mask_T = np.arange(len(tokens_T)) >= len(prompt_T)
         return self._checked(Chain(tokens_T=tokens_T, loss_mask_T=mask_T))
 

@@ -32,6 +32,7 @@ class ConversationEncoder:
             vocab_size=vocab_size(config),
             max_length=self.context_length,
             stop_ids=ends_of(path, tokenizer),
+            exact=False,  # a policy of another tokenizer may write what this one lacks
         )
 
     def __call__(self, asked: Conversation) -> TokenArray:

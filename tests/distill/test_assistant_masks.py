@@ -171,6 +171,40 @@ def test_a_token_across_the_boundary_is_cut_as_generation_would_cut_it() -> None
     assert chain.loss_mask_T.tolist() == [False] * 5 + [True] * 2
 
 
+# As GLM's: a turn ends with the mark of the next role.
+_NEXT_ROLE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "texts"),
+    [
+        (say("hi", "ho"), ["<user>hi<assistant>[[ho<user>]]"]),
+        (say("hi", "ho", "a", "b"), ["<user>hi<assistant>[[ho<user>]]a<assistant>[[b<user>]]"]),
+        (say("hi", "ho", "a"), ["<user>hi<assistant>[[ho<user>]]a"]),
+        (
+            [
+                *say("hi"),
+                {"role": "assistant", "content": "f", "tool_calls": [{"function": {"name": "f"}}]},
+            ],
+            ["<user>hi<assistant>[[f<tool>]]"],
+        ),
+    ],
+)
+def test_a_turn_that_ends_with_the_next_role_trains_that(
+    tmp_path: Path, messages: list[dict], texts: list[str]
+) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.add_tokens(["<user>", "<assistant>", "<tool>"], special_tokens=True)
+    tokenizer.chat_template = _NEXT_ROLE
+    stop_ids = tokenizer.convert_tokens_to_ids(["<user>", "<tool>"])
+    chains = conversation_chains(tokenizer, messages, stop_ids=stop_ids)
+    assert shown(tokenizer, chains) == texts
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -134,7 +134,6 @@ def test_several_turns_that_the_template_rewrites_are_refused(tmp_path: Path) ->
         {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
         {"messages": [USER], "chosen": "4", "rejected": [RIGHT]},
         {"chosen": [USER, RIGHT], "rejected": [USER, RIGHT]},
-        {"prompt": "2+2=", "chosen": "é", "rejected": "ü"},  # both unknown to the tokenizer
     ],
 )
 def test_equal_sides_are_refused(
@@ -142,6 +141,13 @@ def test_equal_sides_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*carries no preference; drop it"):
         load(tmp_path, tokenizer, STRINGS, row)
+
+
+def test_a_side_that_the_tokenizer_lacks_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    with pytest.raises(DataError, match=r"pairs\.jsonl:2: .*é"):
+        load(tmp_path, tokenizer, STRINGS, {"prompt": "2+2=", "chosen": "é", "rejected": "4"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Text encoded as the continuation of given tokens: decoding gives exactly what was written.
+
+Text that is encoded on its own may get what nobody wrote: some tokenizers put a space before any
+text (Llama 2's normalizer, Metaspace). So it is encoded behind an anchor, a short text whose tokens
+are cut off again; the decoded tokens decide which anchor keeps the text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distill.chat.template import encode_chat
+from distill.chat.token_text import decode
+from distill.errors import DataError
+from distill.types import TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# Decoding looks at neighbours no further away than this many tokens.
+_NEIGHBOURS = 8
+# Anchors of several kinds of characters: a tokenizer merges some of them with what follows.
+_ANCHORS = ("\n", "0", ":", "e", ")")
+
+
+def continuation(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
+) -> TokenArray | None:
+    """Tokens that add exactly `text` to the text of `before_T`; None if no encoding does.
+
+    Exactly: up to Unicode's canonical composition (NFC), which many tokenizers apply.
+    """
+    tokens_T = _whole(tokenizer, before_T, text)
+    return _in_parts(tokenizer, before_T, text) if tokens_T is None else tokens_T
+
+
+def require_continuation(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
+) -> TokenArray:
+    """Like `continuation`, for text that must be encoded.
+
+    Raises:
+        DataError: no encoding keeps the text.
+    """
+    tokens_T = continuation(tokenizer, before_T, text)
+    if tokens_T is None:
+        got = decode(tokenizer, encode_chat(tokenizer, text).tolist())
+        at = next((i for i, (a, b) in enumerate(zip(text, got, strict=False)) if a != b), len(got))
+        raise DataError(
+            f"the tokenizer cannot write this text: {text[max(0, at - 20) : at + 20]!r} is decoded "
+            f"as {got[max(0, at - 20) : at + 20]!r}; change the text, or leave the row out"
+        )
+    return tokens_T
+
+
+def closest_continuation(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
+) -> TokenArray:
+    """Like `continuation`; tokens of the text on its own if no encoding keeps it."""
+    tokens_T = continuation(tokenizer, before_T, text)
+    return encode_chat(tokenizer, text) if tokens_T is None else tokens_T
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Texts of the tokenizer's added tokens, by their ids."""
+    return {id_: str(token) for id_, token in tokenizer.added_tokens_decoder.items()}
+
+
+def served_continuation(
+    tokenizer: PreTrainedTokenizerBase,
+    before_T: TokenArray,
+    text: str,
+    *,
+    added: Mapping[int, str],
+) -> TokenArray | None:
+    """Tokens of `text` behind `before_T` as a server encodes a rendered chat; None if no encoding
+    keeps the text.
+
+    An added token is no part of any other, and may take white space behind it with it: where
+    `before_T` ends with one, `text` is encoded behind that.
+
+    Args:
+        added: see `added_tokens`.
+    """
+    if not len(before_T):
+        return encode_chat(tokenizer, text)
+    last = added.get(int(before_T[-1]))
+    tokens_T = None if last is None else _behind(tokenizer, last, text)
+    return continuation(tokenizer, before_T, text) if tokens_T is None else tokens_T
+
+
+def added_text(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, tokens_T: TokenArray
+) -> str | None:
+    """Text that the tokens add to that of those before; None if they change the latter."""
+    near = before_T[-_NEIGHBOURS:].tolist()
+    before, both = decode(tokenizer, near), decode(tokenizer, [*near, *tokens_T.tolist()])
+    return both[len(before) :] if both.startswith(before) else None
+
+
+def _whole(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
+) -> TokenArray | None:
+    for anchor in _anchors(tokenizer, before_T):
+        tokens_T = _behind(tokenizer, anchor, text)
+        if tokens_T is not None:
+            joined = added_text(tokenizer, before_T, tokens_T)
+            if joined is not None and _normal(joined) == _normal(text):
+                return tokens_T
+    return None
+
+
+def _in_parts(
+    tokenizer: PreTrainedTokenizerBase, before_T: TokenArray, text: str
+) -> TokenArray | None:
+    """Tokens of the text, cut at its added tokens: some tokenizers put a space behind each."""
+    ids = {token: id_ for id_, token in added_tokens(tokenizer).items()}
+    longest_first = sorted(ids, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if ids else [text]
+    if len(parts) == 1:
+        return None
+    tokens_T = np.empty(0, np.int32)
+    for part in filter(None, parts):
+        so_far_T = np.concatenate([before_T, tokens_T])
+        part_T = np.asarray([ids[part]]) if part in ids else _whole(tokenizer, so_far_T, part)
+        if part_T is None:
+            return None
+        tokens_T = np.concatenate([tokens_T, part_T])
+    return tokens_T.astype(np.int32)
+
+
+def _anchors(tokenizer: PreTrainedTokenizerBase, before_T: TokenArray) -> Iterator[str]:
+    """Texts to encode behind: none, that of the last tokens, others."""
+    yield ""
+    yield decode(tokenizer, before_T[-_NEIGHBOURS:].tolist())
+    yield from _ANCHORS
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase, anchor: str, text: str) -> TokenArray | None:
+    """Tokens of `text` behind those of `anchor`; None if a token joins the two."""
+    if not anchor:
+        return encode_chat(tokenizer, text)
+    anchor_T, both_T = encode_chat(tokenizer, anchor), encode_chat(tokenizer, anchor + text)
+    return both_T[len(anchor_T) :] if np.array_equal(both_T[: len(anchor_T)], anchor_T) else None
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFC", text)

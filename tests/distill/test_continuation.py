@@ -1,0 +1,219 @@
+"""Prompt and completion are encoded so that decoding gives what was written, by any tokenizer."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from distill.chat.template import render_text
+from distill.data.example_encoder import ExampleEncoder
+from distill.errors import DataError
+
+_BAR = "\u2581"
+_TEXTS = ["the answer is 4 . def f(x):\n    return x # 12 + 34 = 46\n\n", "a b  c\t4é"] * 20
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_WORDS = ["the", "answer", "return", "def", "is", "12", "\n\n"]
+
+
+def _sentencepiece_decoder() -> decoders.Decoder:
+    return decoders.Sequence(
+        [
+            decoders.Replace(_BAR, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+
+
+def _trained(pre: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder, **trained) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre, decoder
+    made.train_from_iterator(
+        _TEXTS, trainers.BpeTrainer(vocab_size=400, show_progress=False, **trained)
+    )
+    return made
+
+
+def _byte_level(add_prefix_space: bool) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    return _trained(pre, decoders.ByteLevel(), initial_alphabet=alphabet)
+
+
+def _pieces() -> dict[str, int]:
+    """Bytes, characters, and words with and without the space before them."""
+    chars = sorted(set("".join(_TEXTS).replace(" ", _BAR)))
+    words = [*_WORDS, *(_BAR + word for word in _WORDS), _BAR * 2]
+    return {piece: i for i, piece in enumerate(dict.fromkeys(["<unk>", *_BYTES, *chars, *words]))}
+
+
+def _bpe() -> Tokenizer:
+    vocab = _pieces()
+    merges = [("i", "s"), ("1", "2"), (_BAR, _BAR), ("\n", "\n")]
+    vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges) if a + b not in vocab}
+    return Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+
+
+def _metaspace(model: Tokenizer, scheme: str, split: bool = True) -> Tokenizer:
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+    model.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme, split=split)]
+    )
+    return model
+
+
+def _prepend() -> Tokenizer:
+    made = _bpe()
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(_BAR), normalizers.Replace(" ", _BAR)]
+    )
+    made.decoder = _sentencepiece_decoder()
+    return made
+
+
+def _replace_only() -> Tokenizer:
+    made = _bpe()
+    made.normalizer = normalizers.Replace(" ", _BAR)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(_BAR, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def _unigram() -> Tokenizer:
+    pieces = [(piece, -float(i % 7) - 1) for piece, i in _pieces().items()]
+    return Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+
+
+def _word_piece() -> Tokenizer:
+    chars = sorted(set("".join(_TEXTS).split() and "".join("".join(_TEXTS).split())))
+    words = ["[UNK]", *chars, *("##" + each for each in chars), *_WORDS]
+    made = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return made
+
+
+def _lossy() -> Tokenizer:
+    made = _byte_level(False)
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.NFKC(), normalizers.Replace("  ", " ")]
+    )
+    return made
+
+
+_EXACT = {
+    "byte level": lambda: _byte_level(False),
+    "byte level, space before": lambda: _byte_level(True),
+    "metaspace first": lambda: _metaspace(_bpe(), "first"),
+    "metaspace always": lambda: _metaspace(_bpe(), "always"),
+    "metaspace never": lambda: _metaspace(_bpe(), "never"),
+    "metaspace first, unsplit": lambda: _metaspace(_bpe(), "first", split=False),
+    "prepend": _prepend,
+    "replace": _replace_only,
+    "unigram first": lambda: _metaspace(_unigram(), "first"),
+    "unigram always": lambda: _metaspace(_unigram(), "always"),
+}
+_LOSSY = {"word piece": _word_piece, "lossy": _lossy}
+
+
+@cache
+def _encoder(name: str, bos: bool = True, eos: bool = False) -> ExampleEncoder:
+    made = (_EXACT | _LOSSY)[name]()
+    marks = ["<s>", "</s>", "<|user|>"]
+    made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    ids = [(mark, made.token_to_id(mark)) for mark in marks[:2]]
+    single = f"{'<s> ' * bos}$A{' </s>' * eos}"
+    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    return ExampleEncoder(
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        max_length=10_000,
+        stop_ids=[int(tokenizer.eos_token_id or 0)],
+    )
+
+
+def _decoded(encoder: ExampleEncoder, ids: list[int]) -> str:
+    return str(
+        encoder.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
+
+
+_WRITTEN = st.text("ab4 \n\t.:=(é日ﬁA", min_size=1, max_size=12) | st.lists(
+    st.sampled_from([*_WORDS, " ", "  ", "    ", "\n", "4", "é", "<|user|>", "🙂"]),
+    min_size=1,
+    max_size=6,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", [*_EXACT, *_LOSSY])
+@settings(max_examples=30, deadline=None)
+@given(prompt=_WRITTEN, completion=_WRITTEN)
+def test_what_is_trained_is_what_was_written(name: str, prompt: str, completion: str) -> None:
+    encoder = _encoder(name)
+    try:
+        chain = encoder.completion(prompt, completion)
+    except DataError:
+        assert name in _LOSSY, "this tokenizer can write any text"
+        return
+    prompt_T = render_text(encoder.tokenizer, prompt)
+    assert chain.tokens_T[~chain.loss_mask_T].tolist() == prompt_T.tolist()
+    whole = _decoded(encoder, chain.tokens_T.tolist()[:-1])
+    assert whole == _decoded(encoder, prompt_T.tolist()) + completion
+
+
+@pytest.mark.parametrize("name", [name for name in _EXACT if name != "byte level, space before"])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("Question: 2 + 2? Answer:", " 4"),
+        ("Answer:\n", "4"),
+        ("def f(x):\n", "    return x"),
+        ("the answer is ", "12"),
+        ("<|user|>", "the answer"),
+        ("a", "b"),
+    ],
+)
+def test_the_seam_has_no_space_that_nobody_wrote(name: str, prompt: str, completion: str) -> None:
+    encoder = _encoder(name)
+    chain = encoder.completion(prompt, completion)
+    said_T = chain.tokens_T[chain.loss_mask_T][:-1]
+    before_T = chain.tokens_T[1 : len(chain.tokens_T) - len(said_T) - 1]
+    assert _decoded(encoder, [*before_T, *said_T]).lstrip(" ").endswith(prompt + completion)
+
+
+@pytest.mark.parametrize("name", [*_EXACT, *_LOSSY])
+@pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (True, True)])
+def test_a_prompt_has_one_bos_and_no_eos(name: str, bos: bool, eos: bool) -> None:
+    encoder = _encoder(name, bos, eos)
+    tokenizer = encoder.tokenizer
+    for text in ("the answer", "<s>the answer", "<s><|user|>the answer"):
+        ids = render_text(tokenizer, text).tolist()
+        assert ids.count(tokenizer.bos_token_id) == max(int(bos), text.count("<s>"))
+        assert tokenizer.eos_token_id not in ids
+    row = encoder.completion("the answer is", " 12")
+    assert tokenizer.eos_token_id not in row.tokens_T[~row.loss_mask_T]
+    assert np.count_nonzero(row.tokens_T == tokenizer.eos_token_id) == 1
+
+
+def test_what_a_tokenizer_cannot_write_is_refused_with_the_place() -> None:
+    with pytest.raises(DataError, match="cannot write"):
+        _encoder("lossy").completion("the answer:", " It is Four")
