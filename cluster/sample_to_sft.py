@@ -54,6 +54,7 @@ from distill.chat.template import (
     render_text,
 )
 from distill.chat.template_choice import ChatTemplateSettings
+from distill.chat.unwritten import check_written
 from distill.data.answers import answer_text
 from distill.data.columns import PromptColumns, with_chats
 from distill.data.row_files import located
@@ -341,6 +342,7 @@ async def _by_checkpoint(config: SampleToSftConfig) -> AsyncIterator[Respond]:
                 if isinstance(asked.shown, str):
                     prompt_T = render_text(tokenizer, asked.shown)
                 else:
+                    check_written(tokenizer, asked.shown, tools=asked.tools)
                     prompt_T = render_messages(tokenizer, asked.shown, tools=asked.tools)
                 samples = await engine.generate(
                     GenerateRequest(

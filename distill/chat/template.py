@@ -214,7 +214,7 @@ def _as_known(message: dict[str, Any], template: str) -> dict[str, Any]:
 
     `developer` is OpenAI's later name of `system`.
     """
-    if message.get("role") == "developer" and "developer" not in template:
+    if message.get("role") == "developer" and not re.search(r"['\"]developer['\"]", template):
         message = {**message, "role": "system"}
     named = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
     for name in REASONING:

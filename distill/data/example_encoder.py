@@ -76,14 +76,27 @@ class ExampleEncoder:
         """Token chains of the assistant's turns after the first `context` messages.
 
         Raises:
-            DataError: as of `check_written` and `conversation_chains`; too long, or ids the model
-                lacks.
+            DataError: as of `conversation_chains`; too long, or ids the model lacks.
         """
-        check_written(self.tokenizer, messages, tools=tools, context=context)
         chains = conversation_chains(
             self.tokenizer, messages, stop_ids=self.stop_ids, tools=tools, context=context
         )
         return [self._checked(chain) for chain in chains]
+
+    def written_conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        context: int = 0,
+    ) -> list[Chain]:
+        """`conversation`, of messages of a row, all of which the chat template must write.
+
+        Raises:
+            DataError: as of `conversation`; or the template leaves out a part.
+        """
+        check_written(self.tokenizer, messages, tools=tools, context=context)
+        return self.conversation(messages, tools, context=context)
 
     def as_sampled(self, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Chain:
         """Token ids as they are; those in the `runs`, [start, stop), are trained.

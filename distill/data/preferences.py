@@ -180,7 +180,7 @@ def _only_chain(
     side: str,
 ) -> Chain:
     with located(f"`{side}`"):
-        chains = encoder.conversation(messages, tools, context=context)
+        chains = encoder.written_conversation(messages, tools, context=context)
         if len(chains) > 1:
             raise DataError(
                 "the chat template cannot render this multi-turn pair as one chain: it rewrites "

@@ -76,10 +76,10 @@ def _chains(encoder: ExampleEncoder, example: Mapping[str, Any], vocab_hash: str
     if form == "messages":
         messages = check_messages(example["messages"], "messages")
         if example.get("completion") is None:
-            return encoder.conversation(messages, check_tools(example))
+            return encoder.written_conversation(messages, check_tools(example))
         answer = _answer(example)
         tools, context = check_tools(example), len(messages)
-        return encoder.conversation([*messages, *answer], tools, context=context)
+        return encoder.written_conversation([*messages, *answer], tools, context=context)
     if form == "tokens":
         _check_tokenizer(example, vocab_hash)
         ids = _check_ids(example)
@@ -99,7 +99,7 @@ def _answered(encoder: ExampleEncoder, example: Mapping[str, Any]) -> list[Chain
     if not isinstance(completion, list):
         return [encoder.completion(prompt, check_text(example, "completion"))]
     asked: Message = {"role": "user", "content": prompt}
-    return encoder.conversation([asked, *_answer(example)], check_tools(example), context=1)
+    return encoder.written_conversation([asked, *_answer(example)], check_tools(example), context=1)
 
 
 def _answer(example: Mapping[str, Any]) -> list[Message]:

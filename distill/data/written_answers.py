@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distill.chat.template import encode, is_begun
+from distill.chat.template import answered, encode, is_begun
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
 from distill.engine import Sample
@@ -55,16 +55,16 @@ def _stops(encoder: ExampleEncoder) -> list[int]:
 
 def _turn(encoder: ExampleEncoder, prompt: Prompt, text: str) -> TokenArray:
     """The answer's tokens through a stop token, as recipe=sft trains them."""
-    if prompt.messages and is_begun(prompt.messages):
-        spoken = encode(encoder.tokenizer, text, add_special_tokens=False)
-        return np.asarray([*spoken, encoder.end], np.int32)
     if prompt.messages:
-        said = {"role": "assistant", "content": text}
-        context = len(prompt.messages)
-        [chain] = encoder.conversation([*prompt.messages, said], prompt.tools, context=context)
+        messages = answered(prompt.messages, text)
+        [chain] = encoder.conversation(messages, prompt.tools, context=len(messages) - 1)
     else:
         chain = encoder.completion(prompt.text, text)
     tokens_T = chain.tokens_T[chain.loss_mask_T]
+    if prompt.messages and is_begun(prompt.messages):
+        spoken = encode(encoder.tokenizer, text, add_special_tokens=False)
+        end_T = tokens_T[-1:] if tokens_T[-1] in _stops(encoder) else tokens_T[:0]
+        tokens_T = np.concatenate([np.asarray(spoken, np.int32), end_T])
     if len(tokens_T) and tokens_T[-1] in _stops(encoder):
         return tokens_T
     return np.append(tokens_T, np.int32(encoder.end))  # the template writes none

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distill.chat.template import answered
 from distill.data.example_encoder import ExampleEncoder
 from distill.data.prompts import Prompt
 from distill.errors import DataError
@@ -41,11 +42,11 @@ class ConversationEncoder:
         if isinstance(said, str):
             if not asked.messages:
                 return self._encoder.completion(asked.prompt, said).tokens_T
-            said = {"role": "assistant", "content": said}
+            messages = answered(asked.messages, said)
+        else:
+            messages = [*asked.messages, said]
         tools = None if asked.tools is None else list(asked.tools)
-        [chain] = self._encoder.conversation(
-            [*asked.messages, said], tools, context=len(asked.messages)
-        )
+        [chain] = self._encoder.conversation(messages, tools, context=len(messages) - 1)
         return chain.tokens_T
 
 

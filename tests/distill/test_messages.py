@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distill.chat.template import chat_text, check_messages, check_tools, render_messages
+from distill.chat.template import answered, chat_text, check_messages, check_tools, render_messages
 from distill.chat.unwritten import check_written
 from distill.data.assistant_masks import conversation_chains
 from distill.errors import DataError
@@ -109,6 +109,8 @@ def test_a_developer_is_the_system_unless_the_template_knows_the_role() -> None:
     said = [{"role": "developer", "content": "LATIN"}, ASK]
     system = [{"role": "system", "content": "LATIN"}, ASK]
     assert written("qwen2.5", said) == written("qwen2.5", system)
+    mentions = "{# as the developer says #}" + TEMPLATES["qwen2.5"]
+    assert written(mentions, said) == written("qwen2.5", system)
     knows = "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}"
     assert written(knows + "{% endfor %}", said) == "DLATIN1+2?"
 
@@ -185,6 +187,8 @@ def test_a_begun_answer_is_continued(family: str) -> None:
     )
     assert render_messages(tokenizer, messages).tolist() == ids
     assert tokenizer.decode(ids).endswith("The answer is")
+    whole = [ASK, {"role": "assistant", "content": "The answer is 3."}]
+    assert answered(messages, " 3.") == whole and answered([ASK], "3") == [ASK, SAY]
 
 
 def test_a_call_that_nobody_answers_is_nothing_to_continue() -> None:

@@ -96,6 +96,18 @@ def test_where_an_answer_ends(
     assert said(encoder, plain(tokenizer), text, ended=ended, limit=limit) == (expected, stop)
 
 
+@pytest.mark.parametrize("template", [ENDS, ""])
+def test_a_begun_answer_is_answered_with_what_follows_it(
+    tokenizer: PreTrainedTokenizerBase, template: str
+) -> None:
+    encoder = encoder_of(tokenizer, template=template)
+    messages = [*CHAT, {"role": "assistant", "content": "it is "}]
+    tokens_T = render_messages(tokenizer, messages)
+    prompt = Prompt(tokens_T=tokens_T, answer=None, line=1, messages=messages)
+    assert said(encoder, prompt, "two", ended=True) == ("two<eos>", StopReason.EOS)
+    assert said(encoder, prompt, "two", ended=False) == ("tw", StopReason.LENGTH)
+
+
 @pytest.mark.parametrize(
     ("template", "text", "ended", "expected", "stop"),
     [
