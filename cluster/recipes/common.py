@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
@@ -42,6 +42,9 @@ from distill.errors import CheckpointError, ConfigError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.lora import check_lora
 from learner.memory import estimate_memory, holding_of
+
+# Longest wait for another job that still ends: as long as `ray job stop` gives it (deploy/, docs).
+_OTHER_JOB_S = 600.0
 
 
 @dataclass(kw_only=True)
@@ -168,6 +171,22 @@ def connected(config: CommonConfig) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def opened(
+    config: CommonConfig, directory: RunDirectory, say: Callable[[str], None]
+) -> Iterator[Checkpoint | None]:
+    """The run's directory, held for this process; yields the checkpoint to resume from, or None.
+
+    The lock comes before every look into the directory: what another job still writes looks
+    damaged, and what it writes later would be dropped. A dry run writes nothing and takes no lock.
+
+    Raises:
+        ConfigError: another job holds the directory for too long; and as `RunDirectory.check`.
+    """
+    with nullcontext() if config.dry_run else directory.locked(say, _OTHER_JOB_S):
+        yield directory.check(say)
+
+
+@contextmanager
 def session(
     config: CommonConfig,
     directory: RunDirectory,
@@ -179,6 +198,7 @@ def session(
     """All that a run needs besides its actors. However it ends, summary.json records it.
 
     Args:
+        directory: held by this process; see `opened`.
         fork: what a run begins from that has no checkpoint of its own yet.
         untrained: what a checkpoint says of its data before the first step.
     """
@@ -186,7 +206,7 @@ def session(
     receiver = receiver_of(config.notify)
     observer = present_observer()
     started = time.time()
-    with directory.locked(), connected(config), observer.signals.installed():
+    with connected(config), observer.signals.installed():
         directory.start(resume_from, fork and fork.to_json())
         if resume_from:
             console.print(f"resuming from {resume_from.path} (step {resume_from.step})")

@@ -34,7 +34,14 @@ from cluster.hosts.engine_pool import EnginePool
 from cluster.placement.placement_groups import Placement
 from cluster.placement.roles import EVALUATION, POLICY, describe_layout, served_teachers
 from cluster.queue.scoring import read_scoring
-from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
+from cluster.recipes.common import (
+    RunSession,
+    already_complete,
+    learner_line,
+    opened,
+    placed,
+    session,
+)
 from cluster.recipes.evaluations import Evaluations
 from cluster.recipes.kept import kept_steps, train_on_kept
 from cluster.run_files.certificate import certificate
@@ -76,7 +83,18 @@ def run_on_policy(config: RolloutConfig, console: Console) -> None:
     if said:
         say(said)
     directory = RunDirectory(config.recipe, config, inputs.digests, inputs.stops)
-    resume_from = directory.check(say)
+    with opened(config, directory, say) as resume_from:
+        _run_opened(config, inputs, directory, resume_from, console)
+
+
+def _run_opened(
+    config: RolloutConfig,
+    inputs: RolloutInputs,
+    directory: RunDirectory,
+    resume_from: Checkpoint | None,
+    console: Console,
+) -> None:
+    say = partial(console.print, markup=False, highlight=False)
     fork = None
     if resume_from is None:
         fork = find_fork(

@@ -21,7 +21,14 @@ from cluster.config.supervised_checks import (
 )
 from cluster.hosts.learners import supervised_learners
 from cluster.placement.roles import describe_layout
-from cluster.recipes.common import RunSession, already_complete, learner_line, placed, session
+from cluster.recipes.common import (
+    RunSession,
+    already_complete,
+    learner_line,
+    opened,
+    placed,
+    session,
+)
 from cluster.recipes.learner_alone import LearnerAlone
 from cluster.run_files.fork import find_fork
 from cluster.run_files.run_directory import RunDirectory
@@ -73,28 +80,29 @@ def _run(
     held_out = f" ({apart} held out)" if apart else ""
     directory = RunDirectory(recipe, config, inputs.digests, inputs.stops)
     say = partial(console.print, markup=False, highlight=False)
-    resume_from = directory.check(say)
-    fork = None
-    if resume_from is None:
-        fork = find_fork(
-            config, recipe, title="model", model=config.model, tokenizer=inputs.tokenizer, say=say
+    with opened(config, directory, say) as resume_from:
+        fork = None
+        if resume_from is None:
+            fork = find_fork(
+                config, recipe, title="model", model=config.model,
+                tokenizer=inputs.tokenizer, say=say,
+            )  # fmt: skip
+        console.print(
+            f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} "
+            f"steps{epochs} of {config.batch_size}, into {directory.path} (learner: "
+            f"{learner_line(config, config.model)}); stops at "
+            f"{inputs.stops.described(inputs.tokenizer)}"
+            + (f"; starts from {fork.described}" if fork else "")
         )
-    console.print(
-        f"{recipe}: {config.model} on {units} {noun}{held_out}{how}, {config.steps} steps{epochs} "
-        f"of {config.batch_size}, into {directory.path} (learner: "
-        f"{learner_line(config, config.model)}); stops at "
-        f"{inputs.stops.described(inputs.tokenizer)}"
-        + (f"; starts from {fork.described}" if fork else "")
-    )
-    if inputs.warning is not None:
-        console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
-    if config.dry_run:
-        console.print(describe_layout(config), highlight=False)
-    if config.dry_run or already_complete(directory, resume_from, config, console):
-        return
-    untrained = {"num_rows": units}
-    with session(config, directory, resume_from, console, fork, untrained) as running:
-        _train(config, inputs, running)
+        if inputs.warning is not None:
+            console.print(f"[bold red]WARNING[/]: {escape(inputs.warning)}", highlight=False)
+        if config.dry_run:
+            console.print(describe_layout(config), highlight=False)
+        if config.dry_run or already_complete(directory, resume_from, config, console):
+            return
+        untrained = {"num_rows": units}
+        with session(config, directory, resume_from, console, fork, untrained) as running:
+            _train(config, inputs, running)
 
 
 def _train(config: SupervisedConfig, inputs: SupervisedInputs, running: RunSession) -> None:

@@ -14,7 +14,6 @@ out/kept/            with train=False: what was kept, as checkpoints say what wa
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import logging
@@ -24,7 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from cluster.config.on_policy import RolloutConfig
 from cluster.jsonl_log import LineFile, read_lines
 from cluster.queue.journal import replay
 from cluster.run_files.replay_log import KEPT
+from cluster.run_files.run_lock import RunLock
 from distill.errors import CheckpointError, ConfigError, DataError
 from distill.lookup import current_name
 from distill.settings import MAY_CHANGE, flagged
@@ -136,21 +136,13 @@ class RunDirectory:
             CheckpointError: it holds a run whose checkpoints are all broken.
             DataError: a line of metrics, events or ledger is damaged, by a crash or by hand.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"out={self.path} is a file; give a directory")
-        parent = next(path for path in (self.path, *self.path.parents) if path.exists())
-        for path in (parent, *(self.path / name for name in (*_DIRECTORIES, *_FILES))):
-            if path.exists() and not os.access(path, os.W_OK):
-                raise ConfigError(f"out={self.path} cannot be written (no permission in {path})")
-        for name in _DIRECTORIES:
-            if (self.path / name).exists() and not (self.path / name).is_dir():
-                raise ConfigError(f"{self.path / name} is no directory; remove it")
+        self._check_permissions()
         if not (self.path / "config.json").is_file():
             if self.path.is_dir() and any(p for p in self.path.iterdir() if p.name != ".lock"):
                 raise ConfigError(
                     f"out={self.path} is not empty and holds no isotherm run; choose another out="
                 )
-            self._try_to_write(parent)
+            self._try_to_write()
             return None
         self._check_same_run()
         self._check_lines()
@@ -170,16 +162,34 @@ class RunDirectory:
                 "came before"
             )
 
-    def _try_to_write(self, parent: Path) -> None:
+    def _check_permissions(self) -> None:
+        """Raises ConfigError if `out/` is a file, or part of it cannot be written."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"out={self.path} is a file; give a directory")
+        for path in (self._nearest(), *(self.path / name for name in (*_DIRECTORIES, *_FILES))):
+            if path.exists() and not os.access(path, os.W_OK):
+                raise ConfigError(f"out={self.path} cannot be written (no permission in {path})")
+        for name in _DIRECTORIES:
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ConfigError(f"{self.path / name} is no directory; remove it")
+
+    def _nearest(self) -> Path:
+        """The directory itself, or its nearest parent that exists."""
+        return next(path for path in (self.path, *self.path.parents) if path.exists())
+
+    def _try_to_write(self) -> None:
         """Raises ConfigError where permissions do not tell that nothing can be made: in /proc."""
         try:
-            with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=parent):
+            with tempfile.TemporaryDirectory(prefix=".isotherm-", dir=self._nearest()):
                 pass
         except OSError as error:
-            raise ConfigError(
-                f"out={self.path} cannot be written ({error.strerror} in {parent}); choose another "
-                "out="
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"out={self.path} cannot be written ({error.strerror} in {self._nearest()}); choose "
+            "another out="
+        )
 
     def _check_same_run(self) -> None:
         try:
@@ -232,17 +242,35 @@ class RunDirectory:
             return False  # no summary, or one cut short: the checkpoints tell the rest
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the directory for this process; two runs never write to one `out/`."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+    def locked(
+        self, say: Callable[[str], None] = logger.warning, wait_s: float = 0.0
+    ) -> Iterator[None]:
+        """Holds the directory for this process; two runs never write to one `out/`.
+
+        A directory made for the lock goes with it, unless the run wrote something else.
+
+        Args:
+            say: receives one line if another job holds the directory.
+            wait_s: how long to wait for that job's end.
+
+        Raises:
+            ConfigError: the other job still holds it, or `out/` cannot be written.
+        """
+        self._check_permissions()
+        made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            lock = RunLock.acquire(self.path / ".lock", say, wait_s)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(
-                    f"out={self.path} is in use by a running job; wait for it, or choose another"
-                ) from error
-            yield
+                yield
+            finally:
+                if made and [path.name for path in self.path.iterdir()] == [".lock"]:
+                    lock.remove()
+                    with suppress(OSError):  # a parent in which others have made something
+                        for path in made:
+                            path.rmdir()
 
     @property
     def forked_from(self) -> Mapping[str, Any] | None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,7 @@ from cluster.command import parse
 from cluster.config.on_policy import OpdConfig, TeacherConfig
 from cluster.config.rows import digests_of
 from cluster.early_ends import RunFailed
-from cluster.recipes.common import failed_to_resume
+from cluster.recipes.common import failed_to_resume, opened
 from cluster.run_files.run_directory import RunDirectory
 from distill.data.row_reader import RowReader
 from distill.envs.games.tic_tac_toe import TicTacToeGames
@@ -469,6 +470,45 @@ def test_two_runs_never_share_a_directory(opd: NewOpd) -> None:
             pass
     with theirs.locked():
         pass
+    assert not ours.path.exists()  # made for the lock alone, it went with it
+
+
+def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
+    opd: NewOpd, tmp_path: Path
+) -> None:
+    """A requeued job that starts while the first one still saves takes that checkpoint."""
+    config = opd()
+    said: list[str] = []
+    resumed: list[Checkpoint | None] = []
+
+    def second() -> None:
+        directory = RunDirectory("opd", opd())
+        with opened(opd(), directory, say) as checkpoint:
+            directory.start(checkpoint)
+            resumed.append(checkpoint)
+
+    waiting = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        waiting.set()
+
+    for last in (2, 4):  # before the first checkpoint, and after
+        first = RunDirectory("opd", config)
+        waiting.clear()
+        with opened(config, first, say) as found:
+            if found is None:
+                first.start(None)
+            job = threading.Thread(target=second)
+            job.start()
+            assert waiting.wait(20)
+            first.append_metrics({"step": last})
+            newest = save(first, config.student, last)
+        job.join(20)
+        assert resumed[-1] == newest
+        assert not list(first.store.root.glob("*.damaged"))
+        assert [line["step"] for line in first.read_metrics()][-1] == last
+    assert all(str(os.getpid()) in line for line in said) and len(said) == 2
 
 
 def test_finished_means_finished(opd: NewOpd) -> None:

@@ -1,0 +1,88 @@
+"""The lock of a run's directory: one job at a time reads and writes `out/`.
+
+A scheduler may start a job again while its first attempt still writes its last checkpoint, so a
+taken lock is waited for. The file names its holder, for the message about the wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from distill.errors import ConfigError
+
+_POLL_S = 0.2
+
+
+class RunLock:
+    """An exclusive lock on a file, held until the context ends or the process dies."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self._path, self._file = path, file
+
+    @classmethod
+    def acquire(cls, path: Path, say: Callable[[str], None], wait_s: float) -> RunLock:
+        """Lock `path`, and make it and its directory if they do not exist.
+
+        Args:
+            say: receives one line if the lock is taken and `wait_s` is above 0.
+            wait_s: how long to wait for another holder.
+
+        Raises:
+            ConfigError: another job still holds it.
+            OSError: the file cannot be made.
+        """
+        deadline, told = time.monotonic() + wait_s, False
+        while (held := cls._attempt(path)) is None:
+            holder = f"out={path.parent} is in use by a running job{_holder(path)}"
+            if time.monotonic() >= deadline:
+                waited = f" after {wait_s:.0f} s" if wait_s else ""
+                raise ConfigError(f"{holder}{waited}; wait for its end, or choose another out=")
+            if not told:
+                say(f"{holder}: waiting for its end, for {wait_s:.0f} s at most")
+                told = True
+            time.sleep(_POLL_S)
+        return held
+
+    @classmethod
+    def _attempt(cls, path: Path) -> RunLock | None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A holder may have removed the file since it was opened: then another can make it anew.
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise FileNotFoundError(path)
+        except (BlockingIOError, FileNotFoundError):
+            file.close()
+            return None
+        except BaseException:
+            file.close()
+            raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        return cls(path, file)
+
+    def remove(self) -> None:
+        """Remove the file, while the lock is held."""
+        self._path.unlink()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _holder(path: Path) -> str:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return ""
+    return f" ({text})" if text else ""
