@@ -32,7 +32,7 @@ ORDER = {
         "models", "objective", "data", "rewards", "tools", "envs", "envs/games", "handshake",
     ],
     "actors": [
-        "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
+        "addresses", "embedded", "sglang/plugin", "sglang", "rollout", "envs", "config",
     ],
     "cluster": [
         "jsonl_log", "console", "early_ends", "handles", "config", "queue", "run_files",

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from actors.addresses import split_address
 from distill.errors import ConfigError, DataError, EngineError
 from distill.sampling import EvalSampling, Sampling
 
@@ -113,12 +114,7 @@ def check_url(setting: str, url: str, key_variable: str) -> None:
             f"{setting} holds a user, a password or a query, which would stand in config.json; "
             f"give the server's key in {key_variable}, and write http://host:port/v1"
         )
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or half of an IPv6 address
-        good = False
-    if not good or not url.isprintable() or " " in url:
+    if split_address(url) is None:
         raise ConfigError(f"{setting}={url} is not an address; write http://host:port/v1")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
+from actors.addresses import names_user, split_address
 from distill.errors import ConfigError
 
 API_KEY_VARIABLE = "ISOTHERM_TEACHER_API_KEY"
@@ -17,17 +17,13 @@ def is_url(model: str) -> bool:
 
 def check_url(url: str) -> None:
     """Raises ConfigError unless it is http(s)://host[:port] and nothing more."""
-    parts = urlsplit(url)
-    try:
-        good = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        good = False
-    if parts.username or parts.password:  # before the address is printed anywhere
+    parts = split_address(url)
+    if names_user(url):  # before the address is printed anywhere
         raise ConfigError(
             "teacher= holds a user or a password, which would stand in config.json; give the "
             f"server's key in {API_KEY_VARIABLE}, and write http://host:port"
         )
-    if good and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
+    if parts is not None and re.match(r"/(v\d|api|openai)\b|.*/completions", parts.path):
         raise ConfigError(
             f"teacher={url} is the address of an OpenAI-compatible endpoint, which answers in "
             "text: it cannot say how likely given tokens are at T. Give a checkpoint, or "
@@ -35,5 +31,5 @@ def check_url(url: str) -> None:
             "samples of warmup= and teacher_samples= (teacher_samples_url=), and for SFT alone "
             "there are cluster.sample_to_sft and recipe=sft"
         )
-    if not good or parts.path not in ("", "/") or parts.query:
+    if parts is None or parts.path not in ("", "/") or parts.query:
         raise ConfigError(f"teacher={url} is not an address; write http://host:port")

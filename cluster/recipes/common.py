@@ -180,8 +180,11 @@ def opened(
     damaged, and what it writes later would be dropped. A dry run writes nothing and takes no lock.
 
     Raises:
-        ConfigError: another job holds the directory for too long; and as `RunDirectory.check`.
+        ConfigError: a tracker or notify= cannot work; another job holds the directory for too
+            long; and as `RunDirectory.check`.
     """
+    check_trackers(config)
+    receiver_of(config.notify)
     with nullcontext() if config.dry_run else directory.locked(say, _OTHER_JOB_S):
         yield directory.check(say)
 
@@ -202,7 +205,6 @@ def session(
         fork: what a run begins from that has no checkpoint of its own yet.
         untrained: what a checkpoint says of its data before the first step.
     """
-    check_trackers(config)
     receiver = receiver_of(config.notify)
     observer = present_observer()
     started = time.time()
@@ -261,8 +263,8 @@ def session(
         finally:
             running.note_lost_output()
             directory.append_event("end", status=running.summary.get("status"))
-            trackers.finish(running.summary, status)
             notifier.finish(running.summary, running.last_step)
+            trackers.finish(running.summary, status)
 
 
 def failed_to_resume(error: RunFailed, resume_from: Checkpoint) -> RunFailed:

@@ -13,21 +13,22 @@ the run: it is named once, and the rest is tried all the same.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from actors.addresses import names_user, split_address
+from cluster.run_files.background import Background
+from cluster.run_files.redact import redacted
 from distill.errors import ConfigError, described
 from distill.lookup import resolve_function
 
 Receiver = Callable[[dict[str, Any]], object]
 # Of one POST, and what the run's end waits for those that are still to be told.
 _POST_S, _END_S = 10.0, 15.0
+# Messages that may wait for a slow receiver.
+_WAITING = 1000
 
 
 def receiver_of(notify: str | None) -> Receiver | None:
@@ -38,14 +39,14 @@ def receiver_of(notify: str | None) -> Receiver | None:
     """
     if notify is None:
         return None
-    url = urlsplit(notify)
-    if url.scheme in ("http", "https"):
-        if url.username or url.password:  # before the address is printed anywhere
+    if notify.startswith(("http://", "https://")):
+        url = split_address(notify)
+        if names_user(notify):  # before the address is printed anywhere
             raise ConfigError(
                 "notify= holds a user or a password, which would stand in config.json; give "
                 "package.module:function, which may take them from the environment"
             )
-        if not url.hostname:
+        if url is None:
             raise ConfigError(f"notify={notify} names no host; give https://HOST/PATH")
         return lambda told: _post(notify, told)
     if ":" not in notify:
@@ -55,23 +56,21 @@ def receiver_of(notify: str | None) -> Receiver | None:
     return resolve_function("notify", notify, ())
 
 
-def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings for others to see: of a URL in `notify=` its host alone, for the path of a
-    chat's web hook is its key."""
-    url = urlsplit(str(settings.get("notify")))
-    if url.scheme not in ("http", "https"):
-        return dict(settings)
-    return {**settings, "notify": f"{url.scheme}://{url.netloc}/..."}
-
-
 def _post(url: str, told: dict[str, Any]) -> None:
     request = Request(
         url,
         json.dumps(told).encode(),
         {"Content-Type": "application/json", "User-Agent": "isotherm"},
     )
-    with urlopen(request, timeout=_POST_S) as answer:
+    with build_opener(_NoRedirect).open(request, timeout=_POST_S) as answer:
         answer.read(1)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Leaves a redirect to be an error: what is told is meant for one host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 class Notifier:
@@ -90,42 +89,37 @@ class Notifier:
         end_s: float = _END_S,
     ) -> None:
         self._receiver, self._out, self._say, self._end_s = receiver, out, say, end_s
-        self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._failed = False
-        self._thread: threading.Thread | None = None
-        if receiver is not None:
-            self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
-            self._thread.start()
+        self._thread = None if receiver is None else Background("notify", self._fail, _WAITING)
 
     def tell(self, event: str, *, text: str, **more: Any) -> None:
         """Tells of an event, some time soon."""
         told = {"event": event, "run": self._out.name, "out": str(self._out)}
-        self._queue.put({**told, **more, "text": text})
+        self._post({**told, **more, "text": text})
 
     def finish(self, summary: Mapping[str, Any], step: int) -> None:
         """Tells of the run's end, and waits a little for all that is still to be told."""
         status = str(summary.get("status", "failed"))
-        reason = {"reason": str(summary["reason"])} if "reason" in summary else {}
+        reason = {"reason": redacted(str(summary["reason"]))} if "reason" in summary else {}
         text = f"{status} after step {step}" + (f": {reason['reason']}" if reason else "")
         self.tell("end", text=text, step=step, status=status, **reason)
-        self._queue.put(None)
-        if self._thread is None:
-            return
-        self._thread.join(self._end_s)
-        if self._thread.is_alive():
+        if self._thread is not None and not self._thread.finish(self._end_s):
             self._complain(f"has not answered within {self._end_s:g} s of the run's end")
 
-    def _work(self) -> None:
-        while (told := self._queue.get()) is not None:
-            try:
-                assert self._receiver is not None
-                self._receiver(told)
-            except (URLError, OSError) as error:
-                self._complain(f"failed ({error})")
-            except BaseException as error:  # the user's function may raise anything, an exit too
-                self._complain(f"failed ({described(error)})")
+    def _post(self, told: dict[str, Any]) -> None:
+        receiver = self._receiver
+        if receiver is None or self._thread is None:
+            return
+        if not self._thread.add(lambda: receiver(told)):
+            self._complain(f"is late by {_WAITING} messages, and misses some")
+
+    def _fail(self, error: BaseException) -> None:
+        self._complain(f"failed ({error if isinstance(error, OSError) else described(error)})")
 
     def _complain(self, what: str) -> None:
         if not self._failed:
             self._failed = True
-            self._say(f"WARNING: notify= {what}; the run goes on, and out/events.jsonl has it all")
+            self._say(
+                f"WARNING: notify= {redacted(what)}; the run goes on, and out/events.jsonl has it "
+                "all"
+            )

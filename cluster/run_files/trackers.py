@@ -2,8 +2,9 @@
 
 Each is its library's own writer, told of the same: the metrics of steps and evaluations with the
 sizes of pools and the count of restarts beside them, kept rollouts as text, deaths as alerts, and
-the end. Resuming goes on in the same run of theirs. One that fails is named and left out: what it
-would have shown is in `out/` all the same.
+the end. Resuming goes on in the same run of theirs. Each has a thread of its own, where it is also
+made, since a library may wait for its server for minutes. One that fails, or is late, is named once
+and left out: what it would have shown is in `out/` all the same.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.run_files.notify import without_secrets
+from cluster.run_files.background import Background
+from cluster.run_files.redact import redacted, without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment, read_rollouts_from
 from distill.errors import ConfigError, DataError
 
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
     from cluster.config.common import OutputSettings
     from cluster.run_files.run_directory import RunDirectory
 
+# A tracker is late if so many messages wait for it, or it takes so long for one, or for all that is
+# left at the run's end.
+_WAITING, _CALL_S, _END_S = 1000, 300.0, 60.0
 # Of kept rollouts, so many are shown at a time.
 _SHOWN = 64
 # Events of which people want to know at once, with what their line says.
@@ -65,7 +72,8 @@ class Trackers:
     Args:
         run: started, with its config.json written.
         first_step: the steps that are done.
-        say: is told of one that fails.
+        say: is told of one that fails or is late.
+        end_s: how long the run's end waits for them.
     """
 
     def __init__(
@@ -75,14 +83,17 @@ class Trackers:
         settings: Mapping[str, Any],
         first_step: int,
         say: Callable[[str], None],
+        end_s: float = _END_S,
     ) -> None:
-        self._say, self._step = say, first_step
+        self._say, self._step, self._end_s = say, first_step, end_s
         self._beside: dict[str, float] = {"restarts": 0.0}
         self._rollouts_at = 0
         self._rollouts = run.rollouts
         told = without_secrets(settings)
         started = _Started(run, run.run_id, told, first_step, chosen.wandb_mode)
-        self._trackers = {name: _KINDS[name](started) for name in chosen.trackers}
+        self._trackers = [
+            _Threaded(name, partial(_KINDS[name], started), say) for name in chosen.trackers
+        ]
         run.on_event = self.event
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -101,8 +112,8 @@ class Trackers:
             self._beside[f"pool/{given['pool']}"] = float(given["ready"])
         self._beside["restarts"] += event == "restart"
         if event in _ALERTS:
-            text = _ALERTS[event].format_map(given)
-            self._each(lambda tracker: tracker.alert(text, self._step))
+            text, step = redacted(_ALERTS[event].format_map(given)), self._step
+            self._each(lambda tracker: tracker.alert(text, step))
 
     def show_rollouts(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Shows the rollouts that were kept since the last call."""
@@ -115,21 +126,67 @@ class Trackers:
             return
         texts = [text for group in groups for text in _texts(group, tokenizer)][-_SHOWN:]
         if texts:
-            self._each(lambda tracker: tracker.show(texts, self._step))
+            step = self._step
+            self._each(lambda tracker: tracker.show(texts, step))
 
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        self._each(lambda tracker: tracker.finish(summary, exit_code))
+        """Tells of the run's end, and waits a little for all that is still to be told."""
+        told = dict(summary)
+        if "reason" in told:
+            told["reason"] = redacted(str(told["reason"]))
+        self._each(lambda tracker: tracker.finish(told, exit_code))
+        deadline = time.monotonic() + self._end_s
+        for tracker in self._trackers:
+            tracker.close(max(deadline - time.monotonic(), 0.0))
 
     def _each(self, tell: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tell(tracker)
-            except Exception as error:  # a tracker's network, disk or library: not the run's end
-                del self._trackers[name]
-                self._say(
-                    f"WARNING: {name} failed ({type(error).__name__}: {error}) and gets nothing "
-                    "more of this run; out/metrics.jsonl has all of it"
-                )
+        for tracker in self._trackers:
+            tracker.tell(tell)
+
+
+class _Threaded:
+    """A tracker that is made, and told everything, in a thread of its own."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], say: Callable[[str], None]) -> None:
+        self._name, self._make, self._say = name, make, say
+        self._tracker: Tracker | None = None
+        self._left_out = threading.Event()
+        self._thread = Background(f"tracker {name}", self._fail, _WAITING)
+        self.tell(lambda _tracker: None)  # its start
+
+    def tell(self, tell: Callable[[Tracker], None]) -> None:
+        """Queues a call of the tracker; leaves one out that is late."""
+        if self._left_out.is_set():
+            return
+        if (seconds := self._thread.busy_s) > _CALL_S:
+            self._leave_out(f"has not answered for {seconds:.0f} s")
+        elif not self._thread.add(partial(self._call, tell)):
+            self._leave_out(f"is late by {_WAITING} messages")
+
+    def close(self, wait_s: float) -> None:
+        """Waits until the tracker was told everything."""
+        if not self._left_out.is_set() and not self._thread.finish(wait_s):
+            self._leave_out(f"has not answered within {wait_s:.0f} s of the run's end")
+
+    def _call(self, tell: Callable[[Tracker], None]) -> None:
+        if self._left_out.is_set():
+            return
+        if self._tracker is None:
+            self._tracker = self._make()
+        tell(self._tracker)
+
+    def _fail(self, error: BaseException) -> None:
+        # A tracker's network, disk or library (which may even exit) is not the run's end.
+        first = (str(error).splitlines() or [""])[0]
+        self._leave_out(f"failed ({type(error).__name__}: {first})")
+
+    def _leave_out(self, why: str) -> None:
+        if not self._left_out.is_set():
+            self._left_out.set()
+            self._say(
+                f"WARNING: {self._name} {redacted(why)} and gets nothing more of this run; "
+                "out/metrics.jsonl has all of it"
+            )
 
 
 def _texts(group: KeptGroup, tokenizer: PreTrainedTokenizerBase) -> Iterator[RolloutText]:

@@ -50,7 +50,7 @@ def silence() -> Iterator[None]:
 class Server:
     """Takes POSTs on the loopback address, and answers `status`."""
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, location: str | None = None) -> None:
         self.got: list[tuple[str, dict[str, Any]]] = []
         got = self.got
 
@@ -59,6 +59,8 @@ class Server:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 got.append((self.headers["Content-Type"], json.loads(body)))
                 self.send_response(status)
+                if location is not None:
+                    self.send_header("Location", location)
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
@@ -76,6 +78,7 @@ class Server:
 @pytest.fixture
 def servers() -> Iterator[dict[int, Server]]:
     made = {status: Server(status) for status in (200, 500)}
+    made[302] = Server(302, made[200].url)
     yield made
     for server in made.values():
         server.close()
@@ -145,6 +148,8 @@ def test_what_fails_is_named_once_and_the_rest_is_tried(servers: dict[int, Serve
     assert "500" in said and len(servers[500].got) == 4
     [said] = told_to(receiver_of("tests.cluster.test_notify:leave"))
     assert "SystemExit: gone" in said and len(heard) == 4
+    [said] = told_to(receiver_of(servers[302].url))
+    assert "302" in said and len(servers[200].got) == 0  # it is told to its host alone
     servers[200].close()
     [said] = told_to(receiver_of(servers[200].url))
     assert "refused" in said
@@ -163,7 +168,10 @@ def test_nobody_need_be_told() -> None:
     ("notify", "complaint"),
     [
         ("https:///path", "names no host"),
+        ("https://h[/x", "names no host"),
+        ("https://host:99999/x", "names no host"),
         ("https://me:secret@host/path", "holds a user or a password"),
+        ("https://me:secret@h[/path", "holds a user or a password"),
         ("somewhere", "neither a URL"),
         ("tests.cluster.test_notify:nothing", "cannot be imported"),
         ("tests.cluster.test_notify:heard", "not a function"),

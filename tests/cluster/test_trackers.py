@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,12 +192,88 @@ def wandb_records(path: Path) -> list[Any]:
 def test_a_tracker_that_fails_is_named_once_and_left_out(opd: NewOpd) -> None:
     run = Run(opd(track="tensorboard"))
     run.trackers.log({"step": 1, "opd/reverse_kl": 0.5})
-    [written] = (run.directory.path / "tensorboard").iterdir()
-    assert written.stat().st_size > 0
     for step in (2, 3):
         run.trackers.log({"step": step, "opd/reverse_kl": "no number"})  # type: ignore[dict-item]
     run.finish()
+    [written] = (run.directory.path / "tensorboard").iterdir()
+    assert written.stat().st_size > 0
     assert len(run.said) == 1 and "WARNING: tensorboard failed" in run.said[0]
+
+
+class Scripted:
+    """A tracker in place of a library's, which does with each call what a test says."""
+
+    def __init__(self, call: Callable[[str], None]) -> None:
+        self._call = call
+        call("start")
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._call(f"log {step}")
+
+    def show(self, rollouts: Any, step: int) -> None:
+        self._call("show")
+
+    def alert(self, text: str, step: int) -> None:
+        self._call(f"alert {text}")
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        self._call(f"finish {summary['reason']}")
+
+
+def scripted(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], None], end_s: float = 30
+) -> list[str]:
+    """What is said of a run with such a tracker, of three steps."""
+    monkeypatch.setattr(
+        "cluster.run_files.trackers._KINDS", {"mlflow": lambda _started: Scripted(call)}
+    )
+    config, said = opd(track="mlflow"), []
+    directory = RunDirectory("opd", config)
+    directory.path.mkdir(exist_ok=True)
+    directory.start(None)
+    trackers = Trackers(config, directory, {}, 0, said.append, end_s)
+    for step in (1, 2, 3):
+        trackers.log({"step": step})
+    directory.append_event("death", who="policy 0", why="no https://me:pass-word@host/ there")
+    trackers.finish({"status": "failed", "reason": "no s3cr3t-s3cr3t there"}, 1)
+    return said
+
+
+@pytest.mark.parametrize("at", ["start", "log 2", "finish"])
+def test_a_failure_at_any_time_is_said_without_secrets(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-s3cr3t")
+    heard: list[str] = []
+
+    def call(what: str) -> None:
+        heard.append(what)
+        if what.startswith(at):
+            raise OSError(
+                "cannot reach http://me:pass-word@host:5/api?token=abc with s3cr3t-s3cr3t"
+            )
+
+    [said] = scripted(opd, monkeypatch, call)
+    assert "mlflow failed" in said and "http://***@host:5/api" in said
+    assert heard[-1].startswith(at)  # it is told nothing more
+    assert not any(
+        secret in text for text in (said, *heard) for secret in ("pass-word", "abc", "s3cr3t")
+    )
+
+
+@pytest.mark.parametrize("at", ["start", "log 2", "finish"])
+def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    released = threading.Event()
+
+    def call(what: str) -> None:
+        if what.startswith(at):
+            released.wait(60)
+
+    [said] = scripted(opd, monkeypatch, call, end_s=0.1)
+    released.set()
+    assert "mlflow has not answered within 0 s of the run's end" in said
 
 
 def test_without_trackers_nothing_is_written(

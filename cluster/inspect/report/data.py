@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.inspect.report.run_files import Run, run_tokenizer, why_no_rollouts
 from cluster.inspect.report.tokens import furthest_apart, largest_shares
-from cluster.run_files.notify import without_secrets
+from cluster.run_files.redact import without_secrets
 from cluster.run_files.rollouts import KeptGroup, KeptSegment
 from distill.chat.token_text import token_texts
 from distill.errors import CheckpointError

@@ -1,0 +1,53 @@
+"""Secrets removed from what a run prints, stores or sends: one home for all messages of others."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_HIDDEN = "***"
+_SECRET_NAME = r"(?:key|token|secret|password|passwd|credential|signature)"
+_USER_INFO = re.compile(r"(?<=://)[^\s/?#]+@")
+_PARAMETER = re.compile(rf"([?&][^\s=&#]*{_SECRET_NAME}[^\s=&#]*=)[^\s&#'\"]+", re.IGNORECASE)
+_HEADER = re.compile(r"\b((?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(_SECRET_NAME, re.IGNORECASE)
+# Shorter values of such variables are words or flags (TOKENIZERS_PARALLELISM=false).
+_SHORTEST = 8
+
+
+def redacted(text: str) -> str:
+    """The text without the user and password of URIs, keys in queries and headers, and the values
+    of environment variables that hold secrets."""
+    for secret in sorted(_secrets(os.environ), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    text = _USER_INFO.sub(f"{_HIDDEN}@", text)
+    text = _PARAMETER.sub(rf"\1{_HIDDEN}", text)
+    return _HEADER.sub(rf"\1{_HIDDEN}", text)
+
+
+def _secrets(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST:
+            yield value
+        elif "@" in value and "://" in value:
+            try:
+                password = urlsplit(value).password or ""
+            except ValueError:  # half of an IPv6 address
+                continue
+            if len(password) >= _SHORTEST:
+                yield from {password, unquote(password)}
+
+
+def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's settings for others to see. Of a URL in `notify=` the host alone remains: the path
+    of a chat's web hook is its key."""
+    try:
+        url = urlsplit(str(settings.get("notify")))
+    except ValueError:
+        return {**settings, "notify": _HIDDEN}
+    if url.scheme not in ("http", "https"):
+        return dict(settings)
+    return {**settings, "notify": f"{url.scheme}://{url.netloc.rpartition('@')[2]}/..."}
