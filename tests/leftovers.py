@@ -22,6 +22,7 @@ import psutil
 import pytest
 import ray
 
+from distill.sandbox import bounded_calls
 from tests.e2e.scaling_cluster import is_alive
 
 MARK = "ISOTHERM_TEST"
@@ -86,12 +87,12 @@ def marked(mark: str) -> set[psutil.Process]:
 
 
 def _is_kept(process: psutil.Process) -> bool:
-    """Whether this very process keeps it for its next call, and it dies with us: of code that is
-    not trusted (distill/sandbox/bounded_calls.py), or of wandb."""
+    """True if this process keeps it for the next call, and it dies with us: a child of
+    distill/sandbox/bounded_calls.py, or a service of wandb."""
     command = " ".join(process.cmdline())
     if "wandb" in command:  # its service has processes of its own
         return os.getpid() in (parent.pid for parent in process.parents())
-    return process.ppid() == os.getpid() and "multiprocessing" in command
+    return process.ppid() == os.getpid() and bounded_calls.__name__ in command
 
 
 def living_actors() -> dict[str, str]:

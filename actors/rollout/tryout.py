@@ -35,11 +35,9 @@ from distill.envs.base import Env, EnvGroupBuilder, Episode
 from distill.errors import IsothermError, described
 from distill.rewards.registry import RewardFunction, judge
 from distill.sampling import EvalSampling
-from distill.sandbox.bounded_calls import die_with_parent
+from distill.sandbox.bounded_calls import child_command, die_with_parent
 from distill.types import StopReason, TokenArray
 
-_CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
-_CHILD += f"from {__name__} import main; main()"
 # Of what a child that crashed has printed.
 _LAST_WORDS = 200
 
@@ -167,7 +165,7 @@ def tried(trial: Callable[[], None], timeout_s: float) -> str | None:
         given.seek(0)
         # Files, not pipes: what user code starts may hold them open for as long as it likes.
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps(sys.path)],
+            child_command(__name__),
             stdin=given,
             stdout=answer,
             stderr=printed,

@@ -1,16 +1,22 @@
-"""Bounded calls, of code that is not trusted or may not end: each has a limit.
+"""Bounded calls of untrusted code, or of code that may not end.
 
-    in_child     a child process: ended when it is late, and held to so much memory; no sockets
-    in_thread    a thread of this process: nothing can end it, so it is given up
+    in_child     in a child process: ended at its limit of time or memory; it can open no socket
+    in_thread    in a thread of this process: nothing can end it, so it is abandoned at its limit
 
-A child is kept for the next call; one more than a late call needs is made.
+A child and a thread are kept for the next call, and replaced after a call that was too late.
+
+A child is an interpreter of its own (`child_command`) that imports modules by name. It is not
+started by `multiprocessing`, whose "spawn" runs the user's script again in every child, and whose
+queues leave named semaphores in /dev/shm when Ray kills the process group.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
+import pickle
 import queue
 import resource
 import signal
@@ -18,25 +24,34 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import TimeoutError
 from functools import lru_cache
-from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
+from distill.errors import described
 from distill.sandbox.seccomp import filter_program, install
 
 _MEMORY_BYTES = 4 << 30
 _PR_SET_PDEATHSIG = 1
-_TRACKER = resource_tracker.__name__
+# Importing what calls need: sympy on a machine whose cores are all busy.
+_START_S = 300.0
 # Threads that were given up and still run: each may hold a core.
 _MAX_GIVEN_UP = 4
-_starting = threading.Lock()
 
 
 class OverLimit(Exception):
     """A call took longer, or more memory, than it may."""
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Command of an interpreter that calls `main(*arguments)` of a module.
+
+    It has the `sys.path` of this process and runs no script of the user's: a script without
+    `if __name__ == "__main__"` is not run twice.
+    """
+    code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; "
+    code += "main(*sys.argv[2:])"
+    return [sys.executable, "-P", "-c", code, json.dumps(sys.path), *arguments]
 
 
 def in_child(
@@ -44,60 +59,144 @@ def in_child(
 ) -> Any:
     """`function(*arguments)` in a child process, which dies with this one.
 
-    What crosses is pickled. There is one child for each `prepare`, which imports what calls need:
-    time is measured from there.
+    Arguments and results are pickled. There is one child for each `prepare`, which imports what
+    calls need: the time of a call is measured after it.
 
     Raises:
-        OverLimit: it was ended; the next call has a fresh child.
+        OverLimit: the child was ended; the next call has a fresh one.
     """
-    with _starting:
-        child = _child(prepare)
+    return _child(prepare).call(function, arguments, timeout_s)
+
+
+@lru_cache
+def _child(prepare: Callable[[], None]) -> _Child:
+    return _Child(prepare)
+
+
+# A forked process shares pipes with its parent's children, so it starts its own.
+os.register_at_fork(after_in_child=_child.cache_clear)
+
+
+class _Child:
+    """A process that makes one call at a time; started for the first call, and after its end."""
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def call(self, function: Callable[..., Any], arguments: tuple, timeout_s: float) -> Any:
+        asked = pickle.dumps((function, arguments))
+        with self._lock:
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                result, error = self._asked(asked, timeout_s)
+            except BaseException:  # an interrupt too: the answer would be taken for the next call's
+                self._end()
+                raise
+        if isinstance(error, MemoryError):
+            raise _over_limit(timeout_s, described(error)) from error
+        if error is not None:
+            raise error
+        return result
+
+    def _start(self) -> None:
+        self._end()
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = _started(child_command(__name__, str(theirs.fileno())), theirs.fileno())
+        _, error = self._asked(pickle.dumps((_confine, (self._prepare,))), _START_S)
+        if error is not None:
+            raise error
+
+    def _asked(self, asked: bytes, timeout_s: float) -> tuple[Any, BaseException | None]:
+        """The result or the error of a call.
+
+        Raises:
+            OverLimit: it is late, or the child has ended.
+        """
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(asked)
+            if not self._connection.poll(timeout_s):
+                raise _over_limit(timeout_s, "late")
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise _over_limit(timeout_s, "its process has ended") from error
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+
+def _over_limit(timeout_s: float, why: str) -> OverLimit:
+    return OverLimit(f"over {timeout_s:g} s or {_MEMORY_BYTES >> 30} GiB: {why}")
+
+
+def _started(command: list[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Starts a child from a thread that lives as long as the child (see `die_with_parent`)."""
+    outcome: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+
+    def keep() -> None:
+        try:
+            # In a session of its own: Ctrl-C is for this process, which ends the child.
+            process = subprocess.Popen(
+                command,
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            outcome.put(error)
+            return
+        outcome.put(process)
+        process.wait()
+
+    threading.Thread(target=keep, name="bounded-child", daemon=True).start()
+    if isinstance(started := outcome.get(), OSError):
+        raise started
+    return started
+
+
+def main(descriptor: str) -> None:
+    """The child: calls until the other end of its pipe is closed. What it prints goes to stderr."""
+    die_with_parent()
+    os.dup2(2, 1)
+    connection = Connection(int(descriptor))
+    while True:
+        try:
+            asked = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        connection.send_bytes(_answer(asked))
+
+
+def _answer(asked: bytes) -> bytes:
     try:
-        return child.schedule(function, args=arguments, timeout=timeout_s).result()
-    except (TimeoutError, ProcessExpired, MemoryError) as error:
-        raise OverLimit(f"over {timeout_s:g} s or {_MEMORY_BYTES >> 30} GiB: {error!r}") from error
-
-
-@lru_cache
-def _child(prepare: Callable[[], None]) -> ProcessPool:
-    _track_in_another_session()
-    return ProcessPool(
-        max_workers=1,
-        initializer=_confine,
-        initargs=(prepare,),
-        context=multiprocessing.get_context("spawn"),
-    )
-
-
-@lru_cache
-def _track_in_another_session() -> subprocess.Popen[bytes] | None:
-    """Starts Python's resource tracker, which removes named semaphores after this process's end.
-
-    Python would start it in this process's group, which Ray kills as a whole: the semaphores would
-    stay. One that runs already is left as it is.
-    """
-    tracker: Any = resource_tracker._resource_tracker  # pyright: ignore[reportAttributeAccessIssue]
-    if tracker._fd is not None:
-        return None
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", f"from {_TRACKER} import main; main({reading})"],
-        pass_fds=[reading],
-        start_new_session=True,
-    )
-    os.close(reading)
-    tracker._fd, tracker._pid = writing, process.pid
-    return process
+        function, arguments = pickle.loads(asked)
+        return pickle.dumps((function(*arguments), None))
+    except BaseException as error:  # it belongs to who asked, exits too
+        try:
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)  # some errors cannot be made again from their arguments
+            return answer
+        except Exception:  # of several types; pickling runs the error's own code
+            return pickle.dumps((None, RuntimeError(described(error))))
 
 
 def die_with_parent() -> None:
-    """This process is killed when the thread that started it ends (on Linux)."""
+    """Has this process killed when the thread that started it ends (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _confine(prepare: Callable[[], None]) -> None:
-    die_with_parent()
     prepare()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     install(filter_program(sockets=False))

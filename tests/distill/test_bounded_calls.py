@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distill.sandbox import bounded_calls as bounded
@@ -48,32 +49,62 @@ def test_a_child_that_is_over_its_limit_is_ended_and_another_made() -> None:
     assert in_child(nothing, divmod, 7, 2, timeout_s=60) == (3, 1)
 
 
+# A script as README writes them, without `if __name__ == "__main__"`.
 CALLER = """
 import sys
 from distill.sandbox.bounded_calls import in_child
 
-if __name__ == "__main__":
-    print(in_child(int, divmod, 7, 2, timeout_s=60), flush=True)
-    sys.stdin.read()
+print(in_child(int, divmod, 7, 2, timeout_s=60), flush=True)
+sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
-def test_a_caller_killed_with_its_process_group_leaves_no_semaphore(tmp_path: Path) -> None:
+@pytest.fixture
+def caller(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "caller.py").write_text(CALLER)
-    caller = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, str(tmp_path / "caller.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        yield process
+        process.kill()
+
+
+def test_a_script_is_not_run_again_by_its_child(caller: subprocess.Popen[str]) -> None:
+    assert caller.communicate("")[0] == "(3, 1)\n"
+    assert caller.returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory in the file system")
+def test_a_caller_that_is_killed_leaves_neither_child_nor_semaphore(
+    caller: subprocess.Popen[str],
+) -> None:
     assert caller.stdout is not None
     assert caller.stdout.readline() == "(3, 1)\n"
-    mapped = mapped_inodes(caller.pid)
-    there = [Path(entry) for entry in os.scandir("/dev/shm") if entry.inode() in mapped]
-    assert there
+    [child] = psutil.Process(caller.pid).children()
+    shared = mapped_inodes(caller.pid) | mapped_inodes(child.pid)
+    assert not [entry for entry in os.scandir("/dev/shm") if entry.inode() in shared]
     os.killpg(caller.pid, signal.SIGKILL)
-    caller.communicate()
-    assert not gone(lambda: {path for path in there if path.exists()})
+    assert not gone(lambda: {child} if child.is_running() else set())
+
+
+def fail_to_prepare() -> None:
+    raise ImportError("no such module")
+
+
+def test_a_child_that_cannot_be_prepared_says_why() -> None:
+    with pytest.raises(ImportError, match="no such module"):
+        in_child(fail_to_prepare, divmod, 7, 2, timeout_s=60)
+
+
+def test_a_fork_has_a_child_of_its_own() -> None:
+    assert in_child(nothing, os.getppid, timeout_s=60) == os.getpid()
+    forked = os.fork()
+    if forked == 0:
+        os._exit(in_child(nothing, os.getppid, timeout_s=60) != os.getpid())
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    assert in_child(nothing, os.getppid, timeout_s=60) == os.getpid()
 
 
 @pytest.mark.skipif(not filter_program(), reason="no filter for this machine")
