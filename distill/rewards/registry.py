@@ -23,7 +23,8 @@ from distill.lookup import require_arguments, resolve_function
 from distill.rewards.formats import json_schema, matches
 from distill.rewards.math_equal import math_answer, math_equal
 from distill.rewards.model_reward import ModelReward
-from distill.rewards.unit_tests import read_tests, tested, unit_tests
+from distill.rewards.program_tests import read_tests
+from distill.rewards.unit_tests import tested, unit_tests
 from distill.rewards.verdict import LONGEST_WORDS, Verdict, against
 from distill.sandbox.bounded_calls import OverLimit, in_thread
 from distill.sandbox.sandbox import require_sandbox

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from distill.errors import DataError
+from distill.rewards.program_tests import read_tests
 from distill.rewards.verdict import LONGEST_WORDS, Verdict
 from distill.sandbox.sandbox import SandboxLimits, SandboxResult, run_python
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _LIMITS = SandboxLimits()
 _CHILD = Path(__file__).with_name("unit_tests_child.py")
+_RUNNER = Path(__file__).with_name("unit_tests_runner.py")
 
 
 def unit_tests(response: str, answer: str) -> float:
     """1 if the program in the response passes the tests in the answer, else 0.
 
-    The program is the response's last fenced block, or all of it; the answer is Python that raises
-    where a test fails (asserts, or unittest). The tests see the program's names, as their own and
-    in a module `solution`, and need not import them.
+    The program is the response's last fenced block, or all of it. The answer is Python that raises
+    where a test fails: statements, pytest functions and classes, unittest, `check(candidate)`; or
+    JSON (`distill.rewards.program_tests`): asserts, calls and their results, or standard input and
+    output of the program as a script. Python tests see the program's names, as their own and in a
+    module `solution`, and need not import them.
 
     A program can neither read the tests nor run among them: it is in another process of the
     sandbox, and what its functions return comes as plain data (numbers, text, lists, tuples, dicts,
@@ -42,7 +44,7 @@ def unit_tests(response: str, answer: str) -> float:
     means Python's.
 
     Raises:
-        DataError: the answer is no Python, or has no statement.
+        DataError: the answer has no tests that could fail (`read_tests`).
         ConfigError: the sandbox cannot be made on this machine;
             `distill.sandbox.sandbox.require_sandbox` says so beforehand.
     """
@@ -60,29 +62,18 @@ def unit_tests_unisolated(response: str, answer: str) -> float:
     Under root, or where processes may be traced, they can also change the tests.
 
     Raises:
-        DataError: the answer is no Python, or has no statement.
+        DataError: the answer has no tests that could fail.
     """
     return _verdict(response, answer, replace(_LIMITS, isolation="process")).reward
 
 
-def read_tests(answer: str) -> None:
-    """Parse the tests without running them.
-
-    Raises:
-        DataError: the answer is no Python, or has no statement.
-    """
-    try:
-        statements = ast.parse(answer).body
-    except (SyntaxError, ValueError) as error:
-        raise DataError(f"the answer {answer[:80]!r} is no Python: {error}") from error
-    if not statements:
-        raise DataError(f"the answer {answer[:80]!r} has no tests; any program would pass them")
-
-
 def _verdict(response: str, answer: str, limits: SandboxLimits) -> Verdict:
-    read_tests(answer)
-    given = json.dumps({"solution": _program(response), "tests": answer})
-    result = asyncio.run(run_python(_CHILD.read_text(), stdin=given, limits=limits))
+    given = {
+        "solution": _program(response),
+        "tests": asdict(read_tests(answer)),
+        "runner": _RUNNER.read_text(),
+    }
+    result = asyncio.run(run_python(_CHILD.read_text(), stdin=json.dumps(given), limits=limits))
     passed = result.outcome == "ok"
     return Verdict(reward=float(passed), feedback=_told(result, limits))
 

@@ -3,12 +3,14 @@
     tests ── call solve(3), here are its arguments ──> solution
           <──── 4, and the arguments afterwards ──────
 
-A script of the standard library alone, run for either side. What crosses is JSON, a line at a
-time: numbers, text, lists, tuples, dicts and sets by value, as exactly those types; anything else
-stays where it is and is asked from afar (`Remote`). So nothing of the solution's runs among the
-tests: no `__eq__` that is always true, no exit, no look at the tests. An object that is asked from
-afar is never told a plain value to compare itself with, to add or to look for, so it cannot say
-what the tests would like to hear. The tests serve one request: to call a function that they passed.
+A script of the standard library alone, run for either side. Where the tests are cases of standard
+input and output, the solution's process runs it as a script once for each. What crosses is JSON, a
+line at a time: numbers, text, lists, tuples, dicts and sets by value, as exactly those types;
+anything else stays where it is and is asked from afar (`Remote`). So nothing of the solution's
+runs among the tests: no `__eq__` that is always true, no exit, no look at the tests. An object that
+is asked from afar is never told a plain value to compare itself with, to add or to look for, so it
+cannot say what the tests would like to hear. The tests serve one request: to call a function that
+they passed.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable
@@ -48,6 +51,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 # The name that tracebacks have for the tests.
 _TESTS = "tests.py"
+# Characters of what a script that failed said at its end.
+_LAST_WORDS = 1000
 # What the solution may have imported for the tests. Importing others may do anything, and
 # `unittest.__main__` ends the process.
 _MODULES = (
@@ -60,6 +65,7 @@ _MODULES = (
 _SPECIAL = ("__name__", "__qualname__")
 # What `unittest.main` looks for in the module of the tests, and obeys.
 _UNITTEST_HOOKS = ("load_tests", "setUpModule", "tearDownModule")
+_STOPS = ("StopIteration", "StopAsyncIteration")
 _SEQUENCES: dict[str, type] = {
     "list": list,
     "tuple": tuple,
@@ -90,7 +96,7 @@ class Peer:
                 _refresh([*arguments, *named.values()], self.decoded(rest[1]))
                 return self.decoded(rest[0])
             if kind == "raised":
-                raise _built_in_error(rest[0], rest[1])
+                raise _built_in_error(rest[0], rest[1], stops=operation == "next")
             self._answer(kind, *rest)
 
     def serve(self) -> None:
@@ -250,10 +256,16 @@ def _refresh(before: list[Any], after: list[Any]) -> None:
             old.update(new)
 
 
-def _built_in_error(kinds: list[str], text: str) -> Exception:
-    """The built-in error of that kind, never an exit: it would end the tests, and well."""
+def _built_in_error(kinds: list[str], text: str, *, stops: bool) -> Exception:
+    """The built-in error of that kind. Never an exit, which would end the tests with success.
+
+    Nor a StopIteration, except as the end of an iterator: raised by a function it would end `map`
+    and `zip` of the tests before they compare anything.
+    """
     for name in kinds:
         kind = getattr(builtins, name, None)
+        if name in _STOPS and not stops:
+            continue
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 return kind(text)
@@ -268,7 +280,13 @@ def run_tests() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     sys.excepthook = _show
     given = json.loads(sys.stdin.buffer.read())
-    peer = _start_solution()
+    plan = given["tests"]
+    runner = types.ModuleType("runner")
+    exec(compile(given["runner"], "runner.py", "exec"), runner.__dict__)
+    if plan["scripts"]:
+        runner.run(plan, {}, None, _script(given["solution"]))
+        return
+    peer = Peer(*_start("functions"), {"call": _call})
     names = _safe(peer.ask("names", given["solution"]))
     solution = types.ModuleType("solution")
     solution.__dict__.update(names)
@@ -276,8 +294,16 @@ def run_tests() -> None:
     tests.__dict__.update(names)
     sys.modules.update(solution=solution, __main__=tests)
     sys.argv = ["tests"]
-    linecache.cache[_TESTS] = (1, None, given["tests"].splitlines(True), _TESTS)
-    exec(compile(given["tests"], _TESTS, "exec"), tests.__dict__)
+    linecache.cache[_TESTS] = (1, None, plan["source"].splitlines(True), _TESTS)
+    exec(compile(plan["source"], _TESTS, "exec"), tests.__dict__)
+    runner.run(plan, vars(tests), lambda: _entry(peer, tests, plan["entry"]), None)
+
+
+def _entry(peer: Peer, tests: types.ModuleType, name: str | None) -> Any:
+    """The function under test: by its name or an expression, or the program's main function."""
+    if name is None or name.isidentifier():
+        return peer.ask("entry", name)
+    return eval(name, tests.__dict__)
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -296,12 +322,26 @@ def _safe(names: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _start_solution() -> Peer:
+def _script(source: str) -> Callable[[str], Any]:
+    """Runs the solution with a standard input: its output, exit code and errors."""
+    reader, writer = _start("scripts")
+
+    def ask(text: str) -> Any:
+        writer.write(json.dumps(text).encode() + b"\n")
+        writer.flush()
+        return json.loads(reader.readline() or "null")
+
+    ask(source)
+    return ask
+
+
+def _start(kind: str) -> tuple[BinaryIO, BinaryIO]:
+    """Starts the solution's process; where to read from it, and to write to it."""
     their_reader, our_writer = os.pipe()
     our_reader, their_writer = os.pipe()
     ends = (their_reader, their_writer)
     subprocess.Popen(
-        [sys.executable, "-I", "-B", "-X", "utf8", __file__, *map(str, ends)],
+        [sys.executable, "-I", "-B", "-X", "utf8", __file__, kind, *map(str, ends)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -309,12 +349,42 @@ def _start_solution() -> Peer:
     )
     for end in ends:
         os.close(end)
-    return Peer(os.fdopen(our_reader, "rb"), os.fdopen(our_writer, "wb"), {"call": _call})
+    return os.fdopen(our_reader, "rb"), os.fdopen(our_writer, "wb")
 
 
 def run_solution(reader: int, writer: int) -> None:
-    operations = {**_OPERATIONS, "call": _call, "names": _names}
+    operations = {**_OPERATIONS, "call": _call, "names": _names, "entry": _main_function}
     Peer(os.fdopen(reader, "rb"), os.fdopen(writer, "wb"), operations).serve()
+
+
+def run_scripts(reader: int, writer: int) -> str:
+    """Forks for every input that comes, and answers with what the fork printed.
+
+    Returns in the fork, with the source that it is to run: it ends as any script does.
+    """
+    requests, replies = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
+    source, reply = json.loads(requests.readline()), None
+    while True:
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+        line = requests.readline()
+        if not line:
+            os._exit(0)
+        streams = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - the fork's too
+        streams[0].write(json.loads(line).encode())
+        streams[0].seek(0)
+        script = os.fork()
+        if script == 0:
+            for number, stream in enumerate(streams):
+                os.dup2(stream.fileno(), number)
+            return source
+        code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+        texts = []
+        for stream in streams[1:]:
+            stream.seek(0)
+            texts.append(stream.read().decode(errors="replace"))
+            stream.close()
+        reply = [texts[0], code, texts[1][-_LAST_WORDS:]]
 
 
 def _names(source: str) -> dict[str, Any]:
@@ -325,9 +395,44 @@ def _names(source: str) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
+def _main_function(name: str | None) -> Callable[..., Any]:
+    """The solution's function of that name, or a method of its class `Solution`.
+
+    Without a name, it is the last function that no other one of the solution uses.
+    """
+    names = vars(sys.modules["solution"])
+    if name in names:
+        return names[name]
+    owner = names["Solution"]() if "Solution" in names else None
+    if name is not None:
+        return getattr(owner, name)
+    if owner is not None:
+        names = {each: getattr(owner, each) for each in vars(type(owner)) if each[0] != "_"}
+    functions = {
+        each: value
+        for each, value in names.items()
+        if callable(value)
+        and not isinstance(value, type)
+        and getattr(value, "__module__", None) == "solution"
+    }
+    codes = {each: getattr(value, "__code__", None) for each, value in functions.items()}
+    used = {
+        word
+        for each, code in codes.items()
+        for word in (code.co_names if code else ())
+        if word != each
+    }
+    return functions[([each for each in functions if each not in used] or list(functions))[-1]]
+
+
 if __name__ == "__main__":
     sys.set_int_max_str_digits(0)
     if len(sys.argv) == 1:
         run_tests()
+    elif sys.argv[1] == "functions":
+        run_solution(*map(int, sys.argv[2:]))
     else:
-        run_solution(*map(int, sys.argv[1:]))
+        program = compile(run_scripts(*map(int, sys.argv[2:])), "solution.py", "exec")
+        sys.argv = ["solution.py"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(program, sys.modules["__main__"].__dict__)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from distill.errors import DataError
-from distill.rewards import unit_tests_child
+from distill.rewards import unit_tests_child, unit_tests_runner
+from distill.rewards.program_tests import ProgramTests
 from distill.rewards.registry import judge, load_reward
 from distill.rewards.unit_tests import unit_tests, unit_tests_unisolated
 from distill.sandbox.sandbox import SandboxLimits, run_python
@@ -282,7 +284,10 @@ for name in {list(names)!r}:
             pass
 print(json.dumps(well))
 """
-    given = json.dumps({"solution": program, "tests": code})
+    runner = Path(unit_tests_runner.__file__).read_text()
+    given = json.dumps(
+        {"solution": program, "tests": asdict(ProgramTests(source=code)), "runner": runner}
+    )
     child = Path(unit_tests_child.__file__).read_text()
     result = asyncio.run(run_python(child, stdin=given))
     assert result.outcome == "ok", result.stderr
