@@ -1,8 +1,11 @@
-"""Mathematical equivalence, by math-verify, in a process that is ended when it takes too long.
+"""Mathematical equivalence, read by math-verify, in a process that is ended when it takes too long.
 
 What a model wrote may take forever to simplify, or all memory (9^{9^{9^9}}); so the reading and the
 comparing are done in a child (`distill.sandbox.bounded_calls`), one to a process that asks, which
 ends with it.
+
+math-verify finds expressions and compares relations, sets and matrices part by part. Numbers and
+terms are compared here: it rounds numbers to six decimals, so that 2^-98 would equal 2^-99.
 """
 
 from __future__ import annotations
@@ -13,37 +16,39 @@ from collections.abc import Callable
 from typing import Any
 
 from distill.errors import DataError
+from distill.rewards.math_text import answer_text, response_text
 from distill.sandbox.bounded_calls import OverLimit, in_child
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
-# The answer is at the end. Longer text would only make the search for it slower.
-_LONGEST = 20_000
+# Relative difference of a decimal and a number that count as equal: nine digits.
+_DECIMAL = 1e-9
+# Digits to which exact numbers are compared, and those that agree again.
+_DIGITS = (50, 250)
 
 
 def math_equal(response: str, answer: str) -> float:
     r"""1 if the last expression of the response equals the answer as mathematics, else 0.
 
-    The response's is the last `\boxed{}`, else the last LaTeX or plain expression; the answer is
-    LaTeX, with or without dollars. 1/2, 0.5 and \frac12 are equal, and so are (x+1)^2 and
-    x^2+2x+1. What takes longer than 10 s to compare is not equal.
+    The response's expression is the last `\boxed{}` or `\fbox{}` behind its thinking (nothing, if
+    that is empty), else the last LaTeX or plain expression. The answer is LaTeX, with or without
+    dollars, or a plain number, of money too (\$18).
+
+    Equality is exact: 1/2, \frac12 and 0.5 are equal, and (x+1)^2 and x^2+2x+1, and x > 3 and
+    (3, \infty); 2^{-98} and 2^{-99} are not. Only a decimal equals a number that differs from it by
+    less than 1e-9 of its size: 0.3333333333 and 1/3, but not 0.333 and 1/3. 1 1/2 is three halves.
+    50\% is 0.5, and 50. What takes longer than 10 s to compare is not equal.
 
     Raises:
         DataError: there is no expression in the answer.
     """
-    return _ask(_compare, _end_of(response), answer) or 0.0
+    return _ask(_compare, response_text(response), answer) or 0.0
 
 
 def math_answer(response: str) -> str | None:
     """The response's expression in a standard form; None if there is none, or it takes too long."""
-    return _ask(_standard_form, _end_of(response))
-
-
-def _end_of(response: str) -> str:
-    """The response from the last box on; math-verify would take several as parts of one answer."""
-    end = response[-_LONGEST:]
-    return end[max(0, end.rfind(r"\boxed")) :]
+    return _ask(_standard_form, response_text(response))
 
 
 def _ask(function: Callable[..., Any], *arguments: str) -> Any:
@@ -57,20 +62,26 @@ def _ask(function: Callable[..., Any], *arguments: str) -> Any:
 
 def _prepare() -> None:
     import math_verify
+    from math_verify import grader
 
     # It warns that nobody limits its time.
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
     # A number of more digits is written out too; the time is limited.
     sys.set_int_max_str_digits(0)
+    assert callable(grader.sympy_numeric_eq) and callable(grader.sympy_symbolic_eq)
+    grader.sympy_numeric_eq = _same_number
+    grader.sympy_symbolic_eq = _same_term
 
 
 def _compare(response: str, answer: str) -> float:
     from math_verify import verify
 
-    expected = _parse(answer if _is_marked(answer) else rf"\boxed{{{answer}}}")
-    if not expected:
-        raise DataError(f"the answer {answer[:80]!r} is no mathematical expression")
-    return float(verify(expected, _parse(response), timeout_seconds=None))
+    given = _parse(response)
+    for text in answer_text(answer):
+        if expected := _parse(text):
+            same = verify(expected, given, allow_set_relation_comp=True, timeout_seconds=None)
+            return float(same)
+    raise DataError(f"the answer {answer[:80]!r} is no mathematical expression")
 
 
 def _standard_form(response: str) -> str | None:
@@ -88,8 +99,70 @@ def _standard_form(response: str) -> str | None:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] - None: no limit
+    found = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType] - None: no limit
+    return [_solutions(each) for each in found]
 
 
-def _is_marked(text: str) -> bool:
-    return any(mark in text for mark in ("$", r"\boxed", r"\(", r"\["))
+def _solutions(parsed: Any) -> Any:
+    """The set that "x < 2 or x > 3" is, which math-verify reads as a set of two relations."""
+    from sympy import FiniteSet, Or
+    from sympy.core.relational import Relational
+
+    if isinstance(parsed, FiniteSet) and parsed.args:
+        inequalities = [isinstance(each, Relational) and not each.is_Equality for each in parsed]
+        if all(inequalities) and len(parsed.free_symbols) == 1:
+            return Or(*parsed).as_set()
+    return parsed
+
+
+def _same_number(a: Any, b: Any, *_: int) -> bool:
+    """True of equal numbers, and of matrices whose entries are equal."""
+    from math_verify.grader import get_pct_val
+    from sympy import MatrixBase
+
+    if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
+        pairs = zip(a.flat(), b.flat(), strict=False)
+        return a.shape == b.shape and all(_same_number(*p) or _same_term(*p) for p in pairs)
+    if a.free_symbols or b.free_symbols:
+        return False
+    if _equal(a.doit(), b.doit()):
+        return True
+    percents = get_pct_val(a), get_pct_val(b)
+    if percents.count(None) != 1:
+        return False
+    return _equal(percents[0] or a, percents[1] or b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    from sympy import Float
+
+    if a == b:
+        return True
+    if a.is_Rational and b.is_Rational:
+        return False
+    if a.has(Float) or b.has(Float):
+        return _agree(a, b, digits=30, tolerance=_DECIMAL)
+    return all(_agree(a, b, digits=digits, tolerance=10.0**-digits * 1e10) for digits in _DIGITS)
+
+
+def _agree(a: Any, b: Any, digits: int, tolerance: float) -> bool:
+    """True of numbers that agree to a relative tolerance, or are 0 together."""
+    from sympy import simplify
+
+    a_value, b_value = a.evalf(digits), b.evalf(digits)
+    if not (a_value.is_finite and b_value.is_finite):
+        return False
+    size = max(abs(a_value), abs(b_value))
+    if min(abs(a_value), abs(b_value)) < size * tolerance and (a.is_Add or b.is_Add):
+        return simplify(a - b) == 0  # a sum that cancels has no exact digits
+    return bool(abs(a_value - b_value) <= size * tolerance)
+
+
+def _same_term(a: Any, b: Any) -> bool:
+    """True of terms whose difference is 0, whatever their symbols are; decimals are exact."""
+    from sympy import MatrixBase, expand, nsimplify, simplify
+
+    if isinstance(a, MatrixBase) or not (a.free_symbols or b.free_symbols):
+        return False  # `_same_number` has decided
+    difference = nsimplify(a.doit() - b.doit(), rational=True)
+    return expand(difference) == 0 or simplify(difference) == 0

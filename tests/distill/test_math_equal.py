@@ -18,9 +18,71 @@ from distill.rewards.registry import load_reward
 ENDLESS = r"so \boxed{9^{9^{9^{9^{9}}}}!}"
 
 
+# Pairs of (in the box, the answer) that are equal, decided by hand.
+EQUAL = [
+    (r"\frac{1}{2^{98}}", r"2^{-98}"), ("0.50", "0.5"), ("0.5", r"\frac12"), ("7", "7.0"),
+    ("0.3333333333", r"\frac13"), ("1e-20", "10^{-20}"), ("3.2e8", r"3.2\times 10^8"),
+    ("3.2e8", "320000000"), ("5\N{MULTIPLICATION SIGN}10^3", "5000"),
+    ("1,000", "1000"), ("-3", "\N{MINUS SIGN}3"),
+    ("2^{200}", str(2**200)), (r"\sqrt2+\sqrt3", r"\sqrt{5+2\sqrt6}"),
+    (r"\sqrt{2}\sqrt{3}-\sqrt{6}", "0"), (r"\infty", r"\infty"),
+    ("x>3", r"(3,\infty)"), (r"(3,\infty)", "x>3"), ("3<x<5", "(3,5)"), ("3<x", "x>3"),
+    (r"x<2 \text{ or } x>3", r"(-\infty,2)\cup(3,\infty)"), (r"x \in (3,5)", r"(3,5)"),
+    (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x>3"), (r"(\frac12,5)", "(0.5,5)"),
+    ("1 1/2", r"\frac32"), (r"1\frac{1}{2}", "3/2"), (r"1\frac12", "1.5"), ("1½", "3/2"),
+    ("½", "0.5"), ("2 3/4", "2.75"), ("-1 1/2", "-1.5"), ("√2", r"\sqrt2"),
+    ("3√2", r"3\sqrt{2}"), ("√(x+1)", r"\sqrt{x+1}"), ("2π", r"2\pi"), ("x²+1", "x^2+1"),
+    ("10⁻³", "0.001"), (r"0.\overline{3}", r"\frac13"), (r"0.1\overline{6}", r"\frac16"),
+    (r"0.\overline{142857}", "1/7"), (r"1.\overline{9}", "2"), (r"\$18", "18"), ("18", r"\$18"),
+    (r"\$18", r"\$18"), ("18.90", r"\$18.90"), ("32348", r"\$32,\!348"), ("18", "US$18"),
+    ("US$18", "18"), ("18", "$18"), ("18", r"18\text{ dollars}"), ("$18$", "18"), ("18", "18 USD"),
+    (r"50\%", "0.5"), (r"50\%", "50"), ("50", r"50\%"), (r"12.5\%", "12.5"), ("x=5", "5"),
+    ("5", "x=5"), ("1,2", "2,1"), (r"\{1,2\}", "1,2"), (r"\pm 2", "-2,2"), ("7", r"\fbox{7}"),
+    (r"\begin{pmatrix}1\\0.5\end{pmatrix}", r"\begin{pmatrix}1\\\frac12\end{pmatrix}"),
+    ("(x+1)^2", "x^2+2x+1"), (r"\sin^2x+\cos^2x", "1"), ("0.5x", r"\frac{x}{2}"),
+    (r"\text{yes}", r"\text{yes}"), ("A", "A"), ("2x+3y=6", "4x+6y=12"), (r"90^\circ", "90"),
+    ("7", "The answer is $7$."),
+]  # fmt: skip
+UNEQUAL = [
+    (r"\frac{1}{2^{98}}", r"\frac{1}{2^{99}}"), ("10^{-20}", r"2\cdot 10^{-20}"),
+    ("1e-20", "2e-20"), ("0.1000001", "0.1"), (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+    ("3.14159265", r"\pi"), (r"\frac{\pi}{2}", "1.5707963"), ("0.333", r"\frac13"),
+    ("2^{200}", "2^{200}+1"), (r"\sqrt{10^{80}+1}", "10^{40}"), (r"[3,\infty)", "x>3"),
+    ("x<3", "x>3"), (r"x\ge 3", "x>3"), ("[3,5)", "(3,5)"), ("(3,6)", "(3,5)"), ("2/3", "2 2/3"),
+    (r"0.\overline{3}", "0.3"), ("19", "US$18"), (r"50\%", r"0.5\%"), (r"50\%", "5"),
+    ("x=5", "y=5"), ("(1,2)", "(2,1)"), ("1,2,3", "1,2"), ("(x+1)^2", "x^2+2x+2"),
+    (r"\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\frac{x}{2^{98}}", r"\frac{x}{2^{99}}"), (r"\text{yes}", r"\text{no}"), ("A", "B"),
+    ("y=2x+1", "y=2x+2"), (r"-\infty", r"\infty"), ("", "18"),
+]  # fmt: skip
+
+
+def test_equality_is_exact_but_for_decimals() -> None:
+    earned = {pair: math_equal(rf"so \boxed{{{pair[0]}}}.", pair[1]) for pair in EQUAL + UNEQUAL}
+    assert [pair for pair in EQUAL if earned[pair] != 1] == []
+    assert [pair for pair in UNEQUAL if earned[pair] != 0] == []
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [
+        (r"\boxed{} because 42", "42", 0),
+        (r"<think>\boxed{9}</think> The answer is 7.", "9", 0),
+        (r"<think>\boxed{9}</think> The answer is 7.", "7", 1),
+        (r"so \fbox{$73$}, done in 5.", "73", 1),
+        (r"\boxed{3}, no: \fbox{4}", "4", 1),
+        (r"\boxed{7", "7", 1),
+        ("It costs US$18.", "18", 1),
+        (r"It costs \$18.50 in all.", r"\$18.50", 1),
+        ("It costs $18 of $20.", "20", 1),
+        ("The answer is ½.", "1/2", 1),
+        ("The answer is 3√2.", r"3\sqrt{2}", 1),
+        ("The answer is 1 1/2.", "1.5", 1),
+        ("The answer is 2 3/4 cups.", "11/4", 1),
+        (r"The answer is 0.\overline{3}", "1/3", 1),
+        ("The answer is 3.2e8.", "320000000", 1),
+        ("x² + 1 is $x^2+1$", "x^2+1", 1),
+        ("The answer is \N{MINUS SIGN}3.", "-3", 1),
         (r"so it is \boxed{\frac{1}{2}}.", "0.5", 1),
         ("The answer is 1/2.", r"\frac{1}{2}", 1),
         (r"$x^2+2x+1$", "(x+1)^2", 1),

@@ -1,0 +1,122 @@
+"""Text around mathematics: where an expression stands, in the LaTeX that math-verify reads."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from decimal import Decimal
+
+# The answer is at the end. Longer text would only make the search for it slower.
+_LONGEST = 20_000
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_MARKS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
+# US$18, and \$18 as LaTeX writes money.
+_CURRENCY = re.compile(r"\b(?:US|USD|AU|CA|HK|NZ|A|C)\s*\\?\$|\\\$|\bUSD\s*(?=\d)|(?<=\d)\s*USD\b")
+_SYMBOLS = str.maketrans(
+    {
+        **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{NON-BREAKING HYPHEN}", "-"),
+        **{"\N{MULTIPLICATION SIGN}": r"\times ", "÷": r"\div ", "·": r"\cdot "},
+        **{"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne "},
+        **{"\N{UNION}": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "±": r"\pm "},
+    }
+)
+_VULGAR = "\u00bc-\u00be\u2150-\u215e"
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻"
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-zπ]))")
+_MIXED = re.compile(r"(?<![\w.,/^{}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/]|\.\d)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
+_EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w{]|\.\d)")
+# What stands in plain text and is no plain expression to math-verify: 3√2, 1½, 2π, x², 1 1/2.
+_PLAIN = re.compile(
+    rf"-?[\w.()]*[√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}][\w.()+\-*/^√∛∜π∞{_VULGAR}{_SUPERSCRIPTS}]*"
+    rf"|-?{_MIXED.pattern}"
+)
+
+
+def response_text(response: str) -> str:
+    """The last box of a response behind its thinking, else the end of the response.
+
+    math-verify would take several boxes as parts of one answer, and one in the thinking for it.
+    """
+    end = response.rpartition("</think>")[2][-_LONGEST:]
+    box = _last_box(end)
+    if box is not None:
+        return _boxed(box)
+    end = _CURRENCY.sub("", end)
+    if not _MARKS.search(end):
+        end = _PLAIN.sub(lambda found: f" ${_latex(found[0].rstrip('.'))}$ ", end)
+    return _exact_decimals(end.translate({ord("\N{MINUS SIGN}"): "-"}))
+
+
+def answer_text(answer: str) -> Iterator[str]:
+    """Readings of an answer, likeliest first: its last box, what its dollars mark, all of it."""
+    box = _last_box(answer)
+    if box is not None:
+        yield _boxed(box)
+        return
+    marks = _MARKS.findall(answer)
+    if marks and marks.count("$") % 2 == 0:
+        yield _latex(answer)
+    yield _boxed(answer)
+
+
+def _last_box(text: str) -> str | None:
+    """What the last box holds; all that follows, where its brace is never closed."""
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    inside, depth = text[found[-1].end() :], 1
+    for place, character in enumerate(inside):
+        if character in "{}" and inside[place - 1 : place] != "\\":
+            depth += 1 if character == "{" else -1
+        if depth == 0:
+            return inside[:place]
+    return inside
+
+
+def _boxed(content: str) -> str:
+    latex = _DOLLAR.sub("", _latex(content)).strip()
+    return rf"\boxed{{{latex}}}" if latex else ""
+
+
+def _latex(text: str) -> str:
+    """The text with LaTeX in place of other notations of the same."""
+    text = _CURRENCY.sub("", text)
+    text = re.sub(f"[{_VULGAR}]", _vulgar, text)
+    text = re.sub(f"[{_SUPERSCRIPTS}]+", _superscript, text)
+    while (rooted := _ROOT.sub(_root, text)) != text:
+        text = rooted
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text.translate(_SYMBOLS))
+    return _exact_decimals(text)
+
+
+def _exact_decimals(text: str) -> str:
+    return _EXPONENT.sub(_plain_decimal, _REPEATING.sub(_repeating, text))
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", found[0]).split("\u2044"))
+
+
+def _superscript(found: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", found[0]).replace("\N{MINUS SIGN}", "-")
+    return f"^{{{digits}}}"
+
+
+def _root(found: re.Match[str]) -> str:
+    sign, *insides = found.groups()
+    return f"{_ROOTS[sign]}{{{next(each for each in insides if each is not None)}}}"
+
+
+def _repeating(found: re.Match[str]) -> str:
+    r"""0.1\overline{6} as a fraction."""
+    whole, start, period = found[1] or "0", found[2], found[3] or found[4]
+    numerator = int(whole + start + period) - int(whole + start)
+    return rf"\frac{{{numerator}}}{{{10 ** len(start) * (10 ** len(period) - 1)}}}"
+
+
+def _plain_decimal(found: re.Match[str]) -> str:
+    return format(Decimal(f"{found[1]}e{found[2]}"), "f")
