@@ -109,9 +109,10 @@ def _solutions(parsed: Any) -> Any:
     from sympy.core.relational import Relational
 
     if isinstance(parsed, FiniteSet) and parsed.args:
-        inequalities = [isinstance(each, Relational) and not each.is_Equality for each in parsed]
+        relations: Any = parsed.args
+        inequalities = [isinstance(each, Relational) and not each.is_Equality for each in relations]
         if all(inequalities) and len(parsed.free_symbols) == 1:
-            return Or(*parsed).as_set()
+            return Or(*relations).as_set()
     return parsed
 
 
