@@ -14,6 +14,7 @@ from cluster.command import exit_code
 from cluster.config.arguments import HELP, Arguments, HelpAsked, make
 from cluster.config.common import CommonConfig
 from cluster.config.help import help_text
+from cluster.config.job_upload import missing_from_upload
 from cluster.config.learning_rate import with_suggested_lr
 from cluster.config.on_policy import OpdConfig, RlConfig
 from cluster.config.presets import (
@@ -138,8 +139,8 @@ def run_recipe(arguments: list[str], console: Console) -> None:
         raise HelpAsked(help_text(recipe.config, settings))
     settings, said = with_suggested_lr(settings, recipe.stage)
     config = make(recipe.config, settings)
-    if said:
-        console.print(said, markup=False, highlight=False)
+    for note in filter(None, (said, missing_from_upload(settings))):
+        console.print(note, markup=False, highlight=False)
     console.print("checking models and data", highlight=False)  # seconds, of imports alone
     recipe.run(config, console)
 

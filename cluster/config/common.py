@@ -17,6 +17,7 @@ from actors.config import (
     choose_dtype,
     choose_engine,
 )
+from cluster.config.job_upload import refuse_upload
 from distill.errors import ConfigError
 from distill.lookup import known_names
 from distill.settings import (
@@ -220,6 +221,7 @@ class OutputSettings:
 
     @chz.validate
     def _output_in_range(self) -> None:
+        refuse_upload("out", self.out)
         for name in ("checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")

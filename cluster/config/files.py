@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -32,7 +33,7 @@ def read_settings(path: str) -> dict[str, Any]:
         ConfigError: there is no such file, or it holds no settings.
     """
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(path):
         file /= "config.json"
     read = _READERS.get(file.suffix)
     if read is None:
@@ -40,18 +41,35 @@ def read_settings(path: str) -> dict[str, Any]:
             f"config={path} is not named {', '.join(_READERS)}, nor a run's directory"
         )
     try:
-        tree = read(file.read_text(encoding="utf-8-sig"))
+        tree = _settings_of(read(file.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ConfigError(f"config={path} cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"config={path} is no {file.suffix[1:]}: {error}") from error
-    if isinstance(tree, dict) and tree.keys() >= {"recipe", "run_id", "settings"}:  # of a run
-        tree = {"recipe": tree["recipe"], **tree["settings"]}
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    if tree is None:
         raise ConfigError(f"config={path} holds no settings; write `name: value` lines in it")
     if CONFIG in tree:
         raise ConfigError(f"config={path} names another file; give all settings in one")
     return tree
+
+
+def _settings_of(tree: Any) -> dict[str, Any] | None:
+    """The mapping of settings in a file's content, a run's among them; None if there is none.
+
+    Raises:
+        RecursionError: the content holds itself.
+    """
+    if isinstance(tree, dict) and tree.keys() >= {"recipe", "run_id", "settings"}:  # of a run
+        settings = tree["settings"]
+        tree = {"recipe": tree["recipe"], **settings} if isinstance(settings, dict) else None
+    return tree if isinstance(tree, dict) and _names_are_texts(tree) else None
+
+
+def _names_are_texts(tree: Any) -> bool:
+    """True if every key of every mapping is a text."""
+    if isinstance(tree, dict):
+        return all(isinstance(key, str) for key in tree) and _names_are_texts([*tree.values()])
+    return not isinstance(tree, list) or all(map(_names_are_texts, tree))
 
 
 def as_texts(kind: type, tree: Mapping[str, Any]) -> dict[str, str]:
@@ -59,6 +77,9 @@ def as_texts(kind: type, tree: Mapping[str, Any]) -> dict[str, str]:
 
     A mapping is the fields of an object, whose class is under `class`; of a text that is JSON
     itself, its value. A list is joined by commas. None is a setting that is not given.
+
+    Raises:
+        ConfigError: an element of a mapping of objects is no mapping.
     """
     return dict(_texts(chz.chz_fields(kind), tree, ""))
 
@@ -75,6 +96,11 @@ def _texts(
                 yield path, "None"
         elif field is not None and get_origin(field.x_type) is Mapping:
             for key, each in value.items():
+                if not isinstance(each, Mapping):
+                    raise ConfigError(
+                        f"{path}.{key}={_text(each)} is no mapping of settings; write "
+                        f"`{key}: {{name: value}}`"
+                    )
                 inner = {k: v for k, v in each.items() if k != _WRITTEN_CLASS}
                 yield from _texts({}, inner, f"{path}.{key}.")
         elif field is not None and not settings_within(field, None):
@@ -123,9 +149,8 @@ class _Texts(yaml.BaseLoader):
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := {key for key in keys if isinstance(key, str) and keys.count(key) > 1}:
-            raise yaml.YAMLError(f"{', '.join(sorted(twice))} is given twice{node.start_mark}")
+        where = f" in the mapping of line {node.start_mark.line + 1}"
+        _refuse_twice([key.value for key, _ in node.value], where)
         return super().construct_mapping(node, deep)
 
 
@@ -133,9 +158,24 @@ def _yaml(text: str) -> Any:
     return yaml.load(text, _Texts)
 
 
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_object_of_pairs)
+
+
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_twice([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_twice(keys: Sequence[Any], where: str = "") -> None:
+    """Raises ValueError for a name that is given twice: readers would take the last."""
+    if twice := sorted({key for key in keys if isinstance(key, str) and keys.count(key) > 1}):
+        raise ValueError(f"{', '.join(twice)} is given twice{where}")
+
+
 _READERS: Mapping[str, Callable[[str], Any]] = {
     ".yaml": _yaml,
     ".yml": _yaml,
     ".toml": tomllib.loads,
-    ".json": json.loads,
+    ".json": _json,
 }

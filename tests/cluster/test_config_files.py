@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import chz
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cluster.command import parse
 from cluster.config.files import as_texts, read_settings
@@ -166,6 +169,15 @@ def test_a_recipe_comes_from_the_file_too(opd: NewOpd, tmp_path: Path, capsys) -
         ("run.yaml", "steps: [1, 2]", "run.yaml: steps=1,2 is not a whole number"),
         ("run.yaml", "steps: 1\nsteps: 2", "run.yaml is no yaml: steps is given twice"),
         ("run.yaml", "student: [", "run.yaml is no yaml: while parsing"),
+        ("run.json", '{"steps": 1, "steps": 2}', "run.json is no json: steps is given twice"),
+        ("run.json", '{"env": {"class": "A", "class": "B"}}', "class is given twice"),
+        ("run.yaml", "teachers: {maths: /dir}", r"teachers.maths=/dir is no mapping"),
+        ("run.yaml", "teachers: {maths: [a, b]}", r"teachers.maths=a,b is no mapping"),
+        ("run.yaml", "teachers: {maths: }", r"teachers.maths=None is no mapping"),
+        ("run.yaml", "env: {~: a}", "run.yaml holds no settings"),
+        ("run.yaml", "steps: &a [*a]", "run.yaml is no yaml"),
+        ("run.json", '{"recipe": "opd", "run_id": "1", "settings": 5}', "holds no settings"),
+        ("run.json", '{"recipe": "opd", "run_id": "1", "settings": null}', "holds no settings"),
         ("run.yaml", "a sentence", "run.yaml holds no settings; write `name: value` lines in it"),
         ("run.yaml", "- a\n- b", "run.yaml holds no settings"),
         ("run.yaml", "config: other.yaml", "run.yaml names another file; give all settings in one"),
@@ -223,3 +235,21 @@ def test_the_plan_says_which_rate_auto_is(opd: NewOpd, capsys, more: list[str]) 
 def test_auto_needs_a_model_to_look_at() -> None:
     with pytest.raises(ConfigError, match="lr=auto is for the command line of a recipe"):
         DpoConfig(model="m", data="d.jsonl", out="o", lr="auto").learner("m", "cpu")
+
+
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3) | st.just("a"), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["teachers", "env", "steps", "prompts", "x"]), _TREES))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_odd_settings_are_refused_in_a_line(tmp_path: Path, tree: dict[str, Any]) -> None:
+    config = written(tmp_path / "run.json", json.dumps(tree))
+    with pytest.raises(ConfigError):
+        parse(OpdConfig, [f"config={config}"])  # without a student, whatever else there is

@@ -1,0 +1,50 @@
+"""Paths in the upload of a submitted job: the directory that `--working-dir` packs.
+
+Ray unpacks it into its own session's directory on the node, and removes it with the session, or
+when its cache of uploads is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from distill.errors import ConfigError
+
+# Where Ray unpacks uploads (ray._private.runtime_env.working_dir).
+_UPLOADS = ("runtime_resources", "working_dir_files")
+# Suffixes of files that settings name, to tell their paths from names on a hub.
+_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt", ".jinja", ".yaml", ".toml")
+
+
+def in_upload(path: str | Path) -> bool:
+    """True if a path lies in the unpacked upload of a job."""
+    parts = Path(path).resolve().parts
+    return any(parts[i : i + 2] == _UPLOADS for i in range(len(parts) - 2))
+
+
+def refuse_upload(setting: str, path: str) -> None:
+    """Raises ConfigError for a directory to write into that Ray removes with the upload."""
+    if in_upload(path):
+        raise ConfigError(
+            f"{setting}={path} is in the upload of this job ({Path(path).resolve()}), which Ray "
+            f"removes: give {setting}= an absolute path on shared storage"
+        )
+
+
+def missing_from_upload(settings: Mapping[str, str]) -> str | None:
+    """A note on relative paths of files that the job's upload lacks; None outside of a job."""
+    if not in_upload("."):
+        return None
+    missing = [
+        f"{name}={path}"
+        for name, value in settings.items()
+        for path in map(str.strip, value.split(","))
+        if path.endswith(_FILES) and not Path(path).is_absolute() and not Path(path).exists()
+    ]
+    if not missing:
+        return None
+    return (
+        f"not in the job's upload: {', '.join(missing)}. Relative paths are read in {Path.cwd()}, "
+        "which lacks what .gitignore and .rayignore name; give absolute paths on shared storage"
+    )
