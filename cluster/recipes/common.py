@@ -256,7 +256,10 @@ def session(
                 "seconds": time.time() - started,
                 **running.summary,
             }
-            directory.write_json("summary.json", running.summary)
+            try:
+                directory.write_json("summary.json", running.summary)
+            except CheckpointError as unwritten:  # the run's own error is the one to raise
+                progress.note(f"WARNING: {unwritten}")
             if error is not raised:
                 raise error from raised
             raise

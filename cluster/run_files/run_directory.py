@@ -347,6 +347,7 @@ class RunDirectory:
         return [line for line in self.read_metrics() if "time/step" in line]
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON file; raises CheckpointError if the disk does not take it."""
         _replace(self.path / name, json.dumps(dict(value), indent=1) + "\n")
 
     def finish(self, checkpoint: Checkpoint) -> None:
@@ -406,8 +407,13 @@ def _step_of(line: str) -> float:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise CheckpointError(f"cannot write {path}: {error}. {disk_remedy(error)}") from error
 
 
 def _version(package: str) -> str:

@@ -23,10 +23,13 @@ from cluster.supervision.supervise import LearnerLost
 from distill.errors import CheckpointError, IsothermError
 from learner.checkpoint import Checkpoint
 from learner.checkpoint_writer import Written
+from learner.digests import is_full
 
-# A checkpoint that cannot be written is tried again between steps: so often, and so much later.
+# A checkpoint that cannot be written is tried again between steps: so often, and later and later.
+# On a full disk training then pauses, and the tries go on, for so long since the first of them.
 _SAVE_TRIES = 10
-_SAVE_PAUSE_S = 3.0
+_SAVE_PAUSE_S, _LONGEST_PAUSE_S = 3.0, 30.0
+_FULL_S = 1800.0
 # Longest that a run which ends waits for its last checkpoint: a signal's, and a failure's.
 _LAST_S = 600.0
 _RESCUE_S = 120.0
@@ -131,7 +134,7 @@ class _Saving:
         self._wanted = wanted
         self._writing: int | None = None  # the step of the one beside training
         self._failures = 0
-        self._not_before = 0.0
+        self._first_failure = self._not_before = 0.0
         self._seconds: dict[str, float] = {}
 
     def after(self, step: int) -> None:
@@ -140,7 +143,9 @@ class _Saving:
         due = step % self._every == 0 or self._failures or self._wanted()
         if step < self._steps and due:
             self._collect(wait=True)
-            if time.monotonic() >= self._not_before:
+            if self._failures >= _SAVE_TRIES:  # rather than train what may be lost
+                self._until_saved()
+            elif time.monotonic() >= self._not_before:
                 self._begin(step)
 
     def times(self) -> dict[str, float]:
@@ -151,15 +156,30 @@ class _Saving:
     def last(self) -> Checkpoint:
         """The checkpoint of the last step."""
         self._collect(wait=True)
+        return self._until_saved()
+
+    def _until_saved(self) -> Checkpoint:
+        """Saves a checkpoint of the present step, when the disk has room for it."""
         while (saved := self._save()) is None:
-            self._driver.pause(_SAVE_PAUSE_S)
+            self._driver.pause(max(self._not_before - time.monotonic(), 0.0))
         return saved
 
     def at_once(self) -> None:
         """The checkpoint of the last whole step, whatever signals come."""
         self._finish(_LAST_S)
-        saving = self._run.learner.save.remote()
-        self._run.on_checkpoint(self._driver.value("saving a checkpoint", saving, timeout=_LAST_S))
+        deadline = time.monotonic() + _LAST_S
+        while True:
+            saving = self._run.learner.save.remote()
+            try:
+                saved = self._driver.value("saving a checkpoint", saving, timeout=_LAST_S)
+            except CheckpointError as error:
+                if not is_full(str(error)) or time.monotonic() > deadline:
+                    raise
+                self._run.on_unsaved(error, again=True)
+                time.sleep(self._next_pause())
+            else:
+                self._run.on_checkpoint(saved)
+                return
 
     def rescue(self) -> None:
         """The run fails: the checkpoint that is being written is worth its end all the same."""
@@ -211,14 +231,23 @@ class _Saving:
             return self._driver.ask_learner("saving a checkpoint", reference)
         except CheckpointError as error:
             self._writing = None
-            self._failures += 1
-            if self._failures > _SAVE_TRIES:
+            now = time.monotonic()
+            if not self._failures:
+                self._first_failure = now
+            pause = self._next_pause()
+            patient = is_full(str(error)) and now - self._first_failure < _FULL_S
+            if self._failures > _SAVE_TRIES and not patient:
                 raise
-            self._not_before = time.monotonic() + _SAVE_PAUSE_S
+            self._not_before = now + pause
             self._run.on_unsaved(error, again=True)
             return None
         finally:
             self._add("time/checkpoint", time.monotonic() - began)
+
+    def _next_pause(self) -> float:
+        """Counts a failure; returns the seconds until the next try."""
+        self._failures += 1
+        return min(_SAVE_PAUSE_S * 1.5 ** (self._failures - 1), _LONGEST_PAUSE_S)
 
     def _note(self, written: Written | None) -> None:
         if written is not None:

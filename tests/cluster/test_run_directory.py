@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -509,6 +510,22 @@ def test_a_second_job_sees_the_directory_as_the_first_one_left_it(
         assert not list(first.store.root.glob("*.damaged"))
         assert [line["step"] for line in first.read_metrics()][-1] == last
     assert all(str(os.getpid()) in line for line in said) and len(said) == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "calibration.json"])
+def test_a_file_that_cannot_be_written_is_an_error_of_one_line(
+    opd: NewOpd, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    directory = started(opd())
+
+    def full(_path: Path, _text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CheckpointError) as refused:
+        directory.write_json(name, {})
+    assert name in str(refused.value) and "\n" not in str(refused.value)
+    assert not list(directory.path.glob(".*.partial"))
 
 
 def test_finished_means_finished(opd: NewOpd) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +145,51 @@ def test_what_could_not_be_written_is_tried_again(monkeypatch: pytest.MonkeyPatc
         *("step 4", "saved 3", "saving 4", "step 5", "saved 4", "step 6"),
         *("no room for 6, again", "saved 6"),
     ]
+
+
+class FullDisk(Writing):
+    """A learner whose disk is full for the first so many tries of a checkpoint."""
+
+    def __init__(self, told: list[str], tries: int) -> None:
+        super().__init__(told, takes=0, fails=set())
+        self._tries = tries
+
+    def _check(self, step: int) -> None:
+        self._tries -= 1
+        if self._tries >= 0:
+            raise CheckpointError(f"no room for {step}: {os.strerror(errno.ENOSPC)}")
+
+
+@pytest.mark.parametrize("steps", [4, 50])
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_full_disk_pauses_training_until_it_has_room(
+    monkeypatch: pytest.MonkeyPatch, steps: int, signalled: bool
+) -> None:
+    """At the end, or in the middle: every step is kept, however many tries it takes."""
+    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
+    run = Run()
+    run.learner = LocalActor(FullDisk, run.told, 25)
+    if signalled:
+        run.before = {4: Interrupted(signal.SIGTERM)}
+        with pytest.raises(Interrupted):
+            go(run, steps=steps)
+    else:
+        assert go(run, steps=steps).step == steps
+    trained = [int(line.split()[1]) for line in run.told if line.startswith("step ")]
+    saved = [int(line.split()[1]) for line in run.told if line.startswith("saved ")]
+    assert saved[-1] == trained[-1] and trained == sorted(set(trained))
+    first = run.told.index(f"saved {saved[0]}")
+    assert sum(line.startswith("no room") for line in run.told[:first]) == 25
+    assert saved[0] <= 14  # ten steps after the first try, training waits
+
+
+def test_a_disk_that_stays_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.runtime.steps, "_SAVE_PAUSE_S", 0.0)
+    monkeypatch.setattr(cluster.runtime.steps, "_FULL_S", 0.0)
+    run = Run()
+    run.learner = LocalActor(FullDisk, run.told, 1000)
+    with pytest.raises(CheckpointError):
+        go(run)
 
 
 def test_a_signal_ends_the_run_with_all_that_is_begun() -> None:
