@@ -186,8 +186,8 @@ def is_telling(temperature: float) -> bool:
 
 def not_divided(prefill: str) -> str:
     return (
-        f"the log-probs of {prefill} do not depend on T. An SGLang server does this without "
-        "isotherm's plugin: install isotherm where the server runs, and restart it with "
+        f"the log-probs of {prefill} are not divided by T: an SGLang server does this without "
+        "isotherm's plugin; install isotherm where the server runs, and restart it with "
         "ISOTHERM_SGLANG_PLUGIN=1 in its environment. The embedded engine does this where the "
         "model gives every sampled token a probability of 0 or 1"
     )
