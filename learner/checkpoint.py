@@ -3,8 +3,9 @@
     out/checkpoints/step-000010/
         model/          Hugging Face checkpoint with its tokenizer: transformers and SGLang load it
         adapter/        with LoRA: the adapter alone, as peft saves it
-        optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint)
-        trainer.pt      schedule and RNG (read with weights_only=True)
+        optimizer/      AdamW's state, a part of each worker (torch.distributed.checkpoint's
+                        safetensors)
+        trainer.json    schedule and RNG
         manifest.json   step, delivery state, size and SHA-256 of every file: written last
     out/checkpoints/best.json       the step of the best evaluation, its metric and value
     out/checkpoints/held.json       the step that is being evaluated beside training

@@ -15,7 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from distill.errors import ConfigError
@@ -24,6 +23,7 @@ from distill.tokenizer import first_difference, load_tokenizer
 from learner.checkpoint import Checkpoint
 from learner.config import LoraSettings
 from learner.lora import check_goes_on
+from learner.state_files import TrainerState, refuse_pickles, write_trainer
 
 # Of a model's config: what says nothing of how it computes, and what a run itself sets.
 _PASSED_OVER = (
@@ -49,6 +49,7 @@ def check_fork(
         ConfigError: they are others; with the field, both values, and the remedy.
         CheckpointError: one of them cannot be read.
     """
+    refuse_pickles(checkpoint.path)
     saved = checkpoint.model_dir
     ours, theirs = _shape(model), _shape(saved)
     for name in sorted(ours.keys() | theirs.keys()):
@@ -104,7 +105,7 @@ def write_start(checkpoint: Path, path: Path, *, moments: bool) -> None:
     for name in ("model", "adapter", *(["optimizer"] if moments else [])):
         if (checkpoint / name).is_dir() or name == "model":
             shutil.copytree(checkpoint / name, path / name, copy_function=_link)
-    torch.save({"schedule": None, "rng": [], "moments": moments}, path / "trainer.pt")
+    write_trainer(path, TrainerState(moments=moments))
 
 
 def _link(source: str, target: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from distill.errors import CheckpointError, NonFiniteError
+from distill.errors import NonFiniteError
 from distill.models.loading import resolve_device
 from distill.objective.batching import (
     BatchShape,
@@ -47,6 +47,7 @@ from learner.policy_loss import PolicyObjectiveLoss
 from learner.process_group import Membership, Order, WorkerGroup
 from learner.rollout_share import Shares
 from learner.state_copy import CopyCost, StateCopy, copied, copied_weights
+from learner.state_files import TrainerState, read_trainer, write_trainer
 from learner.worker import LearnerWorker
 
 # Micro-batches by worker, and of each whether it counts.
@@ -367,7 +368,7 @@ class Learner:
         if self._worker.lora is not None:
             save_adapter(path / "adapter", self._worker.lora, self._adapter())
         self.on_all("save_optimizer", str(path / "optimizer"))
-        torch.save(self._trainer_state(), path / "trainer.pt")
+        write_trainer(path, self._trainer_state())
 
     def copied(self, tokenizer: PreTrainedTokenizerBase) -> StateCopy:
         """Copies what `save` writes into main memory: 12 bytes a trained number, of which each
@@ -397,11 +398,10 @@ class Learner:
     def _adapter(self) -> dict[str, torch.Tensor]:
         return self.on_all("gather_adapter")[0]
 
-    def _trainer_state(self) -> dict[str, Any]:
-        return {
-            "schedule": self._worker.schedule.state_dict(),
-            "rng": self.on_all("rng_state"),
-        }
+    def _trainer_state(self) -> TrainerState:
+        return TrainerState(
+            schedule=self._worker.schedule.state_dict(), rng=self.on_all("rng_state")
+        )
 
     def export(self, model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the weights and the tokenizer as a Hugging Face checkpoint to a new directory.
@@ -427,25 +427,16 @@ class Learner:
         Raises:
             CheckpointError: it cannot be read, or was written for another model.
         """
-        try:
-            state = torch.load(path / "trainer.pt", map_location="cpu", weights_only=True)
-            schedule = state["schedule"]
-            rng = state["rng"]
-            if isinstance(rng, torch.Tensor):  # as it was when the leader's alone was kept
-                rng = [{"cpu": rng}]
-            for states in rng:
-                torch.Generator().set_state(states["cpu"])  # as every worker will
-        except Exception as error:  # zip, pickle, OS and torch's errors all mean: not readable
-            raise CheckpointError(f"cannot read {path / 'trainer.pt'}: {error}") from error
-        if state.get("moments", True):
+        state = read_trainer(path)
+        if state.moments:
             self.on_all("load_optimizer", str(path / "optimizer"))
-        if schedule is not None:
-            self.on_all("set_schedule", schedule)
-        if schedule is not None and self.own_teacher is not None:  # of a fork: as it begins
+        if state.schedule is not None:
+            self.on_all("set_schedule", state.schedule)
+        if state.schedule is not None and self.own_teacher is not None:  # of a fork: as it begins
             self.on_all("load_teacher", str(path / "optimizer"))
         # Workers that the checkpoint knows nothing of draw as they began.
-        missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(rng))
-        self.on_each("set_rng_state", [*rng, *missing][: self._group.size])
+        missing: list[dict[str, torch.Tensor]] = [{}] * max(0, self._group.size - len(state.rng))
+        self.on_each("set_rng_state", [*state.rng, *missing][: self._group.size])
 
     def _require_finite(
         self, shares: Sequence[StepShare], orders: Sequence[Sequence[MicroBatch]]

@@ -12,10 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,6 +19,7 @@ from distill.errors import CheckpointError
 from learner.config import OptimizerConfig, OptimizerSettings
 from learner.shadow import SUFFIX
 from learner.sharding import local
+from learner.state_files import read_tensors, tensor_sizes
 
 # What AdamW keeps of a weight that had a gradient.
 _STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -173,27 +170,6 @@ def moments(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]
     }
 
 
-def write_moments(
-    path: str, state: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
-) -> None:
-    """Writes each worker's share of AdamW's state, as `moments` names it.
-
-    Args:
-        path: a directory that every worker reaches.
-        collectives: by which the workers agree on who writes what; None: there is one.
-
-    Raises:
-        CheckpointError: a worker could not write.
-    """
-    with _plainly(f"cannot write the optimizer's state to {path}"):
-        save(
-            dict(state),
-            storage_writer=FileSystemWriter(path),
-            process_group=collectives,
-            no_dist=collectives is None,
-        )
-
-
 def load_moments(
     path: str,
     model: nn.Module,
@@ -207,11 +183,7 @@ def load_moments(
     Raises:
         CheckpointError: it was written for another model, or cannot be read.
     """
-    try:
-        reader = FileSystemReader(path)
-        written = _without_shadow(reader.read_metadata().state_dict_metadata)
-    except Exception as error:  # a missing or cut metadata file has many faces
-        raise CheckpointError(f"cannot read the optimizer's state in {path}: {error}") from error
+    written = _without_shadow(tensor_sizes(path))
     trained = {
         name: parameter
         for name, parameter in _trained(model)
@@ -221,13 +193,7 @@ def load_moments(
     wanted = {f"{name}.{key}": v for name, state in fresh.items() for key, v in state.items()}
     if written:  # none is written before the first update
         _check_fits(written, wanted, path)
-        with _plainly(f"cannot read the optimizer's state in {path}"):
-            load(
-                wanted,
-                storage_reader=reader,
-                process_group=collectives,
-                no_dist=collectives is None,
-            )
+        read_tensors(path, wanted, collectives)
         for name, parameter in trained.items():
             optimizer.state[parameter] = fresh[name]
 
@@ -240,23 +206,12 @@ def load_shadow(
     Raises:
         CheckpointError: it is not there, was written for another model, or cannot be read.
     """
-    what = f"cannot read the teacher's weights in {path}"
-    try:
-        reader = FileSystemReader(path)
-        written = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # a missing or cut metadata file has many faces
-        raise CheckpointError(f"{what}: {error}") from error
-    _check_fits({n: v for n, v in written.items() if n.endswith(SUFFIX)}, state, path)
-    with _plainly(what):
-        load(
-            dict(state),
-            storage_reader=reader,
-            process_group=collectives,
-            no_dist=collectives is None,
-        )
+    written = {n: size for n, size in tensor_sizes(path).items() if n.endswith(SUFFIX)}
+    _check_fits(written, state, path)
+    read_tensors(path, state, collectives)
 
 
-def _without_shadow(written: Mapping[str, Any]) -> dict[str, Any]:
+def _without_shadow(written: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
     """Without a teacher that moves, whose run this one may be a fork of."""
     return {name: value for name, value in written.items() if not name.endswith(SUFFIX)}
 
@@ -272,9 +227,9 @@ def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
     return dict(zip(_STATE, (step, *moments), strict=True))
 
 
-def _check_fits(written: Mapping[str, Any], wanted: Mapping[str, Tensor], path: str) -> None:
+def _check_fits(written: Mapping[str, torch.Size], wanted: Mapping[str, Tensor], path: str) -> None:
     for name in sorted(written.keys() | wanted.keys()):
-        there = tuple(written[name].size) if name in written else None
+        there = tuple(written[name]) if name in written else None
         here = tuple(wanted[name].shape) if name in wanted else None
         if there != here:
             raise CheckpointError(
@@ -282,13 +237,3 @@ def _check_fits(written: Mapping[str, Any], wanted: Mapping[str, Tensor], path: 
                 f"{there} there and {here} here (None: it has none). Resume with the model that "
                 "the run began with, or choose another out="
             )
-
-
-@contextmanager
-def _plainly(what: str) -> Iterator[None]:
-    """CheckpointErrors that begin with `what`."""
-    try:
-        yield
-    except CheckpointException as error:  # no Exception; holds those of every worker
-        why, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"{what}: {why}") from error

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
+from distill.errors import CheckpointError
 from distill.models.attention import keep_attention_eager
 from distill.weights.tensors import TensorLayout
 from learner.process_group import WorkerGroup
@@ -47,6 +48,7 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=torch.float32,
     )
+    _agree_on_tensors(model, group)
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0, group=group.collectives)
     for layer in _layers(model):
@@ -60,6 +62,25 @@ def shard(model: PreTrainedModel, group: WorkerGroup, compute_dtype: torch.dtype
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _agree_on_tensors(model: PreTrainedModel, group: WorkerGroup) -> None:
+    """Raise CheckpointError on every worker if their tensors differ, which would never be sent.
+
+    Workers other than the leader make the model from its config.
+    """
+    ours = [
+        (name, tuple(tensor.shape))
+        for tensors in (model.named_buffers(), model.named_parameters())
+        for name, tensor in tensors
+    ]
+    leaders: list[tuple[str, tuple[int, ...]]] = group.agree(ours)
+    if group.total(float(leaders != ours)):
+        difference = sorted(set(leaders).symmetric_difference(ours))
+        raise CheckpointError(
+            "the leader's model has other tensors than a worker makes from its config: "
+            f"{difference[:3]}. Does config.json agree with the weights?"
+        )
 
 
 def compile_layers(model: PreTrainedModel) -> None:

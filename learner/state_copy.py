@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distill.weights.model_weights import HeldWeights, Weights, names_of, plan_buckets
-from learner.optimizer import write_moments
 from learner.process_group import WorkerGroup
 from learner.sharding import local
+from learner.state_files import TrainerState, write_tensors, write_trainer
 
 
 class CopyCost(NamedTuple):
@@ -48,7 +47,7 @@ class MomentsCopy:
         try:
             path = self._group.agree_aside(path)
             if path is not None:
-                write_moments(path, self._state, self._group.aside)
+                write_tensors(path, self._state, self._group.aside)
         finally:
             self._state = {}
 
@@ -66,7 +65,7 @@ class StateCopy:
         *,
         weights: HeldWeights,
         moments: MomentsCopy,
-        trainer: Mapping[str, Any],
+        trainer: TrainerState,
         write_model: Callable[[Path, Weights], None],
         write_adapter: Callable[[Path], None] | None,
     ) -> None:
@@ -84,7 +83,7 @@ class StateCopy:
         self._write_model(path / "model", self._weights)
         if self._write_adapter is not None:
             self._write_adapter(path / "adapter")
-        torch.save(self._trainer, path / "trainer.pt")
+        write_trainer(path, self._trainer)
 
     def drop(self) -> None:
         """Frees the memory, on every worker. Nothing can be written any more."""

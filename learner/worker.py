@@ -56,7 +56,6 @@ from learner.optimizer import (
     moments,
     offload_moments,
     put_away,
-    write_moments,
 )
 from learner.orders import (
     LentPortion,
@@ -76,6 +75,7 @@ from learner.routing_replay import RoutingReplay
 from learner.shadow import Shadow
 from learner.sharding import Root, compile_layers, local, plain_weights, reshard, shard, whole
 from learner.state_copy import CopyCost, MomentsCopy
+from learner.state_files import write_tensors
 from learner.trace import Stages
 
 # Of a micro-batch's trained tokens among all of its part: what train/router_aux is a mean by.
@@ -514,7 +514,7 @@ class LearnerWorker:
 
     def save_optimizer(self, path: str) -> None:
         """Writes its share of AdamW's moments, and of the teacher that moves."""
-        write_moments(path, self._state, self._group.collectives)
+        write_tensors(path, self._state, self._group.collectives)
 
     @property
     def _state(self) -> dict[str, Tensor]:

@@ -45,7 +45,13 @@ from distill.envs.base import (
 )
 from distill.errors import ConfigError
 from distill.models.attention_probe import check_packs
-from distill.models.loading import context_length, ends_of, meta_causal_lm, vocab_size
+from distill.models.loading import (
+    check_served_ties,
+    context_length,
+    ends_of,
+    meta_causal_lm,
+    vocab_size,
+)
 from distill.models.model_files import check_model_files
 from distill.models.reward import check_reward_config
 from distill.objective.batching import TrainingRow
@@ -101,6 +107,10 @@ def check_rollout(config: RolloutConfig) -> RolloutInputs:
     }
     if config.reference is not None:
         named["reference"] = config.reference
+    if choose_engine(config.engine) == "sglang":
+        for role, model in {"student": config.student, **named}.items():
+            if not is_url(model):
+                check_served_ties(role, model)
     scorers = {role: check_scorer(role, model, tokenizer) for role, model in named.items()}
     own = ends_of(config.student, tokenizer)
     stops = config.stops(tokenizer, [own, *(scorer.ends for scorer in scorers.values())])

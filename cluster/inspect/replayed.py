@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from distill.objective.batching import TrainingRow
@@ -19,6 +18,7 @@ from distill.objective.tallies import outline
 from distill.types import TokenArray, TopLogprobs, TrajectoryGroup
 from learner.learner import Part
 from learner.policy_loss import TeacherSamplesLoss
+from learner.state_files import read_trainer, write_trainer
 
 if TYPE_CHECKING:
     from learner.checkpoint import Checkpoint
@@ -57,12 +57,13 @@ class Blamed:
 
 def with_lr(checkpoint: Checkpoint, was: float, now: float) -> Checkpoint:
     """The checkpoint, whose schedule is changed in place, with another peak rate."""
-    path = checkpoint.path / "trainer.pt"
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if was != now and state["schedule"] is not None:
-        for name in ("base_lrs", "_last_lr"):
-            state["schedule"][name] = [rate / was * now for rate in state["schedule"][name]]
-        torch.save(state, path)
+    state = read_trainer(checkpoint.path)
+    if was != now and state.schedule is not None:
+        changed = {
+            name: [rate / was * now for rate in state.schedule[name]]
+            for name in ("base_lrs", "_last_lr")
+        }
+        write_trainer(checkpoint.path, replace(state, schedule={**state.schedule, **changed}))
     return checkpoint
 
 

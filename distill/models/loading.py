@@ -102,16 +102,57 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str) -> PreTrainedM
             f"{path!r} lacks {len(missing)} of the model's tensors, {missing[0]!r} first; "
             "they would have been random. Is the checkpoint complete?"
         )
+    if any(
+        model.get_parameter(head) is not model.get_parameter(embedding)
+        for head, embedding in _declared_ties(model).items()
+    ):
+        _untie(model.config)
     return cast(PreTrainedModel, model.to(device))
 
 
+def _declared_ties(model: Any) -> dict[str, str]:
+    """Names of the tensors that the model's config ties, by the name of the other tensor."""
+    return model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def _untie(config: Any) -> None:
+    for each in (config, config.get_text_config()):
+        each.tie_word_embeddings = False
+
+
+def own_head(model: PreTrainedModel, path: str) -> str | None:
+    """Name of a tensor that the model's config ties to another, and whose values at `path` differ.
+
+    transformers loads both then, and leaves them untied. Servers follow the config.
+    """
+    ties = _declared_ties(model)
+    there = tensor_shapes(path) if ties and weight_files(path) else {}
+    for pair in ties.items():
+        if there.keys() >= set(pair):
+            head, embedding = read_tensors(path, pair).values()
+            if not torch.equal(head, embedding):
+                return pair[0]
+    return None
+
+
 def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The checkpoint's model by its config alone: names and shapes, on the meta device.
+    """The checkpoint's model without its values: names and shapes, on the meta device.
+
+    Embedding and head are tied where `load_causal_lm` ties them: by the config, unless the
+    checkpoint has a head of its own.
 
     Raises:
         CheckpointError: there is no config of a causal language model at `path`.
     """
     config = load_config(path)
+    model = _on_meta(config, path, dtype)
+    if own_head(model, path) is None:
+        return model
+    _untie(config)
+    return _on_meta(config, path, dtype)
+
+
+def _on_meta(config: Any, path: str, dtype: torch.dtype | None) -> PreTrainedModel:
     try:
         with MAKING, torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -122,6 +163,17 @@ def meta_causal_lm(path: str, *, dtype: torch.dtype | None = None) -> PreTrained
             )
     except Exception as error:  # a foreign config may fail in any way
         raise CheckpointError(f"{path!r} is not a causal language model: {error}") from error
+
+
+def check_served_ties(role: str, path: str) -> None:
+    """Raise ConfigError for a checkpoint that SGLang would serve without its own head."""
+    config = load_config(path)
+    if head := own_head(_on_meta(config, path, None), path):
+        raise ConfigError(
+            f"{role}={path}: config.json says tie_word_embeddings=true, and {head} differs from "
+            "the embedding. SGLang would serve the embedding in its place. Set "
+            '"tie_word_embeddings": false there, or use engine=embedded'
+        )
 
 
 def empty_causal_lm(path: str, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -130,7 +130,7 @@ def started(
 def save(directory: RunDirectory, model_dir: str, step: int) -> Checkpoint:
     def write(path: Path) -> None:
         shutil.copytree(model_dir, path / "model")
-        (path / "trainer.pt").write_bytes(b"state")
+        (path / "trainer.json").write_bytes(b"state")
 
     return directory.store.save(
         step=step, write=write, delivery={"watermark": step, "set_aside": {}}
@@ -420,11 +420,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
     older, newest = (save(directory, config.student, step) for step in (2, 4))
-    (newest.path / "trainer.pt").write_bytes(b"stute")
+    (newest.path / "trainer.json").write_bytes(b"stute")
     told: list[str] = []
     assert RunDirectory("opd", config).check(told.append) == older
     assert newest.path.is_dir()  # a check writes nothing
-    assert "step-000004 is damaged: trainer.pt has sha256" in told[0]
+    assert "step-000004 is damaged: trainer.json has sha256" in told[0]
     started(config, older)
     assert sorted(path.name for path in directory.store.root.iterdir()) == [
         "step-000002", "step-000004.damaged",
@@ -442,7 +442,7 @@ def test_an_unreadable_record_is_refused(opd: NewOpd, text: str) -> None:
 def test_only_broken_checkpoints_are_no_fresh_start(opd: NewOpd) -> None:
     config = opd()
     directory = started(config)
-    (save(directory, config.student, 2).path / "trainer.pt").unlink()
+    (save(directory, config.student, 2).path / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match="none of them complete"):
         directory.check()
 

@@ -24,12 +24,14 @@ from learner.checkpoint import Checkpoint, CheckpointStore
 from learner.digests import digest
 from learner.learner import Learner, Part
 from learner.optimizer import build_optimizer, build_schedule
+from learner.state_files import read_trainer
 from tests.conftest import TinyPair
 from tests.learner.conftest import IMPORTANCE_SAMPLING, NewLearner, trainer_state, untimed
 from tests.samples import training_row
 from tests.tiny import save_tokenizer
 
 ROWS = [training_row(2 + i, 4, seed=i) for i in range(8)]
+MOMENTS = "optimizer/shard-00001-model-00001-of-00001.safetensors"
 # A forked child starts at once; it must only write files and end.
 fork = multiprocessing.get_context("fork")
 
@@ -108,13 +110,13 @@ def test_a_step_that_is_saved_is_left_alone(store: CheckpointStore, save) -> Non
     written = (first.path / "manifest.json").stat().st_mtime_ns
     assert save(store, 1) == first
     assert (first.path / "manifest.json").stat().st_mtime_ns == written
-    (first.path / "trainer.pt").write_bytes(b"")  # unless it is broken
+    (first.path / "trainer.json").write_bytes(b"")  # unless it is broken
     assert store_intact(save(store, 1))
 
 
 def store_intact(checkpoint: Checkpoint) -> bool:
     AutoModelForCausalLM.from_pretrained(checkpoint.model_dir)
-    return bool(torch.load(checkpoint.path / "trainer.pt", weights_only=True))
+    return bool(read_trainer(checkpoint.path).schedule)
 
 
 def cut(path: Path) -> None:
@@ -132,9 +134,9 @@ def write(text: str) -> Callable[[Path], None]:
         ("model/model.safetensors", Path.unlink),
         ("model/tokenizer.json", cut),
         ("model/config.json", Path.unlink),
-        ("trainer.pt", cut),
-        ("optimizer/__0_0.distcp", cut),
-        ("optimizer/.metadata", Path.unlink),
+        ("trainer.json", cut),
+        (MOMENTS, cut),
+        (MOMENTS, Path.unlink),
         ("manifest.json", Path.unlink),
         ("manifest.json", cut),
         ("manifest.json", write("[]")),
@@ -163,7 +165,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model/model.safetensors", "model/config.json", "trainer.pt", "optimizer/__0_0.distcp"],
+    ["model/model.safetensors", "model/config.json", "trainer.json", MOMENTS],
 )
 def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str) -> None:
     first, second = save(store, 1), save(store, 2)
@@ -185,12 +187,12 @@ def test_a_flipped_bit_is_seen_and_said(store: CheckpointStore, save, name: str)
 
 def test_the_damaged_is_set_aside_and_never_taken_for_saved(store: CheckpointStore, save) -> None:
     first, second = save(store, 1), save(store, 2)
-    flip(second.path / "trainer.pt")
+    flip(second.path / "trainer.json")
     fresh = CheckpointStore(store.root, keep=1)
     assert fresh.latest(lambda _: None) == first
     again = save(fresh, 2)  # damaged, and in full size: written anew
     assert fresh.latest(pytest.fail) == again and store_intact(again)
-    flip(again.path / "trainer.pt")
+    flip(again.path / "trainer.json")
     save(CheckpointStore(store.root, keep=9), 1)
     fresh.latest(lambda _: None)
     fresh.set_aside_after(1)
@@ -247,12 +249,12 @@ def test_files_and_their_directories_are_synced_before_the_manifest(
         os.fsync = real
     partial = str(store.root / ".step-000001.partial")
     manifest = asked.index(f"{partial}/manifest.json")
-    for name in ("model/model.safetensors", "model", "optimizer", "trainer.pt", "."):
+    for name in ("model/model.safetensors", "model", "optimizer", "trainer.json", "."):
         assert str(Path(partial, name)) in asked[:manifest], name
     assert asked[manifest + 1 :] == [partial, str(store.root), str(store.root.parent)]
 
 
-@pytest.mark.parametrize("name", ["trainer.pt", "optimizer/.metadata", "optimizer/__0_0.distcp"])
+@pytest.mark.parametrize("name", ["trainer.json", MOMENTS])
 def test_a_corrupt_trainer_state_is_named(
     store: CheckpointStore, save, learner: Learner, name: str
 ) -> None:
@@ -325,9 +327,7 @@ def save_with_limit(limit: int, action: Callable[[], object], answer) -> None:
         answer.send(str(error))
 
 
-@pytest.mark.parametrize(
-    "full_at", ["model/model.safetensors", "optimizer/__0_0.distcp", "tokenizer.json"]
-)
+@pytest.mark.parametrize("full_at", ["model/model.safetensors", MOMENTS, "tokenizer.json"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(
     store: CheckpointStore, save, tmp_path: Path, full_at: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 import learner.worker
@@ -33,9 +35,13 @@ def train(learner: Learner) -> None:
 
 
 def hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Of all its files, but for the one that names the directory it was written to."""
+    """Of all its files; of the moments' files, of each tensor: their headers' order varies."""
     digests = json.loads((checkpoint.path / "manifest.json").read_bytes())["sha256"]
-    del digests["optimizer/.metadata"]
+    for file in (checkpoint.path / "optimizer").iterdir():
+        del digests[f"optimizer/{file.name}"]
+        for name, tensor in load_file(file).items():
+            sha = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            digests[f"optimizer/{file.name}/{name}"] = sha
     return digests
 
 

@@ -1,0 +1,172 @@
+"""Files of a checkpoint beside its model: tensors as safetensors, the rest as JSON.
+
+    optimizer/      write_tensors, tensor_sizes, read_tensors
+    trainer.json    write_trainer, read_trainer
+    refuse_pickles  says which file of an earlier release is one
+
+No file of a checkpoint is a pickle: reading another person's checkpoint runs none of its code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from distill.errors import CheckpointError
+
+TRAINER = "trainer.json"
+# Files of earlier releases, which were pickles.
+_PICKLES = ("optimizer/.metadata", "trainer.pt")
+# The writer makes the bytes of a file in memory. A file holds tensors of about so many, unsharded.
+_FILE_BYTES = 1 << 30
+
+
+def write_tensors(
+    path: str, state: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
+) -> None:
+    """Write each worker's share of the tensors to `path`, a directory that every worker reaches.
+
+    Args:
+        collectives: by which the workers agree on who writes what; None: there is one.
+
+    Raises:
+        CheckpointError: a worker could not write.
+    """
+    # safetensors takes contiguous tensors alone; those of a transposed weight are strided.
+    contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+    with _plainly(f"cannot write tensors to {path}"):
+        save(
+            contiguous,
+            storage_writer=HuggingFaceStorageWriter(
+                path, fqn_to_index_mapping=_files(state) or None, save_distributed=True
+            ),
+            process_group=collectives,
+            no_dist=collectives is None,
+        )
+
+
+def tensor_sizes(path: str) -> dict[str, torch.Size]:
+    """Sizes of the whole tensors that `write_tensors` wrote to `path`, by name.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    refuse_pickles(Path(path).parent)
+    try:
+        written = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+        return {name: entry.size for name, entry in written.items()}  # pyright: ignore
+    except Exception as error:  # a missing or cut file has many faces
+        raise CheckpointError(f"cannot read the tensors in {path}: {error}") from error
+
+
+def read_tensors(
+    path: str, wanted: Mapping[str, Tensor], collectives: dist.ProcessGroup | None
+) -> None:
+    """Fill the tensors, whole or shares, with what any number of workers wrote.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    with _plainly(f"cannot read the tensors in {path}"):
+        load(
+            dict(wanted),
+            storage_reader=HuggingFaceStorageReader(path),
+            process_group=collectives,
+            no_dist=collectives is None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Schedule and random numbers of a learner.
+
+    Attributes:
+        schedule: state of the learning-rate schedule; None: it begins anew.
+        rng: states of each worker's generators, by kind of device.
+        moments: True if optimizer/ is to be read.
+    """
+
+    schedule: Mapping[str, Any] | None = None
+    rng: Sequence[Mapping[str, Tensor]] = field(default_factory=list)
+    moments: bool = True
+
+
+def write_trainer(directory: Path, state: TrainerState) -> None:
+    """Write `directory`/trainer.json."""
+    rng = [{kind: _encoded(bits) for kind, bits in states.items()} for states in state.rng]
+    fields = {"schedule": state.schedule, "rng": rng, "moments": state.moments}
+    (directory / TRAINER).write_text(json.dumps(fields), encoding="utf-8")
+
+
+def read_trainer(directory: Path) -> TrainerState:
+    """Read what `write_trainer` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    refuse_pickles(directory)
+    path = directory / TRAINER
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        rng = [{kind: _decoded(text) for kind, text in states.items()} for states in fields["rng"]]
+        for states in rng:
+            torch.Generator().set_state(states["cpu"])  # as every worker will
+        return TrainerState(schedule=fields["schedule"], rng=rng, moments=fields["moments"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _encoded(bits: Tensor) -> str:
+    return base64.b64encode(bits.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decoded(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), np.uint8).copy())
+
+
+def _files(state: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number, from 1, of the file for each tensor."""
+    numbers: dict[str, int] = {}
+    taken = 0
+    for name, tensor in state.items():
+        numbers[name] = 1 + taken // _FILE_BYTES
+        taken += tensor.nbytes
+    return numbers
+
+
+def refuse_pickles(checkpoint: Path) -> None:
+    """Raise CheckpointError for a checkpoint of an earlier release, part of which is a pickle."""
+    for name in _PICKLES:
+        if (checkpoint / name).exists():
+            raise CheckpointError(
+                f"{checkpoint / name} is a pickle, which an earlier release wrote and this one "
+                f"does not read. The weights are in {checkpoint / 'model'}: begin a new run with "
+                "that as its model"
+            )
+
+
+@contextmanager
+def _plainly(what: str) -> Iterator[None]:
+    """CheckpointErrors that begin with `what`."""
+    try:
+        yield
+    except CheckpointException as error:  # no Exception; holds those of every worker
+        why, _ = next(iter(error.failures.values()))
+        raise CheckpointError(f"{what}: {why}") from why
