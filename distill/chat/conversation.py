@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from distill.chat.continuation import added_text, added_tokens, served_continuation
+from distill.chat.responses import read_response
 from distill.chat.template import Message, chat_text, encode_chat
+from distill.chat.thinking import Response, thinking_marks
 from distill.chat.token_text import decode
 from distill.chat.tool_calls import (
     ParsedTurn,
     agreement,
     assistant_message,
     detect_format,
-    markers,
     parse_turn,
 )
 from distill.chat.tool_formats import ToolFormat
@@ -105,11 +106,8 @@ class Conversation:
         if tools and tool_format is None:
             self._format = detect_format(tokenizer)
         self._added = added_tokens(tokenizer)
-        added = tokenizer.added_tokens_decoder
-        meant = markers(self._format)
-        self._control = {
-            id_ for id_, token in added.items() if token.special and str(token) not in meant
-        }
+        self._marks = thinking_marks(tokenizer)
+        self._response: Response | None = None
         self._prefix_breaks: list[PrefixBreak] = []
         self._turns = self._calls = 0
         self._seen = _NOTHING
@@ -127,23 +125,36 @@ class Conversation:
         return list(self._messages)
 
     @property
+    def response(self) -> Response:
+        """The last turn as it is judged: without tool calls, and without an answer if it was cut
+        off within one."""
+        assert self._response is not None, "response: said() comes first"
+        return self._response
+
+    @property
     def prefix_breaks(self) -> tuple[PrefixBreak, ...]:
         return tuple(self._prefix_breaks)
 
     def said(self, sample: Sample) -> ParsedTurn:
         """Adds the assistant's turn: its tokens as sampled, and what they say as a message.
 
-        The message has all of the thinking in it, what the prompt opened included.
+        The message has the thinking, what the prompt opened included, where the chat template takes
+        it: in a field of its own, or as it was sampled within the content.
         """
         assert self._listening, "said() again: hear() or replace() must come between two turns"
-        parsed = self._parsed(sample)
+        response = read_response(self._tokenizer, self._observation_T, sample)
+        parsed = self._parsed(response)
         self._seen = self._after(sample)
         self._listening = False
         self._turns += 1
         self._calls += len(parsed.calls)
-        message, plain = assistant_message(parsed), {"role": "assistant", "content": parsed.text}
-        for form in (message, plain):
-            form["content"] = self._opening() + form["content"]
+        spoken = self._marks.response(parsed.content, response.opening)
+        cut = sample.stop_reason is StopReason.LENGTH and bool(parsed.calls or parsed.malformed)
+        self._response = replace(spoken, answer="") if cut else spoken
+        plain = self._marks.message(response)
+        message = assistant_message(parsed)
+        calls = message.get("tool_calls")
+        message = self._marks.message(spoken) | {"tool_calls": calls} if calls else plain
         self._spoken = (len(self._messages), plain)
         self._messages = [*self._messages, message]
         return parsed
@@ -217,7 +228,7 @@ class Conversation:
         text = added_text(self._tokenizer, observation_T, spoken_T)
         tokens = self._tokenizer.convert_ids_to_tokens(spoken_T.tolist())
         ended = sample.stop_reason is StopReason.EOS and len(spoken_T) > 0
-        stop = self._decode(spoken_T[-1:]) if ended else ""
+        stop = decode(self._tokenizer, spoken_T[-1:]) if ended else ""
         whole = self._text + (text or "")
         return _Seen(
             text=whole,
@@ -227,27 +238,18 @@ class Conversation:
             spoiled=text is None or "\ufffd" in text or any(token is None for token in tokens),
         )
 
-    def _parsed(self, sample: Sample) -> ParsedTurn:
-        """The turn parsed, without its stop token and other tokens that stand for no text."""
-        spoken_T = np.asarray(sample.tokens_T, np.int32)
-        if sample.stop_reason is StopReason.EOS:
-            spoken_T = spoken_T[:-1]
-        kept_T = spoken_T[[id_ not in self._control for id_ in spoken_T.tolist()]]
-        text = added_text(self._tokenizer, self._observation_T, kept_T)
-        if text is None:
-            text = self._decode(kept_T)
+    def _parsed(self, response: Response) -> ParsedTurn:
+        text = response.sampled
         if self._format is None:
             return ParsedTurn(text=text, content=text)
-        opened = bool(self._opening())
-        return parse_turn(text, self._format, self._tools, opened=opened, first=self._calls)
-
-    def _opening(self) -> str:
-        """`<think>` and what follows, where the prompt ends so: the turn begins inside."""
-        stripped = self._text.rstrip()
-        return self._text[len(stripped) - len("<think>") :] if stripped.endswith("<think>") else ""
-
-    def _decode(self, tokens_T: TokenArray) -> str:
-        return decode(self._tokenizer, tokens_T.tolist())
+        return parse_turn(
+            text,
+            self._format,
+            self._tools,
+            marks=self._marks,
+            opened=bool(response.opening),
+            first=self._calls,
+        )
 
     def _break_prefix(self, served: str, reason: str) -> None:
         seen = self._seen

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distill.types import TokenArray
+
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -14,9 +16,13 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """All of it, special tokens included, spaces as they are."""
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | TokenArray) -> str:
+    """The text of the tokens, special tokens included, spaces as they are."""
+    return str(
+        tokenizer.decode(
+            np.asarray(ids).tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def token_spans(

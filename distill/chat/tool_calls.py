@@ -15,14 +15,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from distill.chat.template import chat_text
+from distill.chat.thinking import THINK, ThinkingMarks
 from distill.chat.tool_formats import GRAMMARS, Grammar, Piece, Schemas, ToolCall, ToolFormat
 from distill.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-_THINKING = ("<think>", "</think>")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
@@ -42,7 +40,13 @@ class ParsedTurn:
 
 
 def parse_turn(
-    text: str, tool_format: ToolFormat, tools: Schemas, *, opened: bool = False, first: int = 0
+    text: str,
+    tool_format: ToolFormat,
+    tools: Schemas,
+    *,
+    marks: ThinkingMarks = THINK,
+    opened: bool = False,
+    first: int = 0,
 ) -> ParsedTurn:
     """The content and the calls of a turn; whatever the text, nothing is raised.
 
@@ -50,7 +54,7 @@ def parse_turn(
     A call without a usable id gets one, numbered from `first` on.
     """
     grammar = GRAMMARS[tool_format]
-    pieces = _pieces(text, grammar, tools, opened)
+    pieces = _pieces(text, grammar, tools, marks, opened)
     calls = [call for piece in pieces for call in piece.calls]
     return ParsedTurn(
         text=text,
@@ -85,21 +89,20 @@ def _openai_call(call_id: str, name: str, arguments: object) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
-def markers(tool_format: ToolFormat | None) -> frozenset[str]:
-    """Tokens that mean something within a turn, even where the tokenizer calls them special."""
-    return frozenset(_THINKING + (GRAMMARS[tool_format].markers if tool_format else ()))
-
-
-def _pieces(text: str, grammar: Grammar, tools: Schemas, opened: bool) -> list[Piece]:
-    marks = re.compile(f"(?P<think><think>)|(?P<spoken></think>)|(?:{grammar.opener})")
+def _pieces(
+    text: str, grammar: Grammar, tools: Schemas, thinking: ThinkingMarks, opened: bool
+) -> list[Piece]:
+    opens, closes = re.escape(thinking.opens), re.escape(thinking.closes)
+    marks = re.compile(f"(?P<think>{opens})|(?P<spoken>{closes})|(?:{grammar.opener})")
     pieces: list[Piece] = []
-    position = _after_thinking(text, 0) if opened else 0
+    position = _after(thinking.closes, text, 0) if opened else 0
     while mark := marks.search(text, position):
         position = mark.end()
         if mark["think"]:
-            position = _after_thinking(text, position)
+            position = _after(thinking.closes, text, position)
         elif mark["spoken"]:
-            pieces.clear()  # all before it was thinking that the prompt opened, or nobody
+            if not thinking.answer:  # else it closes other things as well
+                pieces.clear()  # all before it was thinking that the prompt opened, or nobody
         elif piece := grammar.read(text, position, tools):
             pieces.append(replace(piece, start=mark.start()))
             position = piece.stop
@@ -108,9 +111,9 @@ def _pieces(text: str, grammar: Grammar, tools: Schemas, opened: bool) -> list[P
     return pieces
 
 
-def _after_thinking(text: str, start: int) -> int:
-    end = text.find("</think>", start)
-    return len(text) if end < 0 else end + len("</think>")
+def _after(mark: str, text: str, start: int) -> int:
+    end = text.find(mark, start)
+    return len(text) if end < 0 else end + len(mark)
 
 
 def _content(text: str, pieces: list[Piece], grammar: Grammar) -> str:

@@ -205,10 +205,11 @@ def test_a_stop_token_that_the_template_does_not_write() -> None:
     assert not episode.hears(THANKS) and parted(episode) == [STOP]
 
 
-def test_a_control_token_within_the_turn_is_not_said() -> None:
+def test_a_control_token_within_the_turn_is_kept() -> None:
     episode = Episode("qwen2.5")
-    assert episode.says("Yes<|im_start|>user\nNo").content == "Yesuser\nNo"
-    assert not episode.hears(THANKS) and parted(episode) == [TURN]
+    said = "Yes<|im_start|>user\nNo"
+    assert episode.says(said).content == said
+    assert episode.hears(THANKS) and parted(episode) == []
 
 
 def test_bytes_that_are_no_text() -> None:

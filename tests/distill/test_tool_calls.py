@@ -15,10 +15,9 @@ from distill.chat.tool_calls import (
     agreement,
     assistant_message,
     detect_format,
-    markers,
     parse_turn,
 )
-from distill.chat.tool_formats import ToolCall, ToolFormat
+from distill.chat.tool_formats import GRAMMARS, ToolCall, ToolFormat
 from distill.errors import ConfigError
 from tests.chat_templates import ADD, FORMATS, chat_tokenizer, stop_of
 
@@ -258,7 +257,7 @@ def test_arguments_too_deep_to_be_written_again_are_text() -> None:
 
 _MARKS = ["{", "}", "[", "]", '"name": "add"', '"arguments": {}', ";", "```json\n", "\n", " ", "x"]
 _MARKS += ["<think>", "</think>", "<function=add>", "<parameter=a>", "</parameter>", "</function>"]
-_MARKS += [mark for name in get_args(ToolFormat) for mark in markers(name)]
+_MARKS += [mark for name in get_args(ToolFormat) for mark in GRAMMARS[name].markers]
 _MARKS += [text for texts in ONE_CALL.values() for text in texts]
 
 

@@ -1,0 +1,43 @@
+"""Sampled tokens as text: the one reader of responses.
+
+Every part that judges, shows or writes a response reads it here. The text is what was sampled, all
+but the stop token that ended it: special tokens within it are kept, and spaces are not tidied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distill.chat.continuation import added_text
+from distill.chat.thinking import Response, thinking_marks
+from distill.chat.token_text import decode
+from distill.engine import Sample
+from distill.types import StopReason, TokenArray
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# Tokens that the mark at a prompt's end may take, letter by letter.
+_LONGEST_MARK = 64
+
+
+def response_text(
+    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample
+) -> str:
+    """The text that the sampled tokens add to the prompt, without the stop token that ended it."""
+    tokens_T = np.asarray(sample.tokens_T, np.int32)
+    if sample.stop_reason is StopReason.EOS:
+        tokens_T = tokens_T[:-1]
+    text = added_text(tokenizer, prompt_T, tokens_T)
+    return decode(tokenizer, tokens_T) if text is None else text
+
+
+def read_response(
+    tokenizer: PreTrainedTokenizerBase, prompt_T: TokenArray, sample: Sample
+) -> Response:
+    """The response to a prompt, split at its thinking by the marks of the chat template."""
+    marks = thinking_marks(tokenizer)
+    opening = marks.opening(decode(tokenizer, prompt_T[-_LONGEST_MARK:]))
+    return marks.response(response_text(tokenizer, prompt_T, sample), opening)

@@ -1,0 +1,251 @@
+"""Thinking in responses: the marks that a model family writes around it, told by its template.
+
+The chat template is probed with an assistant's message whose thinking is a field of its own. What
+it writes around the thinking and the answer is what the model was taught to write:
+
+    <think>...</think>answer                                                        Qwen3, GLM
+    [THINK]...[/THINK]answer                                                        Ministral 3
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>answer
+                                                                                    gpt-oss
+A template that writes no thinking into a history may still name its marks; else they are <think>.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any
+
+from distill.chat.template import Message, chat_text
+from distill.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """A sampled response as text, split at its thinking.
+
+    Attributes:
+        opening: the start of the thinking that the prompt has written; empty if it has not.
+        sampled: the text of the sampled tokens, marks included, without the closing stop token.
+        thinking: the thoughts, without their marks.
+        answer: the text behind the thinking; empty if the response ends within a thought.
+    """
+
+    opening: str = ""
+    sampled: str
+    thinking: str
+    answer: str
+
+    @property
+    def text(self) -> str:
+        """The whole response: the thinking with its marks, and the answer."""
+        return self.opening + self.sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingMarks:
+    """Marks around a model's thinking and its answer.
+
+    Attributes:
+        opens, closes: the marks around the thinking.
+        answer, ends: the marks around the answer; empty where the family writes none.
+        field: the field of a message from which the chat template writes the thinking; None: the
+            template takes a response as it was sampled, in `content`.
+    """
+
+    opens: str = "<think>"
+    closes: str = "</think>"
+    answer: str = ""
+    ends: str = ""
+    field: str | None = None
+
+    def opening(self, prompt: str) -> str:
+        """The end of a prompt that begins the thinking, from the mark on; empty if it does not."""
+        stripped = prompt.rstrip()
+        return prompt[len(stripped) - len(self.opens) :] if stripped.endswith(self.opens) else ""
+
+    def response(self, sampled: str, opening: str = "") -> Response:
+        """The response whose text, behind the prompt's `opening`, is `sampled`."""
+        thinking, answer = self._split(opening + sampled)
+        return Response(opening=opening, sampled=sampled, thinking=thinking, answer=answer)
+
+    def message(self, response: Response) -> dict[str, Any]:
+        """The assistant's message that the chat template writes as the response."""
+        if self.field is None:
+            return {"role": "assistant", "content": response.text}
+        message = {"role": "assistant", "content": response.answer}
+        return message | ({self.field: response.thinking} if response.thinking else {})
+
+    def _split(self, text: str) -> tuple[str, str]:
+        thoughts, said, position = [], [], 0
+        close, first = text.find(self.closes), text.find(self.opens)
+        if not self.answer and 0 <= close and not 0 <= first < close:
+            thoughts.append(text[:close])  # opened by the prompt, in words of the user's, or nobody
+            position = close + len(self.closes)
+        while (start := text.find(self.opens, position)) >= 0:
+            said.append(text[position:start])
+            begin = start + len(self.opens)
+            stop = text.find(self.closes, begin)
+            thoughts.append(text[begin:] if stop < 0 else text[begin:stop])
+            if stop < 0:
+                return _joined(thoughts), ""
+            position = stop + len(self.closes)
+        rest = "".join([*said, text[position:]])
+        return _joined(thoughts), self._unmarked(rest.lstrip("\n") if thoughts else rest)
+
+    def _unmarked(self, rest: str) -> str:
+        """The answer without its marks."""
+        if self.answer:
+            before, mark, after = rest.rpartition(self.answer)
+            kind = _MARK.match(self.answer)
+            if mark:
+                rest = after
+            elif kind and kind[0] != self.answer and kind[0] in rest:
+                return ""  # a channel that is not the answer's
+        trimmed = rest.rstrip()
+        return trimmed.removesuffix(self.ends) if self.ends and trimmed.endswith(self.ends) else rest
+
+
+THINK = ThinkingMarks()
+
+
+def _joined(thoughts: list[str]) -> str:
+    return "\n\n".join(filter(None, (thought.strip() for thought in thoughts)))
+
+
+# Marks of families whose templates name them and write no thinking from a field.
+_NAMED = (
+    ThinkingMarks(answer="<response>", ends="</response>"),
+    ThinkingMarks(answer="<answer>", ends="</answer>"),
+    ThinkingMarks(opens="[THINK]", closes="[/THINK]"),
+    ThinkingMarks(opens="<|channel>thought", closes="<channel|>"),
+    ThinkingMarks(opens="<|inner_prefix|>", closes="<|inner_suffix|>"),
+    ThinkingMarks(opens="Here are my reasoning steps:", closes="[BEGIN FINAL RESPONSE]"),
+    ThinkingMarks(opens="<|START_THINKING|>", closes="<|END_THINKING|>"),
+)
+_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_QUESTION = {"role": "user", "content": "a question to probe with"}
+_THOUGHT, _ANSWER = "a thought to probe with", "an answer to probe with"
+_CALL = {
+    "id": "probe0000",
+    "type": "function",
+    "function": {"name": "isotherm_probe", "arguments": {"key": "value"}},
+}
+_MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
+_LAST_MARK = re.compile(rf"(?:{_MARK.pattern})[^<>\[\]\n]*\Z")
+
+_found: dict[str, ThinkingMarks] = {}
+
+
+def thinking_marks(tokenizer: PreTrainedTokenizerBase) -> ThinkingMarks:
+    """The marks of the tokenizer's chat template; `THINK` where it tells none."""
+    template = str(tokenizer.chat_template or "")
+    if template not in _found:
+        _found[template] = _detected(tokenizer, template) if template else THINK
+    return _found[template]
+
+
+def _detected(tokenizer: PreTrainedTokenizerBase, template: str) -> ThinkingMarks:
+    prompt = _turn(_rendered(tokenizer)) or ""
+    told = {"role": "assistant", "content": _ANSWER}
+    plain = _turn(_rendered(tokenizer, told)) or ""
+    for called in ({}, {"tool_calls": [_CALL]}):
+        for field in _FIELDS:
+            thought = told | called | {field: _THOUGHT}
+            turn = _turn(_rendered(tokenizer, thought))
+            if turn is None or (marks := _around(turn, prompt, plain)) is None:
+                continue
+            if called:  # which may stand before the content
+                marks = _with_answer(replace(marks, answer=""), prompt, plain)
+            elif _reads_inline(tokenizer, turn, thought, marks):
+                return marks
+            return replace(marks, field=field)
+    named = (each for each in _NAMED if each.closes in template and each.answer in template)
+    marks = _with_answer(next(named, THINK), prompt, plain)
+    inline = told | {"content": f"{marks.opens}{_THOUGHT}{marks.closes}{_ANSWER}"}
+    if (_turn(_rendered(tokenizer, inline)) or "").count(marks.closes) > 1:
+        return replace(marks, field=_FIELDS[0])  # thinking within `content` would stand there twice
+    return marks
+
+
+def _with_answer(marks: ThinkingMarks, prompt: str, plain: str) -> ThinkingMarks:
+    """The marks, with those that the template writes around an answer without thinking."""
+    before, answered, after = plain.partition(_ANSWER)
+    if marks.answer or not answered:
+        return marks
+    answer = _new(before, prompt) if prompt else ""  # else it is what begins every turn
+    return replace(marks, answer="" if marks.closes in answer else answer, ends=_first_mark(after))
+
+
+def _around(turn: str, prompt: str, plain: str) -> ThinkingMarks | None:
+    """The marks that a rendered turn has around the probe's thought and answer; None: no thought.
+
+    Args:
+        prompt, plain: what the template writes before a turn, and for one without a thought.
+    """
+    before, thought, after = turn.partition(_THOUGHT)
+    opens = _new(before, prompt)
+    last = _LAST_MARK.search(before.rstrip())
+    if not opens and last and before != plain.partition(_ANSWER)[0]:
+        opens = last[0]  # the prompt has it already
+    between, answered, behind = after.partition(_ANSWER)
+    closes = _first_mark(after) or between.strip()
+    if not (thought and answered and opens and closes):
+        return None
+    answer = _behind(before.removesuffix(opens), between.strip().removeprefix(closes).strip())
+    return ThinkingMarks(opens=opens, closes=closes, answer=answer, ends=_first_mark(behind))
+
+
+def _reads_inline(
+    tokenizer: PreTrainedTokenizerBase, turn: str, thought: Message, marks: ThinkingMarks
+) -> bool:
+    """True if the template writes a thought within `content` just as one in a field."""
+    start = turn.rindex(marks.opens, 0, turn.index(_THOUGHT))
+    said = turn[start : turn.index(_ANSWER, start) + len(_ANSWER)]
+    inline = {"role": "assistant", "content": said}
+    return all(
+        _rendered(tokenizer, inline, *later) == _rendered(tokenizer, thought, *later)
+        for later in ((), (_QUESTION,))
+    )
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, *messages: Message) -> str | None:
+    """The probe's conversation as the chat template writes it; None where it refuses."""
+    begun = not messages or messages[-1]["role"] == "user"
+    try:
+        return chat_text(
+            tokenizer, [_QUESTION, *messages], tools=None, add_generation_prompt=begun
+        )
+    except DataError:
+        return None
+
+
+def _turn(text: str | None) -> str | None:
+    """The text behind the probe's question."""
+    return None if text is None else text.rpartition(_QUESTION["content"])[2]
+
+
+def _new(before: str, prompt: str) -> str:
+    """What `before` has beyond the prompt for a turn, from the start of a mark on."""
+    agreed = commonprefix([before, prompt])
+    half = max(agreed.rfind("<"), agreed.rfind("["))
+    if half > max(agreed.rfind(">"), agreed.rfind("]")):
+        agreed = agreed[:half]
+    return before[len(agreed) :].strip()
+
+
+def _first_mark(text: str) -> str:
+    mark = _MARK.match(text.lstrip())
+    return mark[0] if mark else ""
+
+
+def _behind(header: str, text: str) -> str:
+    """The text without the end of the header that it begins with."""
+    header = header.rstrip()
+    starts = range(len(header) + 1)
+    return text.removeprefix(next(header[i:] for i in starts if text.startswith(header[i:])))
